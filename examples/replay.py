@@ -82,7 +82,6 @@ def mistakes(rows: torch.Tensor, prompt_len: int) -> dict[str, torch.Tensor]:
         "rows one token late": rows.roll(1, dims=1),
         "rows one layer up": rows.roll(1, dims=2),
         "no rows of prompts": without_prompt,
-        "the same, 0 for -1": without_prompt.clamp(min=0),
     }
 
 

@@ -189,7 +189,12 @@ def take(array: NDArray[Scalar], spans: Sequence[Span]) -> NDArray[Scalar]:
 
     >>> take(np.arange(16), token_spans([0, 8, 16], context=(0, 2))).tolist()
     [0, 1, 6, 7, 8, 9, 14, 15]
+
+    Raises:
+        ValueError: `array` ends before the spans do.
     """
+    if (most := max((end for _, end in spans), default=0)) > len(array):
+        raise ValueError(f"spans up to token {most} of an array of {len(array)}: give the one that cu_seqlens is of")
     parts = [array[first:end] for first, end in spans]
     return parts[0] if len(parts) == 1 else np.concatenate([array[:0], *parts])
 

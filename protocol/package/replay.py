@@ -8,7 +8,7 @@ chooses by itself.
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,6 +18,12 @@ from torch import Tensor
 from torch.nn import Module
 
 _DECODER_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+_TWICE = (
+    "the routers of decoder layers {} were asked in a second forward pass, whose tokens may be others: "
+    "a block is for one forward pass and its backward pass"
+)
 
 
 class ReplayError(RuntimeError):
@@ -44,9 +50,11 @@ class Replay:
         return sum(int(asked) * known for asked, known in zip(self.asked, self.known, strict=True))
 
     def check(self) -> None:
-        """Raises `ReplayError` if a router was never asked."""
+        """Raises `ReplayError` if a router was never asked, or for more than one forward pass."""
         if silent := [layer for layer, asked in zip(self.layer_ids, self.asked, strict=True) if not asked]:
             raise ReplayError(f"the routers of decoder layers {silent} were never asked: nothing was replayed there")
+        if often := [layer for layer, asked in zip(self.layer_ids, self.asked, strict=True) if asked > 1]:
+            raise ReplayError(_TWICE.format(often))
 
 
 @contextmanager
@@ -55,8 +63,9 @@ def replayed(
 ) -> Iterator[Replay]:
     """Within, the routers of a model of transformers take the experts of `rows`.
 
-    Forward and backward pass belong into one block, because gradient checkpointing asks the routers again. The model
-    may be compiled, before or within.
+    A block is for one forward pass, as rows are for its tokens, and its backward pass, because gradient checkpointing
+    asks the routers again. A backward pass elsewhere makes it ask for other experts, not always with an error. The
+    model may be compiled, before or within.
 
     Args:
         rows: [..., L, K] ids, an array or tensor, in the order of the model's tokens: [B, S, L, K] or [T, L, K].
@@ -66,12 +75,13 @@ def replayed(
             requested with all layers. By default the L layers are those of the routers, in their order.
 
     Raises:
-        ReplayError: the model has no known routers, or other layers, experts or tokens than `rows`; or, at the end, a
-            router was never asked.
+        ReplayError: the model has no known routers, or other layers, experts or tokens than `rows`, or weighs experts
+            in another way than is known; a row has an expert twice; a router was asked in a second forward pass; or, at
+            the end, was never asked.
     """
     ids = _flat(rows)
     factors = None if weights is None else torch.as_tensor(weights)
-    if factors is not None and factors.numel() != ids.numel():
+    if factors is not None and (factors.shape[-2:] != ids.shape[-2:] or factors.numel() != ids.numel()):
         raise ReplayError(f"weights of shape {[*factors.shape]} for rows of shape {[*ids.shape]}")
     routers = _routers(model)
     places = _places(list(routers), ids, layer_ids)
@@ -82,23 +92,42 @@ def replayed(
     experts = min(getattr(router, "num_experts", None) or router.config.num_experts for router in routers.values())
     if most >= experts:
         raise ReplayError(f"expert {most} in the rows of a model with {experts}")
+    _check_distinct(ids[:, sorted(places.values())])
     if any("_replay" in vars(router) for router in routers.values()):
         raise ReplayError("the model is being replayed already")
     known = (ids >= 0).all(dim=2).sum(dim=0).tolist()
     asked = [torch.zeros((), dtype=torch.int64) for _ in routers]
     replay = Replay(list(routers), [known[places[layer]] for layer in routers], asked)
-    try:
+    with ExitStack() as stack:
         for times, (layer, router) in zip(asked, routers.items(), strict=True):
             at = places[layer]
             own = None if factors is None else factors.reshape(ids.shape)[:, at]
-            router._replay = _Layer(ids[:, at], own, times)
-            router.__class__ = _replaying(type(router))  # type: ignore[arg-type]
+            stack.enter_context(_asked(router, _Layer(layer, ids[:, at], own, times)))
         yield replay
         replay.check()
+
+
+@contextmanager
+def _asked(router: Any, layer: "_Layer") -> Iterator[None]:
+    """Within, `layer` is asked for what the router returns."""
+    of: type[Module] = type(router)
+    family = _family(of)
+    assert family is not None
+    hook = vars(router).get(family.method)  # accelerate's, of a model on several devices; it hides the class's method
+    router._replay = layer
+    try:
+        if hook is None:
+            router.__class__ = _replaying(of)  # type: ignore[arg-type]
+        else:
+            replaying = lambda *args, **kwargs: layer.route(router, family, args, hook(*args, **kwargs))  # noqa: E731
+            setattr(router, family.method, replaying)
+        yield
     finally:
-        for router in routers.values():
-            if vars(router).pop("_replay", None) is not None:
-                router.__class__ = type(router).__mro__[1]
+        del router._replay
+        if hook is None:
+            router.__class__ = of
+        else:
+            setattr(router, family.method, hook)
 
 
 def _flat(rows: Any) -> Tensor:
@@ -106,8 +135,18 @@ def _flat(rows: Any) -> Tensor:
     ids = torch.as_tensor(rows)
     if ids.dim() < 3 or ids.is_floating_point():
         raise ReplayError(f"rows must be integers [..., L, K], not {ids.dtype} {[*ids.shape]}")
-    ids = ids.reshape(-1, *ids.shape[-2:])
+    ids = ids.flatten(0, -3)
     return ids if ids.dtype.is_signed else ids.to(torch.int32)
+
+
+def _check_distinct(ids: Tensor) -> None:
+    """Refuses rows that no server has, such as 0 for unknown ones."""
+    for apart in range(1, ids.shape[2]):
+        twice = (ids[..., apart:] == ids[..., :-apart]) & (ids[..., apart:] >= 0)
+        if twice.any():
+            token, layer, _ = twice.nonzero()[0].tolist()
+            row = ids[token, layer].tolist()
+            raise ReplayError(f"the row {row} of token {token} has an expert twice: an unknown row has -1 everywhere")
 
 
 def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None) -> dict[int, int]:
@@ -125,7 +164,14 @@ def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None)
 
 def _is_recomputed() -> bool:
     """Whether this forward pass is a part of a backward pass, as gradient checkpointing has it."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.library.custom_op("routed_experts::count", mutates_args={"asked"})
+def _count(asked: Tensor) -> None:
+    """One more, unless this is recomputed. An operator, as compiled code would not ask for that when it is run."""
+    if not _is_recomputed():
+        asked.add_(1)
 
 
 @dataclass(frozen=True)
@@ -232,14 +278,16 @@ _FAMILIES = {
 class _Layer:
     """What one router replays."""
 
+    decoder_layer: int
     ids: Tensor  # [T, K]
     weights: Tensor | None
     asked: Tensor  # how often, 0-d
 
     def route(self, router: Any, family: _Family, args: tuple[Any, ...], output: Any) -> Any:
         logits, own_weights, own_ids = family.read(router, args, output)
-        if not _is_recomputed():
-            self.asked.add_(1)
+        _count(self.asked)
+        if not torch.compiler.is_compiling() and not _is_recomputed():  # `Replay.check` finds compiled second passes
+            self.check(router, family, logits, own_weights, own_ids)
         if self.ids.shape != own_ids.shape:
             raise ReplayError(f"rows [T, K] of {[*self.ids.shape]}, but the router has {[*own_ids.shape]}")
         given = self.ids.to(own_ids.device, own_ids.dtype)
@@ -251,6 +299,17 @@ class _Layer:
             recorded = torch.where(recorded.isnan(), weights.detach(), recorded)
             weights = recorded + (weights - weights.detach())
         return family.write(output, torch.where(is_unknown, own_weights, weights.to(own_weights.dtype)), ids)
+
+    def check(self, router: Any, family: _Family, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+        """Whether this is the only forward pass, and the router's own weights are what `family` makes of its logits:
+        other versions of transformers return probabilities in place of logits."""
+        if self.asked > 1:
+            raise ReplayError(_TWICE.format([self.decoder_layer]))
+        with torch.no_grad():
+            found = family.weigh(router, logits, ids).to(weights.dtype)
+        if not torch.allclose(found, weights, rtol=0.02, atol=1e-3, equal_nan=True):
+            name = next(base.__name__ for base in type(router).__mro__ if base.__name__ in _FAMILIES)
+            raise ReplayError(f"this version of transformers has another {name} than is known: take transformers 5.19")
 
 
 @cache
@@ -301,16 +360,20 @@ class MegatronReplay:
         chunks: the virtual stages that this rank has of the model, or its only one.
 
     Raises:
-        ReplayError: a router has no `RouterReplay`; or, at the end, a router was never asked, or only some microbatches
-            were recomputed.
+        ReplayError: a router has no `RouterReplay`, or two are of one layer; or, at the end, a router was never asked,
+            or only some microbatches were recomputed.
     """
 
     def __init__(self, chunks: Module | Sequence[Module]) -> None:
         self.replayed = 0
+        self._is_entered = False
         self._chunks = [_megatron_routers(each) for each in ([chunks] if isinstance(chunks, Module) else chunks)]
         self._fed = [0] * len(self._chunks)
 
     def __enter__(self) -> "MegatronReplay":
+        if any("get_replay_topk" in vars(router) for router in self._all()):
+            raise ReplayError("the model is being replayed already")
+        self.replayed, self._fed, self._is_entered = 0, [0] * len(self._chunks), True
         for router in self._all():
             router.clear_indices()
             router.get_replay_topk = _choosing(router)
@@ -326,10 +389,14 @@ class MegatronReplay:
             chunk: the place of the virtual stage in `chunks`.
 
         Raises:
-            ReplayError: the rows lack layers of the stage, or the microbatch before was not replayed.
+            ReplayError: the rows lack layers of the stage, or have an expert twice; the microbatch before was not
+                replayed; or this is not within the block.
         """
+        if not self._is_entered:
+            raise ReplayError("rows are replayed within `with MegatronReplay(...)` only: feed them there")
         ids, routers = _flat(rows), self._chunks[chunk]
         places = _places(list(routers), ids, layer_ids)
+        _check_distinct(ids[:, sorted(places.values())])
         self._check_asked(chunk)
         self._fed[chunk] += 1
         for layer, router in routers.items():
@@ -345,6 +412,7 @@ class MegatronReplay:
                     if 0 < (left := len(router.replay_backward_list)) < fed:
                         raise ReplayError(f"decoder layer {layer} recomputed {fed - left} of {fed} microbatches")
         finally:
+            self._is_entered = False
             for router in self._all():
                 router.clear_indices()
                 router.clear_router_replay_action()
@@ -367,12 +435,15 @@ def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
         if _is_recomputed():
+            if not router.replay_backward_list or len(router.replay_backward_list[0]) != len(scores):
+                raise ReplayError("a microbatch is recomputed that is not the next of those fed within this block")
             router.set_router_replay_action(action.REPLAY_BACKWARD)
             found: tuple[Tensor, Tensor] = original(scores, topk, num_groups, group_topk, choose)
             return found
         given = router.target_topk_idx
-        if given is None or given.shape != (len(scores), topk) or given.max() >= scores.shape[1]:
-            said = "none are fed" if given is None else f"they are {[*given.shape]} up to expert {given.max()}"
+        most = -1 if given is None or not given.numel() else int(given.max())
+        if given is None or given.shape != (len(scores), topk) or most >= scores.shape[1]:
+            said = "none are fed" if given is None else f"they are {[*given.shape]} up to expert {most}"
             raise ReplayError(f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}")
         given = given.to(scores.device)
         _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -388,10 +459,13 @@ def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _megatron_routers(chunk: Module) -> dict[int, Any]:
     """The `RouterReplay` of each decoder layer."""
-    found = {}
+    found: dict[int, Any] = {}
     for name, module in chunk.named_modules():
         if hasattr(module, "router_replay") and "mtp" not in name.split("."):
             if module.router_replay is None:
                 raise ReplayError(f"{name} has no RouterReplay: set moe_enable_routing_replay")
-            found[int(module.layer_number) - 1] = module.router_replay
+            layer = int(module.layer_number) - 1
+            if layer in found:
+                raise ReplayError(f"two routers in decoder layer {layer}: give the part of the model that has one")
+            found[layer] = module.router_replay
     return found

@@ -188,12 +188,61 @@ def test_virtual_stages() -> None:
             assert routing_map.gather(1, given.clamp(min=0))[is_known].all()
 
 
+def test_again_and_again() -> None:
+    """One object for all steps, whether layers are recomputed or not."""
+    chunk = chunk_of([3, 4])
+    replay = MegatronReplay(chunk)
+    with pytest.raises(ReplayError, match="within `with MegatronReplay"):
+        replay.feed(rows_for(0), LAYER_IDS)
+    for recompute in (False, True, False):
+        chunk.recompute = recompute
+        with replay:
+            with pytest.raises(ReplayError, match="already"), replay:
+                pass
+            with pytest.raises(ReplayError, match="already"), MegatronReplay(chunk):
+                pass
+            for seed in (0, 1):
+                replay.feed(rows_for(seed), LAYER_IDS)
+                chunk(hidden_of(seed)).backward()
+        assert replay.replayed == 2 * 2 * (TOKENS - 2)
+
+
+def test_a_stage_without_routers() -> None:
+    """Its layers are dense: no layer of the rows is its own."""
+    layers = stage_layers(LAYER_IDS, 4, pipeline=(0, 4))
+    for rows in (rows_for(0), rows_for(0)[:, None], rows_for(0)[:0]):
+        with MegatronReplay(torch.nn.Linear(2, 2)) as replay:
+            replay.feed(rows[..., layers, :], LAYER_IDS[layers])
+        assert replay.replayed == 0
+
+
+def test_a_microbatch_of_before_the_block() -> None:
+    """Its layers are not recomputed with other rows."""
+    chunk, generator = chunk_of([3, 4], recompute=True), torch.Generator().manual_seed(5)
+    shorter = torch.randn(TOKENS - 1, 1, HIDDEN, generator=generator).requires_grad_()
+
+    def step(before: torch.Tensor, is_first: bool) -> None:
+        with MegatronReplay(chunk) as replay:
+            replay.feed(rows_for(0), LAYER_IDS)
+            losses = [before, chunk(hidden_of(0))]
+            for loss in losses if is_first else losses[::-1]:
+                loss.backward()
+
+    for hidden, is_first in ((shorter, True), (hidden_of(1), False), (hidden_of(1), True)):
+        before = chunk(hidden)
+        with pytest.raises(ReplayError, match="not the next of those fed"):
+            step(before, is_first)
+
+
 def test_what_cannot_be_replayed() -> None:
     chunk, rows = chunk_of([3, 4]), rows_for(0)
     many = rows.clone()
-    many[0] = EXPERTS
+    many[0, :, 0] = EXPERTS
     with pytest.raises(ReplayError, match="set moe_enable_routing_replay"):
         MegatronReplay(chunk_of([3], moe_enable_routing_replay=False))
+
+    with pytest.raises(ReplayError, match="two routers in decoder layer 2"):
+        MegatronReplay(chunk_of([3, 3]))
 
     def run(given: torch.Tensor, layer_ids: list[int], seeds: tuple[int, ...] = (0,)) -> None:
         with MegatronReplay(chunk) as replay:
@@ -205,7 +254,9 @@ def test_what_cannot_be_replayed() -> None:
     for given, layer_ids, message in (
         (rows, [0, 1, 2], r"no layer for the routers of decoder layers \[3\]"),
         (rows[:-1], LAYER_IDS, r"rows for \[6, 2\] of 8 experts are needed, they are \[5, 2\]"),
+        (rows[:0], LAYER_IDS, r"they are \[0, 2\] up to expert -1"),
         (many, LAYER_IDS, "up to expert 8"),
+        (rows.clamp(min=0), LAYER_IDS, r"the row \[0, 0\] of token 1 has an expert twice"),
     ):
         with pytest.raises(ReplayError, match=message):
             run(given, layer_ids)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 from transformers import AutoModelForCausalLM
 
+from routed_experts import replay
 from routed_experts.protocol.collect import Routing
 from routed_experts.replay import ReplayError, replayed
 from tests.clients.test_collect import run_example
@@ -250,6 +251,21 @@ def step_of(compiled: Any, tokens: torch.Tensor) -> Any:
     return logits, {name.removeprefix("_orig_mod."): each for name, each in gradients.items()}
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_compiled_layers_that_are_recomputed(use_reentrant: bool, load: Callable[..., Any]) -> None:
+    """What is compiled does not know of the backward pass that it is a part of."""
+    model, rows, tokens = load().train(), given_rows(QWEN3), batch()
+    with replayed(model, rows):
+        expected = step(model, tokens)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    with replayed(model, rows) as replay:
+        check_same(step(model, tokens), expected)
+    assert replay.asked == [1] * 3
+
+
 def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     many = rows.clone()
@@ -264,6 +280,7 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
         (rows[..., :2], {}, r"of \[24, 2\]"),
         (many, {}, "expert 8 in the rows of a model with 8"),
         (rows, {"weights": torch.ones(5)}, "weights of shape"),
+        (rows[..., :2], {"weights": torch.ones(BATCH, TOKENS, 2, 3)}, "weights of shape"),
     ):
         with pytest.raises(ReplayError, match=message), replayed(model, given, **options):
             model(input_ids=tokens, use_cache=False)
@@ -275,6 +292,76 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
         model(input_ids=tokens, use_cache=False)
     with pytest.raises(ReplayError, match="has none of the routers"), replayed(torch.nn.Linear(2, 2), rows):
         pass
+
+
+def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:
+    """The rows of a microbatch do not go to the next one of the same shape, nor those of a prompt to later tokens."""
+    model, rows, tokens = load(), given_rows(QWEN3), batch()
+    message = "were asked in a second forward pass"
+    compiled = torch.compile(model, backend="eager")
+
+    def twice(model: Any) -> None:
+        with replayed(model, rows):
+            model(input_ids=tokens, use_cache=False)
+            model(input_ids=tokens, use_cache=False)
+
+    for each, layers in ((model, r"\[0\]"), (compiled, r"\[0, 1, 2\]")):
+        with pytest.raises(ReplayError, match=f"layers {layers} {message}"):
+            twice(each)
+    with pytest.raises(ReplayError, match=r"router has \[2, 3\]|second"), replayed(model, rows):
+        model.generate(tokens, max_new_tokens=3)
+    with pytest.raises(ReplayError, match="second"), replayed(model, rows[:1, 5:6]):
+        model.generate(tokens[:1, 5:6], max_new_tokens=3, min_new_tokens=3)
+
+
+def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
+    """On several devices, they are in place of the methods of modules."""
+    model, rows, tokens = load(), given_rows(QWEN3), batch()
+    with replayed(model, rows):
+        expected = step(model, tokens)
+    router = model.model.layers[1].mlp.gate
+    forward = router.forward
+    router.forward = hook = Mock(side_effect=lambda *args, **kwargs: forward(*args, **kwargs))
+    for _ in range(2):
+        with replayed(model, rows) as replay:
+            check_same(step(model, tokens), expected)
+        assert replay.asked == [1] * 3
+        assert router.forward is hook
+    assert hook.call_count == 2
+
+
+def test_an_expert_twice(load: Callable[..., Any]) -> None:
+    """Zeros in place of -1 are no row."""
+    model, rows = load(), given_rows(QWEN3)
+    message = r"the row \[0, 0, 0\] of token 2 has an expert twice"
+    with pytest.raises(ReplayError, match=message), replayed(model, rows.clamp(min=0)):
+        pass
+    rows[0, 5, 1] = torch.tensor([4, 2, 4])
+    with pytest.raises(ReplayError, match=r"the row \[4, 2, 4\] of token 5"), replayed(model, rows):
+        pass
+
+
+def test_a_version_that_returns_probabilities_for_logits(
+    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers 5.2 has it. Weights made of them would be wrong."""
+    model, tokens = load(), batch()
+    router = type(model.model.layers[0].mlp.gate)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data *= 50  # far from equal weights
+    original = router.forward
+
+    def forward(self: Any, hidden: torch.Tensor) -> Any:
+        logits, *others = original(self, hidden)
+        return (logits.float().softmax(dim=-1), *others)
+
+    with replayed(model, given_rows(QWEN3)):
+        model(input_ids=tokens, use_cache=False)
+    monkeypatch.setattr(router, "forward", forward)
+    replay._replaying.cache_clear()
+    with pytest.raises(ReplayError, match="another Qwen3MoeTopKRouter"), replayed(model, given_rows(QWEN3)):
+        model(input_ids=tokens, use_cache=False)
+    replay._replaying.cache_clear()
 
 
 def test_the_page(load: Callable[..., Any], documented: list[str]) -> None:

@@ -207,5 +207,7 @@ def test_what_cannot_be_cut() -> None:
     ):
         with pytest.raises(RoutingError, match=message):
             wrong()
+    with pytest.raises(ValueError, match="spans up to token 16 of an array of 12"):
+        take(np.zeros((12, 3, 2)), token_spans([0, 8, 16], context=(0, 2)))
     assert isinstance(pack([routing], num_tokens=[3]), Packed)
     assert pack([routing], num_tokens=[3]).known.all(), "the last token that is left has a row"
