@@ -3,8 +3,8 @@
     python -m tests.mutations run --out build/mutations.jsonl
 
 Most are drawn from all files, in proportion to their statements: one operator, comparison, constant, condition or
-statement each. Those of the kind `own` were written by readers who looked for what no test sees. A change is found again
-by file, function and text, so the list survives moved lines.
+statement each. Those of the kind `own` were written by readers who looked for what no test sees. A change is found
+again by file, function and text, so the list survives moved lines.
 
 `run` applies one change at a time to a copy of the tree and runs the files of `make test-fast` that the list names for
 it as `tests`, up to the first test that fails. They were chosen by reading: which execute the changed code, or name it.

@@ -275,6 +275,8 @@ class FusedLayers(torch.nn.Module):
             )
             for layer in (3, 1)  # not in the order of the decoder
         )
+        for layer in self.layers:  # GPUs' memory, which vLLM takes before it captures until 0.29
+            layer.get_symm_buffer = lambda: None
 
     def forward(self, ids: torch.Tensor) -> None:
         for layer in self.layers:
