@@ -175,11 +175,11 @@ def token_spans(cu_seqlens: Sequence[int], *, context: Span = (0, 1), sequence: 
     if bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens must ascend, not {bounds}")
     (rank, size), (part, parts) = _rank("context", context), _rank("sequence", sequence)
-    pieces: list[Span] = []
-    for first, end in pairwise(bounds):
-        chunk = _share(end - first, 2 * size, "2 · CP") if size > 1 else 0
-        places = (rank, 2 * size - 1 - rank) if size > 1 else ()
-        pieces += [(first + at * chunk, first + (at + 1) * chunk) for at in places] or [(first, end)]
+    pieces = list(pairwise(bounds))
+    if size > 1:
+        chunks = [(first, _share(end - first, 2 * size, "2 · CP")) for first, end in pieces]
+        places = (rank, 2 * size - 1 - rank)
+        pieces = [(first + at * chunk, first + (at + 1) * chunk) for first, chunk in chunks for at in places]
     share = _share(sum(end - first for first, end in pieces), parts, "TP")
     return list(_joined(_within(pieces, part * share, (part + 1) * share)))
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.nn import Module
 
 _DECODER_LAYER = re.compile(r"\blayers\.(\d+)\.")
-
-
 _TWICE = (
     "the routers of decoder layers {} were asked in a second forward pass, whose tokens may be others: "
     "a block is for one forward pass and its backward pass"
@@ -117,7 +115,7 @@ def _asked(router: Any, layer: "_Layer") -> Iterator[None]:
     router._replay = layer
     try:
         if hook is None:
-            router.__class__ = _replaying(of)  # type: ignore[arg-type]
+            router.__class__ = _replaying(of, family)  # type: ignore[arg-type]
         else:
             replaying = lambda *args, **kwargs: layer.route(router, family, args, hook(*args, **kwargs))  # noqa: E731
             setattr(router, family.method, replaying)
@@ -145,8 +143,8 @@ def _check_distinct(ids: Tensor) -> None:
         twice = (ids[..., apart:] == ids[..., :-apart]) & (ids[..., apart:] >= 0)
         if twice.any():
             token, layer, _ = twice.nonzero()[0].tolist()
-            row = ids[token, layer].tolist()
-            raise ReplayError(f"the row {row} of token {token} has an expert twice: an unknown row has -1 everywhere")
+            row = f"row {ids[token, layer].tolist()} of token {token}"
+            raise ReplayError(f"the {row} has an expert twice: an unknown row has -1 everywhere")
 
 
 def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None) -> dict[int, int]:
@@ -154,8 +152,7 @@ def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None)
     count = ids.shape[1]
     named = layers if layer_ids is None else [int(layer) for layer in layer_ids]
     if len(named) != count or len(set(named)) != count:
-        said = f"{count} routers" if layer_ids is None else f"layer_ids {named}"
-        said = f"{len(layers)} routers: give layer_ids" if layer_ids is None else said
+        said = f"{len(layers)} routers: give layer_ids" if layer_ids is None else f"layer_ids {named}"
         raise ReplayError(f"rows of {count} layers for {said}")
     if lacking := sorted(set(layers) - set(named)):
         raise ReplayError(f"the rows have no layer for the routers of decoder layers {lacking}")
@@ -308,15 +305,13 @@ class _Layer:
         with torch.no_grad():
             found = family.weigh(router, logits, ids).to(weights.dtype)
         if not torch.allclose(found, weights, rtol=0.02, atol=1e-3, equal_nan=True):
-            name = next(base.__name__ for base in type(router).__mro__ if base.__name__ in _FAMILIES)
+            name = type(router).__name__.removeprefix("Replaying")
             raise ReplayError(f"this version of transformers has another {name} than is known: take transformers 5.19")
 
 
 @cache
-def _replaying(of: type[Module]) -> type[Module]:
+def _replaying(of: type[Module], family: _Family) -> type[Module]:
     """A class whose routers replay. torch.compile notices another class, unlike a hook, and compiles for it."""
-    family = _family(of)
-    assert family is not None
     original = getattr(of, family.method)
 
     def route(self: Any, *args: Any, **kwargs: Any) -> Any:
