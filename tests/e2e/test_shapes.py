@@ -6,12 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from routed_experts.replay import replayed
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import (
     ASK,
     FLOAT32,
     ON_GPU,
+    Answer,
     Oracle,
     answers_of,
     check,
@@ -65,6 +68,16 @@ def test_exact(shape: Shape, tmp_path: Path) -> None:
         assert len(answers) == len(prompts)
         for answer in answers:
             check(answer, oracle, shape.num_experts)
+    check_replay(model, shape, answer)
+
+
+def check_replay(model: Path, shape: Shape, answer: Answer) -> None:
+    """A trainer in another precision, whose routers choose otherwise here and there, takes the experts of the rows."""
+    trainer = HookOracle(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16), shape)
+    rows = np.concatenate([answer.prompt_rows, answer.rows])
+    with replayed(trainer.model, rows, layer_ids=shape.layer_ids):
+        taken = trainer.rows([*answer.prompt, *answer.tokens[:-1]])
+    assert np.array_equal(taken, np.sort(rows, axis=2))
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a CPU only")
