@@ -263,6 +263,8 @@ class FusedLayers(torch.nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         model = pytest.importorskip("vllm.models.deepseek_v4.nvidia.model", exc_type=ImportError)
+        if not hasattr(model, "DeepseekV4MegaMoEExperts"):
+            pytest.skip("vLLM 0.33 makes fused MoE layers on the GPUs alone that have their kernel")
         sizes: dict[str, int] = {
             "num_local_experts": 12,
             "experts_start_idx": 0,
