@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from routed_experts.server.cli.main import main
 from routed_experts.server.tools import running
+from routed_experts.server.tools.differences import LayerCount
 from routed_experts.server.tools.reference import Reference
 from tests.e2e.harness import Oracle, Server, free_port, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
@@ -295,3 +296,10 @@ def test_a_running_server(server: Server, tmp_path: Path) -> None:
     assert findings["total"]["rows"] >= 5 * (14 + 8 + 2 * 2)
     assert findings["logprobs"]["equal_rows"]["tokens"] == findings["logprobs"]["all"]["tokens"] >= 2
     assert findings["logprobs"]["all"]["max"] < 1e-3
+
+
+def test_a_gap_is_between_the_experts_that_one_side_chose_alone() -> None:
+    """Whatever their places in the rows: here 3 and 0, beside 4."""
+    count, scores = LayerCount(), np.array([[0.0, 1.0, 2.0, 3.0, 10.0]])
+    assert count.add(np.array([[4, 0]]), np.array([[3, 4]]), scores).tolist() == [True]
+    assert count.gaps == [pytest.approx(3 / scores.std())]
