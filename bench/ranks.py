@@ -1,5 +1,6 @@
-"""What it takes to cut a packed batch for eight ranks, in multiples of copying its bytes: python -m bench.ranks"""
+"""What it takes to cut a packed batch for eight ranks, in multiples of copying its bytes."""
 
+import argparse
 import time
 from collections.abc import Callable
 from itertools import product
@@ -37,6 +38,7 @@ def cut(packed: Packed, pp: int, cp: int, tp: int) -> list[np.ndarray[Any, Any]]
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     shape = (TOKENS - 1, LAYERS, TOP_K)
     routings = [
         Routing(np.random.default_rng(seed).integers(128, size=shape, dtype=np.int16)) for seed in range(SEQUENCES)
