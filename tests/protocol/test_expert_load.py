@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from routed_experts.protocol.codec import CodecError
 from routed_experts.protocol.expert_load import count_experts, expert_load
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, histogram, rows_of
 
@@ -23,6 +24,14 @@ def test_histogram(count: int) -> None:
         assert (got["rows"], got["missing"]) == (len(known), 0 if dtype == np.uint8 else missing)
     parts = [count_experts(rows[first : first + 30], EXPERTS) for first in range(0, count, 30)]
     assert np.array_equal(sum(parts, np.zeros((LAYERS, EXPERTS), int)), count_experts(rows, EXPERTS))
+
+
+@pytest.mark.parametrize("wrong", [EXPERTS, -2])
+def test_ids_that_are_not_experts(wrong: int) -> None:
+    rows = rows_of(5)
+    rows[2, 1, 0] = wrong
+    with pytest.raises(CodecError, match="and 60 experts"):
+        count_experts(rows, EXPERTS)
 
 
 def test_expert_load() -> None:
