@@ -1,6 +1,7 @@
 """From the device cache to the host, with tensors on the CPU."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -61,3 +62,9 @@ def test_layers_that_wrote_nothing_are_unknown(cache: DeviceCache) -> None:
 def test_a_step_larger_than_the_cache(cache: DeviceCache) -> None:
     with pytest.raises(ValueError, match="a step of 9 tokens does not fit the device cache of 8"):
         Pipeline(cache, 1).submit(torch.zeros(MAX_TOKENS + 1, dtype=torch.int64), offsets_of(4, 5))
+
+
+def test_the_time_that_a_step_waits(cache: DeviceCache) -> None:
+    pending = Pipeline(cache, 1).submit(slots_of(1)[:2], offsets_of(2))
+    began = time.perf_counter()
+    assert 0 <= pending().waited_s <= time.perf_counter() - began
