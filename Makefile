@@ -109,7 +109,7 @@ test-next: setup
 check: setup
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
-	@mkdir -p $(VENV)/src/routed_experts && ln -sfn $(CURDIR)/server $(CURDIR)/capture $(CURDIR)/protocol $(CURDIR)/protocol/package/__init__.py $(VENV)/src/routed_experts/
+	@mkdir -p $(VENV)/src/routed_experts && ln -sfn $(CURDIR)/server $(CURDIR)/capture $(CURDIR)/protocol $(CURDIR)/protocol/package/*.py $(VENV)/src/routed_experts/
 	MYPYPATH=$(VENV)/src $(BIN)/mypy
 	$(BIN)/python -m tests.openapi --check openapi.yaml
 

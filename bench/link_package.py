@@ -17,11 +17,12 @@ def link(site: Path) -> None:
     project = config["project"]
     for package, folder in config["tool"]["setuptools"]["package-dir"].items():
         place, source = site.joinpath(*package.split(".")), ROOT / folder
-        if "." not in package:  # the package itself, which the others are linked into
-            place, source = place / "__init__.py", source / "__init__.py"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.unlink(missing_ok=True)
-        place.symlink_to(source)
+        # Of the package itself, which the others are linked into, each file.
+        links = [(place, source)] if "." in package else [(place / each.name, each) for each in source.glob("*.py")]
+        for link_here, target in links:
+            link_here.parent.mkdir(parents=True, exist_ok=True)
+            link_here.unlink(missing_ok=True)
+            link_here.symlink_to(target)
     metadata = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text(

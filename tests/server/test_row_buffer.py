@@ -269,6 +269,16 @@ def test_the_opt_in_is_added_to_what_a_client_sent(n: int, shared: bool) -> None
     assert OptIn.decode(again.extra_args[OPT_IN_ARG]).prompt_id != asked.prompt_id
 
 
+@pytest.mark.parametrize("stop", [None, ["x"]])
+def test_rows_come_at_the_end_where_the_engine_knows_it(stop: list[str] | None) -> None:
+    """A stop string ends a request in the API process."""
+    params = SamplingParams(stop=stop, detokenize=True)
+    opt_in(params, prompt_start=0, at_end=True)
+    asked = OptIn.decode(params.extra_args[OPT_IN_ARG])
+    assert asked is not None
+    assert asked.final_only == (stop is None)
+
+
 @pytest.mark.parametrize("in_slices", [False, True])
 def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
     frontend, seen = Frontend(), []
