@@ -25,6 +25,7 @@ import pytest
 
 from routed_experts.capture.engine.versions import (
     ALLOW_UNTESTED_VARIABLE,
+    INSTALLED_VLLM,
     SUPPORTED_VLLM,
     UnsupportedConfig,
 )
@@ -33,7 +34,7 @@ from tests.gpu_runs import commit
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / "build/vllm"
-VERSIONS = [version for version in SUPPORTED_VLLM if version != "0.33.0"]
+VERSIONS = SUPPORTED_VLLM[: SUPPORTED_VLLM.index(INSTALLED_VLLM) + 1]
 """Those with a build for CPUs."""
 PAGE = ROOT / "docs/versions.md"
 TESTS = (
