@@ -6,7 +6,6 @@ chooses by itself.
 """
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -361,14 +360,13 @@ class MegatronReplay:
 
     def __init__(self, chunks: Module | Sequence[Module]) -> None:
         self.replayed = 0
-        self._is_entered = False
         self._chunks = [_megatron_routers(each) for each in ([chunks] if isinstance(chunks, Module) else chunks)]
-        self._fed = [0] * len(self._chunks)
+        self._fed: list[int] = []  # microbatches of each chunk; none outside of the block
 
     def __enter__(self) -> "MegatronReplay":
         if any("get_replay_topk" in vars(router) for router in self._all()):
             raise ReplayError("the model is being replayed already")
-        self.replayed, self._fed, self._is_entered = 0, [0] * len(self._chunks), True
+        self.replayed, self._fed = 0, [0] * len(self._chunks)
         for router in self._all():
             router.clear_indices()
             router.get_replay_topk = _choosing(router)
@@ -387,7 +385,7 @@ class MegatronReplay:
             ReplayError: the rows lack layers of the stage, or have an expert twice; the microbatch before was not
                 replayed; or this is not within the block.
         """
-        if not self._is_entered:
+        if not self._fed:
             raise ReplayError("rows are replayed within `with MegatronReplay(...)` only: feed them there")
         ids, routers = _flat(rows), self._chunks[chunk]
         places = _places(list(routers), ids, layer_ids)
@@ -407,10 +405,9 @@ class MegatronReplay:
                     if 0 < (left := len(router.replay_backward_list)) < fed:
                         raise ReplayError(f"decoder layer {layer} recomputed {fed - left} of {fed} microbatches")
         finally:
-            self._is_entered = False
+            self._fed = []
             for router in self._all():
                 router.clear_indices()
-                router.clear_router_replay_action()
                 del router.get_replay_topk
 
     def _all(self) -> Iterator[Any]:
@@ -423,31 +420,26 @@ class MegatronReplay:
 
 def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """In place of the method that asks a `RouterReplay` for experts. It replays all rows, as they are."""
-    original = router.get_replay_topk
-    action = sys.modules[type(router).__module__].RouterReplayAction
 
     def get_replay_topk(
         scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
+        fed = router.replay_backward_list
         if _is_recomputed():
-            if not router.replay_backward_list or len(router.replay_backward_list[0]) != len(scores):
+            if not fed or len(fed[0]) != len(scores):
                 raise ReplayError("a microbatch is recomputed that is not the next of those fed within this block")
-            router.set_router_replay_action(action.REPLAY_BACKWARD)
-            found: tuple[Tensor, Tensor] = original(scores, topk, num_groups, group_topk, choose)
-            return found
-        given = router.target_topk_idx
-        most = -1 if given is None or not given.numel() else int(given.max())
-        if given is None or given.shape != (len(scores), topk) or most >= scores.shape[1]:
-            said = "none are fed" if given is None else f"they are {[*given.shape]} up to expert {most}"
-            raise ReplayError(f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}")
-        given = given.to(scores.device)
-        _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        ids = torch.where((given < 0).any(dim=1, keepdim=True), own, given)
-        router.target_topk_idx = router.replay_backward_list[-1] = ids
-        router.set_router_replay_action(action.REPLAY_FORWARD)
-        found = original(scores, topk, num_groups, group_topk, choose)
-        router.target_topk_idx = None  # one forward pass per microbatch
-        return found
+            ids = fed.pop(0)
+        else:
+            given = router.target_topk_idx
+            most = -1 if given is None or not given.numel() else int(given.max())
+            if given is None or given.shape != (len(scores), topk) or most >= scores.shape[1]:
+                said = "none are fed" if given is None else f"they are {[*given.shape]} up to expert {most}"
+                raise ReplayError(f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}")
+            given = given.to(scores.device)
+            _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            ids = torch.where((given < 0).any(dim=1, keepdim=True), own, given)
+            fed[-1], router.target_topk_idx = ids, None  # one forward pass per microbatch
+        return scores.gather(1, ids), ids
 
     return get_replay_topk
 
