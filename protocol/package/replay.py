@@ -81,25 +81,25 @@ def replayed(
     if factors is not None and (factors.shape[-2:] != ids.shape[-2:] or factors.numel() != ids.numel()):
         raise ReplayError(f"weights of shape {[*factors.shape]} for rows of shape {[*ids.shape]}")
     routers = _routers(model)
-    places = _places(list(routers), ids, layer_ids)
+    places = _places(list(dict.fromkeys(layer for layer, _ in routers)), ids, layer_ids)
     others = sorted(set(range(ids.shape[1])) - set(places.values()))
     if (ids[:, others] > 0).any():
         raise ReplayError(f"the model has no router for layers {others} of the rows: it is not the server's")
     most = int(ids.max()) if ids.numel() else -1
-    experts = min(getattr(router, "num_experts", None) or router.config.num_experts for router in routers.values())
+    experts = min(getattr(router, "num_experts", None) or router.config.num_experts for _, router in routers)
     if most >= experts:
         raise ReplayError(f"expert {most} in the rows of a model with {experts}")
     _check_distinct(ids[:, sorted(places.values())])
-    if any("_replay" in vars(router) for router in routers.values()):
+    if any("_replay" in vars(router) for _, router in routers):
         raise ReplayError("the model is being replayed already")
     known = (ids >= 0).all(dim=2).sum(dim=0).tolist()
-    asked = [torch.zeros((), dtype=torch.int64) for _ in routers]
-    replay = Replay(list(routers), [known[places[layer]] for layer in routers], asked)
+    asked = {layer: torch.zeros((), dtype=torch.int64) for layer in places}
+    replay = Replay(list(places), [known[at] for at in places.values()], list(asked.values()))
     with ExitStack() as stack:
-        for times, (layer, router) in zip(asked, routers.items(), strict=True):
+        for layer, router in routers:
             at = places[layer]
             own = None if factors is None else factors.reshape(ids.shape)[:, at]
-            stack.enter_context(_asked(router, _Layer(layer, ids[:, at], own, times)))
+            stack.enter_context(_asked(router, _Layer(layer, ids[:, at], own, asked[layer])))
         yield replay
         replay.check()
 
@@ -110,7 +110,10 @@ def _asked(router: Any, layer: "_Layer") -> Iterator[None]:
     of: type[Module] = type(router)
     family = _family(of)
     assert family is not None
-    hook = vars(router).get(family.method)  # accelerate's, of a model on several devices; it hides the class's method
+    hook = vars(router).get(family.method)  # of accelerate or of parallelism; it hides the class's method
+    closure = getattr(hook, "__closure__", None) or ()
+    if any(type(cell.cell_contents).__name__ == "EpRouterParallel" for cell in closure):
+        raise ReplayError("with ep_router, each rank has ids of its own: replay needs an ep_plan without it")
     router._replay = layer
     try:
         if hook is None:
@@ -185,8 +188,7 @@ class _Family:
     def write(self, output: Any, weights: Tensor, ids: Tensor) -> Any:
         """`output` with these."""
         parts = list(output)
-        for at, part in zip(self.order[1:], (weights, ids), strict=True):
-            parts[at] = part
+        parts[self.order[1]], parts[self.order[2]] = weights, ids
         return tuple(parts)
 
 
@@ -323,16 +325,13 @@ def _family(of: type[Module]) -> _Family | None:
     return next((_FAMILIES[base.__name__] for base in of.__mro__ if base.__name__ in _FAMILIES), None)
 
 
-def _routers(model: Module) -> dict[int, Any]:
-    """By decoder layer."""
-    found: dict[int, Any] = {}
+def _routers(model: Module) -> list[tuple[int, Any]]:
+    """With their decoder layers. Of several in a layer one is asked: PEFT's copy that is trained, or the original."""
+    found: list[tuple[int, Any]] = []
     for name, module in model.named_modules():
         if _family(type(module)) is not None:
             numbers = _DECODER_LAYER.search(f"{name}.")
-            layer = int(numbers[1]) if numbers else len(found)
-            if layer in found:
-                raise ReplayError(f"two routers in decoder layer {layer}: give the part of the model that has one")
-            found[layer] = module
+            found.append((int(numbers[1]) if numbers else len(found), module))
     if not found:
         raise ReplayError(f"{type(model).__name__} has none of the routers {sorted(_FAMILIES)}")
     return found

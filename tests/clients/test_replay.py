@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -328,6 +329,44 @@ def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
         assert replay.asked == [1] * 3
         assert router.forward is hook
     assert hook.call_count == 2
+
+
+class Adapted(torch.nn.Module):
+    """As PEFT's `modules_to_save`: a copy is trained, and the original runs while adapters are disabled."""
+
+    def __init__(self, original: torch.nn.Module) -> None:
+        super().__init__()
+        self.original_module, self.modules_to_save = original, torch.nn.ModuleDict({"default": deepcopy(original)})
+        self.is_disabled = False
+
+    def forward(self, *args: Any) -> Any:
+        return (self.original_module if self.is_disabled else self.modules_to_save["default"])(*args)
+
+
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_routers_beside_a_copy(is_disabled: bool, load: Callable[..., Any]) -> None:
+    model, rows, tokens = load(), given_rows(QWEN3), batch()
+    with replayed(model, rows):
+        expected, _ = step(model, tokens)
+    for layer in model.model.layers:
+        layer.mlp.gate = Adapted(layer.mlp.gate)
+        layer.mlp.gate.is_disabled = is_disabled
+    with replayed(model, rows) as replay:
+        assert torch.allclose(step(model, tokens)[0], expected, rtol=1e-4, atol=1e-4)
+    assert replay.asked == [1] * 3
+    assert replay.replayed == (rows >= 0).all(dim=-1).sum()
+
+
+def test_expert_parallelism_that_makes_ids_local(load: Callable[..., Any]) -> None:
+    """Those of rows are all ranks'. What other parallelism puts in place of a router's method is no hindrance."""
+    parallel: Any = pytest.importorskip("transformers.distributed.tensor_parallel")
+    model, mesh = load(), Mock()
+    parallel.TensorParallelLayer().install_forward(model.model.layers[0].mlp.gate, mesh)
+    with replayed(model, given_rows(QWEN3)):
+        model(input_ids=batch(), use_cache=False)
+    parallel.EpRouterParallel().install_forward(model.model.layers[1].mlp.gate, mesh)
+    with pytest.raises(ReplayError, match="with ep_router"), replayed(model, given_rows(QWEN3)):
+        pass
 
 
 def test_an_expert_twice(load: Callable[..., Any]) -> None:
