@@ -331,6 +331,24 @@ def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
     assert hook.call_count == 2
 
 
+def test_scores_that_are_almost_nothing(load: Callable[..., Any]) -> None:
+    """LFM2 adds 1e-6 to the sum of the sigmoids."""
+    model, shape = load("lfm2_moe"), FAMILIES["lfm2_moe"]
+    rows, logits = given_rows(shape), -14 - torch.arange(shape.num_experts) / 8
+    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    for gate in gates:
+        gate.weight.data = logits[:, None].expand(gate.weight.shape) / gate.hidden_dim
+        gate.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]), *args[1:]))
+    seen: list[torch.Tensor] = []
+    model.model.layers[2].feed_forward.experts.register_forward_pre_hook(lambda module, args: seen.append(args[2]))
+    with replayed(model, rows, layer_ids=shape.layer_ids):
+        model(input_ids=batch(), use_cache=False)
+    is_known = (rows[:, :, 0] >= 0).all(dim=-1)
+    chosen = logits.sigmoid()[rows[:, :, 0].clamp(min=0)]
+    expected = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-6)
+    assert torch.allclose(seen[0].unflatten(0, (BATCH, TOKENS))[is_known], expected[is_known], rtol=1e-3)
+
+
 class Adapted(torch.nn.Module):
     """As PEFT's `modules_to_save`: a copy is trained, and the original runs while adapters are disabled."""
 
