@@ -126,7 +126,8 @@ def interleave(
     """Runs every line (name, host, routing asked for) of every case `repeats` times, in turns, after a warm-up."""
     for case in cases:
         for host in hosts:
-            host.run(case if case.long else replace(case, new_tokens=32), routing=False)
+            short = replace(case, turns=2) if case.turns > 1 else replace(case, new_tokens=32)
+            host.run(case if case.long else short, routing=False)
         with tqdm(total=repeats * len(lines), desc=case.name, unit=" runs", disable=None) as bar:
             for repeat in range(repeats):
                 order = lines if repeat % 2 == 0 else lines[::-1]
