@@ -29,13 +29,7 @@ FILE = ROOT / "docs/gpu-runs.json"
 SUPPORT = ROOT / "docs/support.toml"
 MATRIX = ROOT / "docs/support.md"
 
-COLUMNS = {
-    "cpu": "CPU",
-    "v1": "CUDA V1",
-    "v2": "CUDA",
-    "weights": "weights CPU",
-    "weights_cuda": "weights CUDA",
-}
+COLUMNS = ("cpu", "v1", "v2", "weights", "weights_cuda")
 _IN_CI = ("cpu", "weights")
 EXACT, UNTESTED = "exact", "untested"
 
@@ -145,17 +139,26 @@ def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> Iterator
     for feature in features:
         group = feature.get("group", group)
         cells = {column: status(column, feature.get(column), runs) for column in COLUMNS}
-        v1 = cells.pop("v1")
-        remarks = [f"V1: {v1}"] if v1 != UNTESTED else []
-        remarks += [feature[name] for name in ("why", "note") if name in feature]
-        groups.setdefault(group, {}).setdefault((*cells.values(), "; ".join(remarks)), []).append(feature["name"])
-    shown = [name for column, name in COLUMNS.items() if column != "v1"]
-    yield f"| feature | {' | '.join(shown)} | remarks |"
-    yield f"|{'---|' * (len(shown) + 2)}"
+        remarks = [f"V1: {cells['v1']}"] if cells["v1"] != UNTESTED else []
+        if cells["v2"] != EXACT and "why" in feature:  # reasons for CPUs alone are not shown
+            remarks.append(feature["why"])
+        if "note" in feature:
+            remarks.append(feature["note"])
+        shown = (where(cells["cpu"], cells["v2"]), where(cells["weights"], cells["weights_cuda"]), "; ".join(remarks))
+        groups.setdefault(group, {}).setdefault(shown, []).append(feature["name"])
+    yield "| feature | rows | weights | remarks |"
+    yield "|---|---|---|---|"
     for group, lines in groups.items():
-        yield f"| **{group}** {'|' * (len(shown) + 2)}"
-        for cells_and_remarks, names in lines.items():
-            yield f"| {' | '.join(['; '.join(names), *cells_and_remarks])} |"
+        yield f"| **{group}** ||||"
+        for shown, names in lines.items():
+            yield f"| {' | '.join(['; '.join(names), *shown])} |"
+
+
+def where(cpu: str, cuda: str) -> str:
+    """The devices with status "exact", or what CUDA's status is where neither has it."""
+    if cpu == cuda == EXACT:
+        return "both"
+    return "CPU" if cpu == EXACT else "CUDA" if cuda == EXACT else cuda
 
 
 def filled(page: str, name: str, text: str) -> str:
