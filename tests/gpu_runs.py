@@ -132,26 +132,23 @@ def status(column: str, cell: list[str] | str | None, runs: dict[str, Run]) -> s
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> Iterator[str]:
     """The lines of the table. Features of a group whose cells and remarks are the same share one.
 
-    V1 was run with few features, so it is a remark.
+    V1 on CUDA is not shown: it was run with few features.
     """
     groups: dict[str, dict[tuple[str, ...], list[str]]] = {}
     group = ""
     for feature in features:
         group = feature.get("group", group)
         cells = {column: status(column, feature.get(column), runs) for column in COLUMNS}
-        remarks = [f"V1: {cells['v1']}"] if cells["v1"] != UNTESTED else []
-        if cells["v2"] != EXACT and "why" in feature:  # reasons for CPUs alone are not shown
-            remarks.append(feature["why"])
-        if "note" in feature:
-            remarks.append(feature["note"])
+        shows = ("note",) if cells["v2"] == EXACT else ("note", "why")  # no reasons for CPUs alone
+        remarks = [feature[name] for name in shows if name in feature]
         shown = (where(cells["cpu"], cells["v2"]), where(cells["weights"], cells["weights_cuda"]), "; ".join(remarks))
         groups.setdefault(group, {}).setdefault(shown, []).append(feature["name"])
-    yield "| feature | rows | weights | remarks |"
-    yield "|---|---|---|---|"
+    yield "| feature | rows exact on | weights exact on |"
+    yield "|---|---|---|"
     for group, lines in groups.items():
-        yield f"| **{group}** ||||"
-        for shown, names in lines.items():
-            yield f"| {' | '.join(['; '.join(names), *shown])} |"
+        yield f"| **{group}** |||"
+        for (rows, weights, remarks), names in lines.items():
+            yield f"| {'; '.join(names)}{': ' if remarks else ''}{remarks} | {rows} | {weights} |"
 
 
 def where(cpu: str, cuda: str) -> str:
