@@ -31,7 +31,7 @@ MATRIX = ROOT / "docs/support.md"
 
 COLUMNS = ("cpu", "v1", "v2", "weights", "weights_cuda")
 _IN_CI = ("cpu", "weights")
-EXACT, UNTESTED = "exact", "untested"
+EXACT, REFUSED, UNTESTED = "exact", "refused", "untested"
 
 Run = dict[str, Any]
 """The last run of a test: `outcome`, `commit` (None where nobody wrote it down), `date` and `device`."""
@@ -130,25 +130,24 @@ def status(column: str, cell: list[str] | str | None, runs: dict[str, Run]) -> s
 
 
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> Iterator[str]:
-    """The lines of the table. Features of a group whose cells and remarks are the same share one.
+    """The lines of the table: features that are exact on the same devices share one, with their remarks.
 
     V1 on CUDA is not shown: it was run with few features.
     """
-    groups: dict[str, dict[tuple[str, ...], list[str]]] = {}
-    group = ""
+    lines: dict[tuple[str, str], list[str]] = {}
     for feature in features:
-        group = feature.get("group", group)
         cells = {column: status(column, feature.get(column), runs) for column in COLUMNS}
         shows = ("note",) if cells["v2"] == EXACT else ("note", "why")  # no reasons for CPUs alone
         remarks = [feature[name] for name in shows if name in feature]
-        shown = (where(cells["cpu"], cells["v2"]), where(cells["weights"], cells["weights_cuda"]), "; ".join(remarks))
-        groups.setdefault(group, {}).setdefault(shown, []).append(feature["name"])
-    yield "| feature | rows exact on | weights exact on |"
+        shown = where(cells["cpu"], cells["v2"]), where(cells["weights"], cells["weights_cuda"])
+        lines.setdefault(shown, []).append(feature["name"] + (f" ({', '.join(remarks)})" if remarks else ""))
+    yield "| rows exact on | weights exact on | features |"
     yield "|---|---|---|"
-    for group, lines in groups.items():
-        yield f"| **{group}** |||"
-        for (rows, weights, remarks), names in lines.items():
-            yield f"| {'; '.join(names)}{': ' if remarks else ''}{remarks} | {rows} | {weights} |"
+    for (rows, weights), names in sorted(lines.items(), key=lambda line: [_WHERE.index(each) for each in line[0]]):
+        yield f"| {rows} | {weights} | {'; '.join(names)} |"
+
+
+_WHERE = ("both", "CUDA", "CPU", REFUSED, UNTESTED)
 
 
 def where(cpu: str, cuda: str) -> str:
