@@ -168,7 +168,7 @@ def filled(page: str, name: str, text: str) -> str:
 def rendered(page: str, table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> str:
     names = [*(refusal.name for refusal in REFUSALS), *(other["name"] for other in table["refused"])]
     page = filled(page, "matrix", "\n".join(matrix(table["feature"], runs)))
-    return filled(page, "refused", "\n".join(f"- {name}" for name in names))
+    return filled(page, "refused", "; ".join(names) + ".")
 
 
 def main(files: Sequence[str]) -> int:
