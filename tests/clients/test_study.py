@@ -123,7 +123,11 @@ def test_a_planted_difference_is_found(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["of_classes", "of_tokens"])
 def test_lifts(kind: str, found: dict[str, Any], sets: list[list[set[int]]]) -> None:
     name = found["class_of"] if kind == "of_classes" else repr
-    groups, lines = [name(text) for text in found["texts"]], found[kind]
+    later = (found["tokens"].position > 0).tolist()
+    groups, sets = (
+        [one for one, at in zip(each, later, strict=True) if at] for each in (found["texts"].map(name), sets)
+    )
+    lines = found[kind]
     assert lines.lift.is_monotonic_decreasing
     assert len(lines) > 20
     for line in lines.iloc[:: len(lines) // 20].to_dict("records"):
