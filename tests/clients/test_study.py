@@ -101,6 +101,14 @@ def test_the_difference_of_loads(found: dict[str, Any], sets: list[list[set[int]
         assert corrected == pytest.approx((1 + reached) / 2001)
 
 
+def test_what_the_notebook_says_of_the_tiny_model(found: dict[str, Any]) -> None:
+    """After correction the first layer and one expert differ; the prompt explains more than the token."""
+    assert found["per_layer"].corrected.le(0.05).tolist() == [True, False, False, False, False]
+    assert (found["corrected"] <= 0.05).sum() == 1
+    assert (found["variance"].prompt > 2 * found["variance"].token).all()
+    assert np.median(found["margin"]) > 0.8
+
+
 def test_shuffled_labels_have_uniform_p_values(found: dict[str, Any]) -> None:
     """And a study without a difference seldom has a corrected one."""
     p, corrected = np.swapaxes(found["control"], 0, 1)
