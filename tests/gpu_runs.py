@@ -4,8 +4,8 @@ On the GPU machine, as a plugin of pytest, which writes what the run came to:
 
     python -m pytest -p tests.gpu_runs --gpu-run run.json --commit $(git rev-parse --short HEAD) tests/gpu
 
-Here, to merge it into `docs/gpu-runs.json`, and to write the tables of `docs/support.md` from that file and
-`docs/support.toml` (without a file, after a change to `docs/support.toml`):
+Here, to merge it into `docs/gpu-runs.json`, and to write the tables of `docs/support.md` and `docs/versions.md` from
+that file and `docs/support.toml` (without a file, after a change to `docs/support.toml`):
 
     python -m tests.gpu_runs run.json
 """
@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs/gpu-runs.json"
 SUPPORT = ROOT / "docs/support.toml"
 MATRIX = ROOT / "docs/support.md"
+VERSIONS = ROOT / "docs/versions.md"
 
 COLUMNS = ("cpu", "v1", "v2", "weights", "weights_cuda")
 _IN_CI = ("cpu", "weights")
@@ -171,8 +172,29 @@ def rendered(page: str, table: dict[str, list[dict[str, Any]]], runs: dict[str, 
     return filled(page, "refused", "; ".join(names) + ".")
 
 
+_FILES = {
+    "engines": "test_engines",
+    "several nodes": "test_nodes",
+    "sleep, new weights": "test_sleep",
+    "KV offloading": "test_offloading",
+    "16 bits": "test_scores",
+}
+"""Columns of the table of versions, and files in `tests/gpu`."""
+
+
+def passed_by_version(runs: Runs) -> Iterator[str]:
+    """The lines of a table of the tests that passed in their last run."""
+    yield f"| vLLM | {' | '.join(_FILES)} | last run |"
+    yield "|---" * (len(_FILES) + 2) + "|"
+    for version, of_tests in sorted(runs.items()):
+        names = [name for name, run in of_tests.items() if run["outcome"] == "passed"]
+        counts = [sum(f"tests/gpu/{file}.py" in name for name in names) for file in _FILES.values()]
+        last = max(run["date"] for run in of_tests.values())
+        yield f"| {version} | {' | '.join(str(count or '') for count in counts)} | {last} |"
+
+
 def main(files: Sequence[str]) -> int:
-    """Merges the runs in `files` into `docs/gpu-runs.json`, and writes the page made from it."""
+    """Merges the runs in `files` into `docs/gpu-runs.json`, and writes the pages made from it."""
     runs = read(FILE)
     for file in files:
         for version, of_tests in read(Path(file)).items():
@@ -180,6 +202,8 @@ def main(files: Sequence[str]) -> int:
     write(FILE, runs)
     page = rendered(MATRIX.read_text(encoding="utf-8"), support(), runs.get(INSTALLED_VLLM, {}))
     MATRIX.write_text(page, encoding="utf-8")
+    table = "\n".join(passed_by_version(runs))
+    VERSIONS.write_text(filled(VERSIONS.read_text(encoding="utf-8"), "GPU runs", table), encoding="utf-8")
     return 0
 
 

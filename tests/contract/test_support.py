@@ -6,10 +6,24 @@ import pytest
 
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
 from routed_experts.capture.engine.versions import INSTALLED_VLLM, SUPPORTED_VLLM, UNTESTED_VLLM
-from tests.documentation import ROOT, exists
+from tests.documentation import exists
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES
-from tests.gpu_runs import COLUMNS, FILE, MATRIX, Run, matrix, passed, read, rendered, status, support
+from tests.gpu_runs import (
+    COLUMNS,
+    FILE,
+    MATRIX,
+    VERSIONS,
+    Run,
+    filled,
+    matrix,
+    passed,
+    passed_by_version,
+    read,
+    rendered,
+    status,
+    support,
+)
 
 pytestmark = pytest.mark.release
 
@@ -39,10 +53,14 @@ def test_every_cell_has_tests_or_a_reason() -> None:
 def test_the_pages_are_current() -> None:
     page = MATRIX.read_text(encoding="utf-8")
     assert rendered(page, TABLE, RUNS[INSTALLED_VLLM]) == page, "run `python -m tests.gpu_runs`"
+    versions = VERSIONS.read_text(encoding="utf-8")
+    assert filled(versions, "GPU runs", "\n".join(passed_by_version(RUNS))) == versions, (
+        "run `python -m tests.gpu_runs`"
+    )
     _, _, connectors = page.partition("\n## KV connectors\n")
     assert set(re.findall(r"\b\w+Connector(?:V1)?\b", connectors)) >= CONNECTORS.keys()
-    versions = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| (\d\S+) \|", versions, re.MULTILINE) == [*SUPPORTED_VLLM, *UNTESTED_VLLM]
+    rows = re.findall(r"^\| (\d\S+) \|", versions, re.MULTILINE)
+    assert rows == 2 * [*SUPPORTED_VLLM, *UNTESTED_VLLM], "each version has a row for CPUs and one for GPUs"
 
 
 @pytest.mark.parametrize("version", SUPPORTED_VLLM)
