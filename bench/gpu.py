@@ -92,10 +92,10 @@ CASES = [
 ]
 
 CONVERSATIONS = [
-    Case("128 of 100 turns", 128, 8, 8, turns=100),
-    Case("128 of 100 turns, new rows", 128, 8, 8, turns=100, new_rows=True),
+    Case("128 of 50 turns", 128, 8, 8, turns=50),
+    Case("128 of 50 turns, new rows", 128, 8, 8, turns=50, new_rows=True),
 ]
-"""Run if they are named: their KV needs 20 GB in each engine."""
+"""Run if they are named: their KV needs 13 GB in each engine."""
 
 RELOADS = [Case("64 prompts of 2k again", 64, 2048, 16, again=True)]
 """With a KV cache for a quarter of them: all are loaded again from where they were offloaded."""
@@ -126,7 +126,8 @@ def interleave(
     """Runs every line (name, host, routing asked for) of every case `repeats` times, in turns, after a warm-up."""
     for case in cases:
         for host in hosts:
-            host.run(case if case.long else replace(case, new_tokens=32), routing=False)
+            short = replace(case, turns=2) if case.turns > 1 else replace(case, new_tokens=32)
+            host.run(case if case.long else short, routing=False)
         with tqdm(total=repeats * len(lines), desc=case.name, unit=" runs", disable=None) as bar:
             for repeat in range(repeats):
                 order = lines if repeat % 2 == 0 else lines[::-1]
@@ -197,7 +198,7 @@ def main() -> None:
     cases = RELOADS if args.offload else [every[name] for name in args.cases]
     slots = SLOTS // 3 if args.offload else SLOTS
     talks = [case for case in cases if case in CONVERSATIONS]
-    slots = max(slots, *(case.size * case.turns * (case.prompt_len + case.new_tokens) for case in talks), 0)
+    slots = max(slots, *(case.size * case.turns * (case.prompt_len + case.new_tokens) * 5 // 4 for case in talks), 0)
     options = engine_options(model, kv_bytes(config) * slots)
     if args.sequence_parallel:
         options |= SEQUENCE_PARALLEL

@@ -3,14 +3,16 @@
 routed-experts export answers.jsonl --output experts.npz && python loads.py
 """
 
-import numpy as np
-import torch
+import json
+from pathlib import Path
 
+import numpy as np
+
+from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.expert_load import count_experts
 
 rows = np.load("experts.npz")
 load = count_experts(rows["experts"], int(rows["num_experts"]))  # [L, E]
 np.save("load.npy", load)  # EPLB
-layers = np.zeros((rows["layer_ids"].max() + 1, load.shape[1]), np.int64)  # dense layers have zeros
-layers[rows["layer_ids"]] = load
-torch.save({"logical_count": torch.from_numpy(layers)}, "load.pt")  # SGLang
+layers = spread_layers(load, rows["layer_ids"], rows["layer_ids"].max() + 1)  # dense layers have zeros
+Path("load.json").write_text(json.dumps({"logical_count": layers.tolist()}))  # SGLang

@@ -4,8 +4,8 @@ On the GPU machine, as a plugin of pytest, which writes what the run came to:
 
     python -m pytest -p tests.gpu_runs --gpu-run run.json --commit $(git rev-parse --short HEAD) tests/gpu
 
-Here, to merge it into `docs/gpu-runs.json`, and to write the tables of `docs/support.md` from that file and
-`docs/support.toml` (without a file, after a change to `docs/support.toml`):
+Here, to merge it into `docs/gpu-runs.json`, and to write the tables of `docs/support.md` and `docs/versions.md` from
+that file and `docs/support.toml` (without a file, after a change to `docs/support.toml`):
 
     python -m tests.gpu_runs run.json
 """
@@ -28,16 +28,11 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs/gpu-runs.json"
 SUPPORT = ROOT / "docs/support.toml"
 MATRIX = ROOT / "docs/support.md"
+VERSIONS = ROOT / "docs/versions.md"
 
-COLUMNS = {
-    "cpu": "CPU",
-    "v1": "CUDA V1",
-    "v2": "CUDA",
-    "weights": "weights CPU",
-    "weights_cuda": "weights CUDA",
-}
+COLUMNS = ("cpu", "v1", "v2", "weights", "weights_cuda")
 _IN_CI = ("cpu", "weights")
-EXACT, UNTESTED = "exact", "untested"
+EXACT, REFUSED, UNTESTED = "exact", "refused", "untested"
 
 Run = dict[str, Any]
 """The last run of a test: `outcome`, `commit` (None where nobody wrote it down), `date` and `device`."""
@@ -136,26 +131,31 @@ def status(column: str, cell: list[str] | str | None, runs: dict[str, Run]) -> s
 
 
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> Iterator[str]:
-    """The lines of the table. Features of a group whose cells and remarks are the same share one.
+    """The lines of the table: features that are exact on the same devices share one, with their remarks.
 
-    V1 was run with few features, so it is a remark.
+    V1 on CUDA is not shown: it was run with few features.
     """
-    groups: dict[str, dict[tuple[str, ...], list[str]]] = {}
-    group = ""
+    lines: dict[tuple[str, str], list[str]] = {}
     for feature in features:
-        group = feature.get("group", group)
         cells = {column: status(column, feature.get(column), runs) for column in COLUMNS}
-        v1 = cells.pop("v1")
-        remarks = [f"V1: {v1}"] if v1 != UNTESTED else []
-        remarks += [feature[name] for name in ("why", "note") if name in feature]
-        groups.setdefault(group, {}).setdefault((*cells.values(), "; ".join(remarks)), []).append(feature["name"])
-    shown = [name for column, name in COLUMNS.items() if column != "v1"]
-    yield f"| feature | {' | '.join(shown)} | remarks |"
-    yield f"|{'---|' * (len(shown) + 2)}"
-    for group, lines in groups.items():
-        yield f"| **{group}** {'|' * (len(shown) + 2)}"
-        for cells_and_remarks, names in lines.items():
-            yield f"| {' | '.join(['; '.join(names), *cells_and_remarks])} |"
+        shows = ("note",) if cells["v2"] == EXACT else ("note", "why")  # no reasons for CPUs alone
+        remarks = [feature[name] for name in shows if name in feature]
+        shown = where(cells["cpu"], cells["v2"]), where(cells["weights"], cells["weights_cuda"])
+        lines.setdefault(shown, []).append(feature["name"] + (f" ({', '.join(remarks)})" if remarks else ""))
+    yield "| rows exact on | weights exact on | features |"
+    yield "|---|---|---|"
+    for (rows, weights), names in sorted(lines.items(), key=lambda line: [_WHERE.index(each) for each in line[0]]):
+        yield f"| {rows} | {weights} | {'; '.join(names)} |"
+
+
+_WHERE = ("both", "CUDA", "CPU", REFUSED, UNTESTED)
+
+
+def where(cpu: str, cuda: str) -> str:
+    """The devices with status "exact", or what CUDA's status is where neither has it."""
+    if cpu == cuda == EXACT:
+        return "both"
+    return "CPU" if cpu == EXACT else "CUDA" if cuda == EXACT else cuda
 
 
 def filled(page: str, name: str, text: str) -> str:
@@ -169,11 +169,32 @@ def filled(page: str, name: str, text: str) -> str:
 def rendered(page: str, table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> str:
     names = [*(refusal.name for refusal in REFUSALS), *(other["name"] for other in table["refused"])]
     page = filled(page, "matrix", "\n".join(matrix(table["feature"], runs)))
-    return filled(page, "refused", "\n".join(f"- {name}" for name in names))
+    return filled(page, "refused", "; ".join(names) + ".")
+
+
+_FILES = {
+    "engines": "test_engines",
+    "several nodes": "test_nodes",
+    "sleep, new weights": "test_sleep",
+    "KV offloading": "test_offloading",
+    "16 bits": "test_scores",
+}
+"""Columns of the table of versions, and files in `tests/gpu`."""
+
+
+def passed_by_version(runs: Runs) -> Iterator[str]:
+    """The lines of a table of the tests that passed in their last run."""
+    yield f"| vLLM | {' | '.join(_FILES)} | last run |"
+    yield "|---" * (len(_FILES) + 2) + "|"
+    for version, of_tests in sorted(runs.items()):
+        names = [name for name, run in of_tests.items() if run["outcome"] == "passed"]
+        counts = [sum(f"tests/gpu/{file}.py" in name for name in names) for file in _FILES.values()]
+        last = max(run["date"] for run in of_tests.values())
+        yield f"| {version} | {' | '.join(str(count or '') for count in counts)} | {last} |"
 
 
 def main(files: Sequence[str]) -> int:
-    """Merges the runs in `files` into `docs/gpu-runs.json`, and writes the page made from it."""
+    """Merges the runs in `files` into `docs/gpu-runs.json`, and writes the pages made from it."""
     runs = read(FILE)
     for file in files:
         for version, of_tests in read(Path(file)).items():
@@ -181,6 +202,8 @@ def main(files: Sequence[str]) -> int:
     write(FILE, runs)
     page = rendered(MATRIX.read_text(encoding="utf-8"), support(), runs.get(INSTALLED_VLLM, {}))
     MATRIX.write_text(page, encoding="utf-8")
+    table = "\n".join(passed_by_version(runs))
+    VERSIONS.write_text(filled(VERSIONS.read_text(encoding="utf-8"), "GPU runs", table), encoding="utf-8")
     return 0
 
 

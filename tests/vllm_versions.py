@@ -163,10 +163,10 @@ def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
 
 
 def with_row(page: str, version: str, counts: Counter[str], commit_and_day: str) -> str:
-    """`page` with another row of that version."""
+    """`page` with another row of that version in its first table."""
     refused = f"{counts[REFUSED]}, {counts[FAILED]} failed" if counts[FAILED] else str(counts[REFUSED])
     row = rf"| {version} | {counts[PASSED]} | {refused} | {commit_and_day} |"
-    made, count = re.subn(rf"^\| {re.escape(version)} \|.*$", row, page, flags=re.MULTILINE)
+    made, count = re.subn(rf"^\| {re.escape(version)} \|.*$", row, page, count=1, flags=re.MULTILINE)
     assert count == 1, f"{PAGE} has no row of {version}"
     return made
 

@@ -76,8 +76,9 @@ def replayed(
             in another way than is known; a row has an expert twice; a router was asked in a second forward pass; or, at
             the end, was never asked.
     """
-    ids = _flat(rows)
-    factors = None if weights is None else torch.as_tensor(weights)
+    device = next(model.parameters()).device  # where a thousandth of a host's time is enough for what follows
+    ids = _flat(rows, device)
+    factors = None if weights is None else torch.as_tensor(weights, device=device)
     if factors is not None and (factors.shape[-2:] != ids.shape[-2:] or factors.numel() != ids.numel()):
         raise ReplayError(f"weights of shape {[*factors.shape]} for rows of shape {[*ids.shape]}")
     routers = _routers(model)
@@ -130,9 +131,9 @@ def _asked(router: Any, layer: "_Layer") -> Iterator[None]:
             setattr(router, family.method, hook)
 
 
-def _flat(rows: Any) -> Tensor:
+def _flat(rows: Any, device: torch.device | None = None) -> Tensor:
     """[T, L, K], in a type that has -1."""
-    ids = torch.as_tensor(rows)
+    ids = torch.as_tensor(rows, device=device)
     if ids.dim() < 3 or ids.is_floating_point():
         raise ReplayError(f"rows must be integers [..., L, K], not {ids.dtype} {[*ids.shape]}")
     ids = ids.flatten(0, -3)

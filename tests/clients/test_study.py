@@ -1,78 +1,231 @@
-"""The notebook `examples/study.ipynb`, run as it is: its table is the model's, and its answers are the table's."""
+"""The notebook `examples/study.ipynb`, run as it is: its table is the model's, its answers are those of plain loops
+over the table, and its stored outputs are those of the run."""
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from routed_experts.protocol.expert_load import count_experts, expert_load
+from routed_experts.server.cli.main import main
 from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
-from tests.e2e.harness import ROOT, Oracle, free_port
+from tests.e2e.harness import ROOT, Oracle, Server, free_port
+from tests.notebook import Cell, code_of, outputs_of
 
-CELLS = json.loads((ROOT / "examples/study.ipynb").read_text(encoding="utf-8"))["cells"]
-CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
-
-
-def run(cells: list[str], found: dict[str, Any]) -> None:
-    for number, cell in enumerate(cells):
-        exec(compile(cell, f"cell {number}", "exec"), found)
+CELLS = code_of(ROOT / "examples/study.ipynb")
+L, K, E = 5, 4, 16
+"""Layers, and chosen and all experts, of the tiny model."""
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """The notebook's names after its run against a server."""
-    log = tmp_path_factory.mktemp("study") / "log"
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = (*SERVER_FLAGS, "--enable-return-routed-expert-weights")
+    with serving_quickly(tiny_model, tmp_path_factory.mktemp("study") / "log", *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ran(server: Server) -> tuple[dict[str, Any], list[list[Cell]]]:
+    """The notebook's names after its run against a server, and its outputs."""
     names: dict[str, Any] = {}
     plt.switch_backend("agg")
-    with pytest.MonkeyPatch.context() as patch, serving_quickly(tiny_model, log, *SERVER_FLAGS) as server:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROUTED_EXPERTS_URL", server.url)
-        run(CODE, names)
-    yield names
-    plt.close("all")
+        return names, list(outputs_of(CELLS, names))
 
 
-def rows_by_text(found: dict[str, Any]) -> dict[tuple[str, int], tuple[list[int], np.ndarray]]:
-    """Token ids and rows [tokens, L, K] of each domain's texts."""
-    texts = {}
-    for key, rows in found["table"].sort_values(["position", "layer"]).groupby(["domain", "request"]):
-        shape = (-1, len(found["layers"]), found["top_k"])
-        texts[key] = (rows.token_id[rows.layer == 0].tolist(), np.stack(rows.experts.to_list()).reshape(shape))
-    return texts
+@pytest.fixture
+def found(ran: tuple[dict[str, Any], list[list[Cell]]]) -> dict[str, Any]:
+    return ran[0]
+
+
+@pytest.fixture
+def sets(found: dict[str, Any]) -> list[list[set[int]]]:
+    """Of each token, the experts of each layer, from the rows of the table."""
+    return [[set(map(int, layer)) for layer in token] for token in found["rows"]]
+
+
+def cell_with(text: str) -> Cell:
+    (cell,) = (cell for cell in CELLS if text in "".join(cell["source"]))
+    return cell
+
+
+def test_the_stored_outputs_are_those_of_the_run(ran: tuple[dict[str, Any], list[list[Cell]]]) -> None:
+    """After a change: `python -m tests.notebook examples/study.ipynb`."""
+    for cell, outputs in zip(CELLS, ran[1], strict=True):
+        for stored, now in zip(cell["outputs"], outputs, strict=True):
+            is_figure = "image/png" in now.get("data", {})
+            assert "image/png" in stored["data"] if is_figure else stored == now
 
 
 def test_the_table_is_the_models(found: dict[str, Any], oracle: Oracle) -> None:
-    texts = rows_by_text(found)
-    assert len(texts) == 12
-    for tokens, rows in texts.values():
-        assert len(rows) == len(tokens) > 48
-        assert oracle.wrong(rows, tokens) == []
+    tokens, rows = found["tokens"], found["rows"]
+    texts = tokens.groupby(["domain", "request"], sort=False).indices.values()
+    assert len(texts) == 40
+    for place in texts:
+        assert tokens.position[place].tolist() == list(range(len(place)))
+        assert oracle.wrong(rows[place], tokens.token_id[place].tolist()) == []
 
 
-def test_its_answers(found: dict[str, Any]) -> None:
-    texts, layers = rows_by_text(found), len(found["layers"])
-    for domain in ("code", "prose"):
-        rows = np.concatenate([rows for (of, _), (_, rows) in texts.items() if of == domain])
-        assert np.array_equal(found["counts"][domain], count_experts(rows, 16))
-        assert np.array_equal(found["load"][domain].balance, expert_load(found["counts"][domain]).balance)
-    for line in found["specific"].itertuples():
-        shares = [(found["counts"][of][line.layer - 1][line.expert] + 1) for of in ("code", "prose")]
-        totals = [found["counts"][of][line.layer - 1].sum() + 16 for of in ("code", "prose")]
-        assert line.log2 == pytest.approx(np.log2(shares[0] / totals[0] * totals[1] / shares[1]))
-        assert line.domain == ("code" if line.log2 > 0 else "prose")
-    pairs = [(a, b) for _, rows in texts.values() for a, b in zip(rows[:-3, 2], rows[3:, 2], strict=True)]
-    again = np.mean([len({*a} & {*b}) / len(a) for a, b in pairs])
-    assert found["kept"].iloc[2, 2] == pytest.approx(again)
-    alike = found["alike"]
-    assert np.allclose(alike, alike.T)
-    assert np.allclose(alike.diagonal(), 1)
-    assert (alike[~np.eye(layers, dtype=bool)] < 0.9).all()
-    assert all(np.isfinite(values).all() for values in (found["between"], *found["within"].values(), found["expected"]))
+def test_the_difference_of_loads(found: dict[str, Any], sets: list[list[set[int]]]) -> None:
+    domains = found["tokens"].domain.tolist()
+    by_prompt: dict[Any, list[list[set[int]]]] = defaultdict(list)
+    for domain, request, layers in zip(domains, found["tokens"].request, sets, strict=True):
+        by_prompt[domain, request].append(layers)
+    for layer in range(L):
+        sums = []
+        for expert in range(E):
+            loads = {key: np.mean([expert in token[layer] for token in prompt]) for key, prompt in by_prompt.items()}
+            code, prose = ([load for key, load in loads.items() if key[0] == name] for name in ("code", "prose"))
+            difference = np.mean(code) - np.mean(prose)
+            assert found["difference"](found["is_code"])[layer, expert] == pytest.approx(difference)
+            sums.append(abs(difference))
+            shuffled = np.abs(found["differences"][:, layer, expert])
+            reached = sum(each >= abs(difference) - 1e-9 for each in shuffled)
+            assert found["p"][layer, expert] == pytest.approx((1 + reached) / 2001, abs=1e-3)
+        assert found["per_layer"].distance.iloc[layer] == pytest.approx(sum(sums) / 2 / K)
+    largest = [max(abs(shuffle / found["spread"]).ravel()) for shuffle in found["differences"]]
+    for statistic, corrected in zip(
+        abs(found["difference"](found["is_code"]) / found["spread"]).ravel(), found["corrected"].ravel(), strict=True
+    ):
+        reached = sum(each >= statistic - 1e-9 for each in largest)
+        assert corrected == pytest.approx((1 + reached) / 2001)
+
+
+def test_what_the_notebook_says_of_the_tiny_model(found: dict[str, Any]) -> None:
+    """After correction the first layer and one expert differ; the prompt explains more than the token."""
+    assert found["per_layer"].corrected.le(0.05).tolist() == [True, False, False, False, False]
+    assert (found["corrected"] <= 0.05).sum() == 1
+    assert (found["variance"].prompt > 2 * found["variance"].token).all()
+    assert np.median(found["margin"]) > 0.8
+
+
+def test_shuffled_labels_have_uniform_p_values(found: dict[str, Any]) -> None:
+    """And a study without a difference seldom has a corrected one."""
+    p, corrected = np.swapaxes(found["control"], 0, 1)
+    assert np.abs(np.sort(p.ravel()) - np.linspace(0, 1, p.size)).max() < 0.03
+    assert 0.02 < (corrected <= 0.05).any(axis=(1, 2)).mean() < 0.09
+    assert (corrected >= p).all()
+
+
+def test_a_planted_difference_is_found(found: dict[str, Any]) -> None:
+    """Every token of code chooses expert 3 of the third layer, and none of prose."""
+    chosen = found["chosen"].copy()
+    chosen[:, 2, 3] = found["tokens"].domain == "code"
+    names = {**found, "chosen": chosen}
+    list(outputs_of([cell_with("def difference")], names))
+    assert names["difference"](names["is_code"])[2, 3] == pytest.approx(1)
+    assert names["corrected"][2, 3] == pytest.approx(1 / 2001)
+    assert names["per_layer"].corrected.iloc[2] < 0.05
+
+
+@pytest.mark.parametrize("kind", ["of_classes", "of_tokens"])
+def test_lifts(kind: str, found: dict[str, Any], sets: list[list[set[int]]]) -> None:
+    name = found["class_of"] if kind == "of_classes" else repr
+    later = (found["tokens"].position > 0).tolist()
+    groups, sets = (
+        [one for one, at in zip(each, later, strict=True) if at] for each in (found["texts"].map(name), sets)
+    )
+    lines = found[kind]
+    assert lines.lift.is_monotonic_decreasing
+    assert len(lines) > 20
+    for line in lines.iloc[:: len(lines) // 20].to_dict("records"):
+        has = [line["expert"] in token[line["layer"] - 1] for token in sets]
+        own = [one for one, group in zip(has, groups, strict=True) if group == line["group"]]
+        assert (line["tokens"], line["in group"]) == (len(own), pytest.approx(np.mean(own)))
+        assert line["lift"] == pytest.approx(np.mean(own) / np.mean(has))
+        assert sum(own) >= 10
+    assert {found["class_of"](text) for text in (" the", "Größe")} == {"word"}
+    assert [found["class_of"](text) for text in (" ", "\n", "42", "):", "")] == [
+        "space",
+        "space",
+        "number",
+        "sign",
+        "space",
+    ]
+
+
+def test_what_explains_the_choices(found: dict[str, Any]) -> None:
+    """Adjusted R² of each layer: one less the variance within groups, divided by the whole."""
+    chosen, ids = found["chosen"].astype(float), found["tokens"].token_id.to_numpy()
+    for name, groups in (("token", ids), ("prompt", found["prompt"])):
+        within = sum(
+            ((chosen[groups == one] - chosen[groups == one].mean(axis=0)) ** 2).sum(axis=(0, 2)) for one in {*groups}
+        )
+        whole = ((chosen - chosen.mean(axis=0)) ** 2).sum(axis=(0, 2))
+        adjusted = 1 - (within / (len(ids) - len({*groups}))) / (whole / (len(ids) - 1))
+        assert np.allclose(found["variance"][name], adjusted)
+
+
+def test_pairs(found: dict[str, Any], sets: list[list[set[int]]]) -> None:
+    for layer in range(L):
+        together = {pair: sum({*pair} <= token[layer] for token in sets) for pair in combinations(range(E), 2)}
+        assert sum(together.values()) == len(sets) * K * (K - 1) / 2
+        loads = [np.mean([expert in token[layer] for token in sets]) for expert in range(E)]
+        alone = {(a, b): loads[a] * loads[b] for a, b in together}
+        scale = sum(together.values()) / sum(alone.values())
+        lines = found["pairs"][found["pairs"].layer == layer + 1]
+        assert len(lines) == sum(value * scale >= 20 for value in alone.values()) > 20
+        for line in lines.to_dict("records"):
+            pair = line["expert"], line["with"]
+            assert line["both"] == together[pair]
+            assert line["lift"] == pytest.approx(together[pair] / (alone[pair] * scale))
+    assert (np.abs(found["repeats"]) <= 1).all()
+
+
+def test_the_weights(found: dict[str, Any]) -> None:
+    for place in range(0, len(found["rows"]), 100):
+        for layer in range(L):
+            weights = np.float64(found["table"].weights.iloc[place * L + layer])
+            shares = weights / weights.sum()
+            entropy = -sum(share * np.log(share) for share in shares if share) / np.log(K)
+            assert found["entropy"][place, layer] == pytest.approx(entropy, abs=1e-5)
+            assert found["margin"][place, layer] == pytest.approx(shares.max() - shares.min(), abs=1e-5)
+    ((said,),) = outputs_of([cell_with("entropy =")], {**found, "info": {**found["info"], "weights": False}})
+    assert "captures no weights" in "".join(said["text"])
+
+
+def test_choices_that_last(found: dict[str, Any], sets: list[list[set[int]]]) -> None:
+    prompt = found["prompt"]
+    kept = [len(a[2] & b[2]) / K for a, b, x, y in zip(sets, sets[3:], prompt, prompt[3:], strict=False) if x == y]
+    assert found["again"].loc[3, 3] == pytest.approx(np.mean(kept))
+    loads = [np.mean([expert in token[2] for token in sets]) for expert in range(E)]
+    assert found["expected"][2] == pytest.approx(sum(load * load for load in loads) / K)
+
+
+def test_the_documented_row(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documented: list[str]
+) -> None:
+    """All columns of the first row of the command's table, with their types."""
+    (command,) = documented
+    page = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (prompt,) = re.findall(r"prompt `(.*)`", page)
+    Path("prompts.txt").write_text(prompt)
+    assert main(command.replace("http://localhost:8000", server.url).split()[1:]) == 0
+    table = pq.read_table("experts.parquet")
+    (row,) = table.slice(0, 1).to_pylist()
+    lines = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|", page, re.MULTILINE)
+    types = {"list<element: int16>": "list of int16", "list<element: float>": "list of float"}
+    assert [line[:2] for line in lines] == [
+        (each.name, types.get(str(each.type), str(each.type))) for each in table.schema
+    ]
+    shown = {name: value for name, _, value in lines}
+    assert shown.pop("id")[:5] == row.pop("id")[:5]
+    assert np.array(shown.pop("weights").split(), float) == pytest.approx(row.pop("weights"), abs=5e-5)
+    assert shown.pop("experts") == " ".join(map(str, row.pop("experts")))
+    assert shown == {
+        name: "null" if value is None else str(value).replace("True", "true") for name, value in row.items()
+    }
 
 
 @pytest.mark.e2e
@@ -81,10 +234,11 @@ def test_it_starts_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROUTED_EXPERTS_PORT", str(free_port()))
     names: dict[str, Any] = {}
     try:
-        run(CODE[:1], names)
+        list(outputs_of(CELLS[:1], names))
         with urlopen(f"{names['url']}/v1/routed_experts") as response:
-            assert json.load(response)["num_experts"] == 16
-        run(CODE[-1:], names)
+            info = json.load(response)
+        assert (info["num_experts"], info["weights"]) == (16, True)
+        list(outputs_of(CELLS[-1:], names))
         assert names["server"].returncode is not None
     finally:
         if "server" in names:

@@ -1,5 +1,6 @@
 """`routed-experts export` from a running server, and its files in vLLM's own code."""
 
+import base64
 import csv
 import json
 from collections import Counter
@@ -8,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -16,7 +18,7 @@ from routed_experts.server.cli.main import main
 from routed_experts.server.tools import running
 from routed_experts.server.tools.running import RunningServer
 from tests.contract.engine import NUM_EXPERTS, K, L, weights_for
-from tests.contract.served import LAYER_IDS, rows_of, serving
+from tests.contract.served import DECODER_LAYERS, LAYER_IDS, every_layer_of, rows_of, serving
 from tests.e2e.harness import Server
 
 CHAT = {"messages": [{"role": "user", "content": "Which experts?"}], "max_tokens": 5, "n": 2, "seed": 1}
@@ -58,6 +60,16 @@ def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path
     with exported(server, tmp_path, "prompts.jsonl", "out.csv").open(newline="", encoding="utf-8") as file:
         texts = {int(row["token_id"]): row["token"] for row in csv.DictReader(file)}
     assert texts == {token: tokenizer.decode([token]) for token in texts}
+
+
+def test_sglangs_form(server: Server) -> None:
+    """SGLang 024911f2, `extract_routed_experts_from_meta_info`: int32 [P + G - 1, decoder layers, K] in base64."""
+    form = {"format": "raw", "dtype": "int32", "layout": "joined", "layers": "all", "delivery": "inline"}
+    body = {"prompt": [40, 50, 60], "max_tokens": 5, "return_token_ids": True}
+    body |= {"return_routed_experts": True, **{f"routed_experts_{name}": value for name, value in form.items()}}
+    (choice,) = httpx.post(f"{server.url}/v1/completions", json={"model": server.model.name, **body}).json()["choices"]
+    rows = np.frombuffer(base64.b64decode(choice["routed_experts"]), np.int32).reshape(-1, DECODER_LAYERS, K)
+    assert np.array_equal(rows, every_layer_of([40, 50, 60, *choice["token_ids"][:-1]]))
 
 
 def test_texts_come_with_one_request_for_many(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

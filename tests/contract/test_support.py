@@ -6,10 +6,24 @@ import pytest
 
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
 from routed_experts.capture.engine.versions import INSTALLED_VLLM, SUPPORTED_VLLM, UNTESTED_VLLM
-from tests.documentation import ROOT, exists
+from tests.documentation import exists
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES
-from tests.gpu_runs import COLUMNS, FILE, MATRIX, Run, matrix, passed, read, rendered, status, support
+from tests.gpu_runs import (
+    COLUMNS,
+    FILE,
+    MATRIX,
+    VERSIONS,
+    Run,
+    filled,
+    matrix,
+    passed,
+    passed_by_version,
+    read,
+    rendered,
+    status,
+    support,
+)
 
 pytestmark = pytest.mark.release
 
@@ -27,7 +41,7 @@ def test_tests_that_are_named_exist() -> None:
 
 
 def test_every_cell_has_tests_or_a_reason() -> None:
-    """The columns of CUDA V1 apart, for which the page gives one reason for all."""
+    """The columns of CUDA V1 apart, which the page does not show."""
     for feature in TABLE["feature"]:
         cells = {column: status(column, feature.get(column), RUNS[INSTALLED_VLLM]) for column in COLUMNS}
         assert set(cells.values()) <= {"exact", "refused", "untested", "\N{EN DASH}"}
@@ -39,10 +53,14 @@ def test_every_cell_has_tests_or_a_reason() -> None:
 def test_the_pages_are_current() -> None:
     page = MATRIX.read_text(encoding="utf-8")
     assert rendered(page, TABLE, RUNS[INSTALLED_VLLM]) == page, "run `python -m tests.gpu_runs`"
+    versions = VERSIONS.read_text(encoding="utf-8")
+    assert filled(versions, "GPU runs", "\n".join(passed_by_version(RUNS))) == versions, (
+        "run `python -m tests.gpu_runs`"
+    )
     _, _, connectors = page.partition("\n## KV connectors\n")
     assert set(re.findall(r"\b\w+Connector(?:V1)?\b", connectors)) >= CONNECTORS.keys()
-    versions = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| (\d\S+) \|", versions, re.MULTILINE) == [*SUPPORTED_VLLM, *UNTESTED_VLLM]
+    rows = re.findall(r"^\| (\d\S+) \|", versions, re.MULTILINE)
+    assert rows == 2 * [*SUPPORTED_VLLM, *UNTESTED_VLLM], "each version has a row for CPUs and one for GPUs"
 
 
 @pytest.mark.parametrize("version", SUPPORTED_VLLM)
@@ -81,6 +99,11 @@ def test_the_last_run_of_every_test_counts(tests: list[str], is_exact: bool) -> 
     assert (status("v2", names, SOME_RUNS), status("cpu", names, SOME_RUNS)) == (found, "exact"), (
         "CI runs those on CPUs"
     )
-    features = [{"name": name, "v1": "refused: b.py", "v2": names, "note": "odd"} for name in ("it", "other")]
-    line = list(matrix([*features, {"name": "third"}], SOME_RUNS))[-2]
-    assert line == f"| it; other | untested | {found} | untested | untested | V1: refused; odd |"
+    features = [
+        {"name": "third", "cpu": names},
+        {"name": "it", "v2": names, "note": "odd"},
+        {"name": "other", "v2": names},
+    ]
+    shared = f"| {'CUDA' if is_exact else 'untested'} | untested | it (odd); other |"
+    lines = ["| CPU | untested | third |", shared]
+    assert list(matrix(features, SOME_RUNS))[2:] == sorted(lines, reverse=is_exact)

@@ -202,9 +202,8 @@ def test_behind_nginx(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_logs_are_json(tiny_model: Path, tmp_path: Path, documented: list[str]) -> None:
-    (tmp_path / "logging.json").write_text(documented[0])
-    environment = {"VLLM_LOGGING_CONFIG_PATH": str(tmp_path / "logging.json")}
+def test_logs_are_json(tiny_model: Path, tmp_path: Path) -> None:
+    environment = {"VLLM_LOGGING_CONFIG_PATH": str(ROOT / "docker/logging.json")}
     flags = (*SMALL_KV, *ONE_PROCESS, "--max-model-len", "512")
     with serving_processes(tiny_model, tmp_path / "log", *flags, env=environment) as server:
         server.complete(prompt="Hello", max_tokens=2, **ASK)

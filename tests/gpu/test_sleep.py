@@ -326,8 +326,10 @@ def test_weights_from_a_trainer(dev_server: Server, both: list[Weights]) -> None
         if isinstance(WeightSource.metadata, property):  # from vLLM 0.33 on
             metadata = cached_property(metadata)
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
             return iter(self.weights.items())
+
+        __iter__ = iter_full  # before 0.33
 
     class Client(HTTPVLLMWeightSyncClient):
         def _post(self, path: str, json: dict[str, Any] | None = None) -> None:

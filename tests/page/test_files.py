@@ -25,7 +25,6 @@ from routed_experts.server.cli.main import main
 from routed_experts.server.page import MAX_BYTES, page_files
 from routed_experts.server.tools import view
 from tests.contract.served import serving
-from tests.documentation import ROOT
 from tests.e2e.harness import Server
 from tests.page.answers import answer, rows_of
 from tests.protocol.answers import peak_of
@@ -113,20 +112,6 @@ def saved(tmp_path: Path) -> Path:
     file = tmp_path / "answers.jsonl"
     file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
     return file
-
-
-def test_the_measures_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rows_of(40, 3, 2, 8)
-    np.savez(tmp_path / "experts.npz", experts=np.concatenate([rows, np.full((1, 3, 2), -1)]), num_experts=8)
-    monkeypatch.chdir(tmp_path)
-    found: dict[str, np.ndarray] = {}
-    exec((ROOT / "examples/measures.py").read_text(encoding="utf-8"), found)
-    i, j = rows[5, 1]
-    assert found["pairs"][1, i, j] == sum({i, j} <= set(row) for row in rows[:, 1])
-    shares = np.bincount(rows[:10, 1].ravel(), minlength=8) / 20
-    assert np.isclose(found["balance"][9, 1], -sum(p * np.log(p) for p in shares if p) / np.log(8))
-    bits = [-np.log2((rows[:, layer] == expert).sum() / 40) for layer in range(3) for expert in rows[5, layer]]
-    assert np.isclose(found["rarity"][5], np.mean(bits))
 
 
 @pytest.mark.e2e

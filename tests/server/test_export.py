@@ -3,7 +3,8 @@
 import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
 from routed_experts.server.cli.main import INTERRUPTED, main
 from routed_experts.server.tools import export
@@ -171,38 +173,99 @@ def test_the_documented_command(folder: Path, monkeypatch: pytest.MonkeyPatch, d
     assert pq.read_table("experts.parquet").num_rows == (20 + 9 + 5) * LAYERS
 
 
-def run_example(example: str, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Tokens:
-    """Runs it on the answers with known tokens, and returns the tokens whose experts are known."""
+@pytest.fixture
+def known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tokens:
+    """The tokens of exports in the current folder with known experts: of responses that say their tokens."""
     (folder / "2.jsonl").unlink()
-    monkeypatch.chdir(exported(folder, name).parent)
-    exec((ROOT / "examples" / example).read_text(encoding="utf-8"), {})
+    for name in FORMATS:
+        monkeypatch.chdir(exported(folder, name.replace("out", "experts")).parent)
     return [each for each in expected(folder) if each["token_id"] is not None and each["experts"][0][0] >= 0]
 
 
-def test_loads_of_other_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EPLB d52c72d5, `rebalance_experts`, takes `weight` [MoE layers, experts]. SGLang 6270b014,
-    `compute_initial_expert_location_metadata`, reads a dict with `logical_count` [decoder layers, experts], with zeros
-    in dense layers."""
+def run_example(example: str) -> None:
+    exec((ROOT / "examples" / example).read_text(encoding="utf-8"), {})
+
+
+def counts_of(tokens: Tokens) -> np.ndarray:
+    """[decoder layers, experts]"""
     counts = np.zeros((max(LAYER_IDS) + 1, EXPERTS), np.int64)
-    for token in run_example("loads.py", folder, "experts.npz", monkeypatch):
+    for token in tokens:
         for layer, experts in zip(LAYER_IDS, token["experts"], strict=True):
             counts[layer, experts] += 1
-    assert np.array_equal(np.load("load.npy", allow_pickle=False), counts[LAYER_IDS])
-    (found,) = torch.load("load.pt", weights_only=True).items()
-    assert (found[0], found[1].dtype, found[1].is_contiguous()) == ("logical_count", torch.int64, True)
-    assert np.array_equal(found[1].numpy(), counts)
+    return counts
 
 
-def test_llama_cpps_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`init_moe_expert_cache` of thecodacus/llama.cpp 8e5bc28c counts lines `step,layer,id,...`."""
-    known = run_example("llama_cpp_trace.py", folder, "experts.parquet", monkeypatch)
-    generated = [token["experts"] for token in known if not token["is_prompt"]]
+def loads_in(lines: Iterable[tuple[int, int, int]]) -> np.ndarray:
+    counts = np.zeros((max(LAYER_IDS) + 1, EXPERTS), np.int64)
+    for layer, expert, times in lines:
+        counts[layer, expert] = times
+    return counts
+
+
+def test_pandas(known: Tokens, documented: list[str]) -> None:
+    found: dict[str, Any] = {}
+    exec(documented[0], found)
+    assert len(found["table"]) == len(known) * LAYERS
+    assert np.array_equal(loads_in((*key, count) for key, count in found["load"].items()), counts_of(known))
+
+
+def test_duckdb(known: Tokens, documented: list[str]) -> None:
+    pytest.importorskip("duckdb", reason="DuckDB is not a requirement of the tests")
+    found: dict[str, Any] = {}
+    exec(documented[0], found)
+    assert np.array_equal(loads_in(found["load"].fetchall()), counts_of(known))
+
+
+def test_datasets(known: Tokens, documented: list[str]) -> None:
+    pytest.importorskip("datasets", reason="Hugging Face datasets is not a requirement of the tests")
+    found: dict[str, Any] = {}
+    exec(documented[0], found)
+    assert np.array_equal(found["table"]["experts"][:], np.concatenate([token["experts"] for token in known]))
+
+
+def test_loads_of_other_programs(known: Tokens) -> None:
+    """EPLB d52c72d5, `rebalance_experts`, takes `weight` [MoE layers, experts], and so does vLLM's. SGLang 01fec5c2,
+    `compute_initial_expert_location_metadata`, reads a dict with `logical_count` [decoder layers, experts], with zeros
+    in dense layers."""
+    run_example("loads.py")
+    load, counts = np.load("load.npy", allow_pickle=False), counts_of(known)
+    assert np.array_equal(load, counts[LAYER_IDS])
+    assert json.loads(Path("load.json").read_text()) == {"logical_count": counts.tolist()}
+    replicas = EXPERTS + 4
+    logical = DefaultEplbPolicy.rebalance_experts(torch.from_numpy(load), replicas, 1, 1, 4).numpy()
+    for layer, placed in enumerate(logical):
+        assert set(placed) == set(range(EXPERTS))
+        share = load[layer] / np.bincount(placed, minlength=EXPERTS)
+        assert share[placed].reshape(4, -1).sum(axis=1).max() < load[layer].reshape(4, -1).sum(axis=1).max()
+
+
+def test_llama_cpps_traces(known: Tokens) -> None:
+    """thecodacus/llama.cpp 8e5bc28c: `init_moe_expert_cache` counts lines `step,layer,id,...`, and none of negative
+    steps, which `tools/moe-trace` writes for prompts. Pull request 28544 of ggml-org/llama.cpp: `layer,expert`."""
+    run_example("llama_cpp_trace.py")
     lines = [[int(word) for word in line.split(",")] for line in Path("trace.csv").read_text().splitlines()]
     assert lines == [
-        [step, layer, *ids]
-        for step, experts in enumerate(generated)
-        for layer, ids in zip(LAYER_IDS, experts, strict=True)
+        [-1 - step if token["is_prompt"] else step, layer, *ids]
+        for step, token in enumerate(known)
+        for layer, ids in zip(LAYER_IDS, token["experts"], strict=True)
     ]
+    choices = [tuple(map(int, line.split(","))) for line in Path("moe_trace.csv").read_text().splitlines()]
+    assert np.array_equal(loads_in((*key, count) for key, count in Counter(choices).items()), counts_of(known))
+
+
+def test_megatrons_trace(known: Tokens) -> None:
+    """NVIDIA/Megatron-LM 059f0f5c, `RouterTracer`: experts come in ascending order, from a mask."""
+    run_example("megatron_trace.py")
+    lines = [json.loads(line) for line in Path("router_trace_rank0.jsonl").read_text().splitlines()]
+    answers = dict.fromkeys((token["request"], token["choice"]) for token in known)
+    for step, key in enumerate(answers):
+        tokens = [each["experts"] for each in known if (each["request"], each["choice"]) == key]
+        for place, layer in enumerate(LAYER_IDS):
+            line = lines.pop(0)
+            assert line.pop("top_indices") == [sorted(experts[place]) for experts in tokens]
+            about = {"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": 0}
+            assert line == {**about, "num_tokens": len(tokens), "topk": TOP_K}
+    assert lines == []
 
 
 # ---- requests ----
