@@ -76,7 +76,8 @@ def replayed(
             in another way than is known; a row has an expert twice; a router was asked in a second forward pass; or, at
             the end, was never asked.
     """
-    device = next(model.parameters()).device  # where a thousandth of a host's time is enough for what follows
+    # Where a thousandth of a host's time is enough for what follows.
+    device = next((each.device for each in model.parameters() if not each.is_meta), None)
     ids = _flat(rows, device)
     factors = None if weights is None else torch.as_tensor(weights, device=device)
     if factors is not None and (factors.shape[-2:] != ids.shape[-2:] or factors.numel() != ids.numel()):

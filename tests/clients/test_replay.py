@@ -316,10 +316,14 @@ def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:
 
 
 def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
-    """On several devices, they are in place of the methods of modules."""
+    """On several devices, they are in place of the methods of modules. What is offloaded has no data until it runs."""
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     with replayed(model, rows):
         expected = step(model, tokens)
+    embedding = model.model.embed_tokens
+    loaded, embedding.weight = embedding.weight, torch.nn.Parameter(embedding.weight.to("meta"))
+    loaded.grad = None
+    embedding.register_forward_pre_hook(lambda module, args: setattr(module, "weight", loaded))
     router = model.model.layers[1].mlp.gate
     forward = router.forward
     router.forward = hook = Mock(side_effect=lambda *args, **kwargs: forward(*args, **kwargs))
