@@ -4,7 +4,6 @@ Everywhere, a rank is given as `(rank, size)`, and tokens are the first dimensio
 padded batch as Megatron has it, [S, B, L, K]: `align(…).swapaxes(0, 1)`, with `cu_seqlens` [0, S].
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -200,11 +199,12 @@ def take(array: NDArray[Scalar], spans: Sequence[Span]) -> NDArray[Scalar]:
     parts = [array[first:end] for first, end in spans]
     if len(parts) == 1:
         return parts[0]
-    shape = (sum(map(len, parts)), *array.shape[1:])
-    size = math.prod(shape) * array.itemsize
-    memory = np.empty(size + _HUGE_PAGE, np.uint8)
-    first = -memory.ctypes.data % _HUGE_PAGE  # mapping what is before the first huge page can take longer than the copy
-    taken = memory[first : first + size].view(array.dtype).reshape(shape)
+    size = sum(part.nbytes for part in parts)
+    taken: NDArray[Scalar] | None = None
+    if size > _HUGE_PAGE:  # mapping what is before the first huge page can take longer than the copy
+        memory = np.empty(size + _HUGE_PAGE, np.uint8)
+        first = -memory.ctypes.data % _HUGE_PAGE
+        taken = memory[first : first + size].view(array.dtype).reshape(-1, *array.shape[1:])
     return np.concatenate([array[:0], *parts], out=taken)
 
 
