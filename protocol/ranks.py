@@ -21,6 +21,7 @@ from routed_experts.protocol.collect import Routing, RoutingError
 Scalar = TypeVar("Scalar", bound=np.generic)
 Span = tuple[int, int]
 """First index, and the index after the last."""
+_HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +182,7 @@ def token_spans(cu_seqlens: Sequence[int], *, context: Span = (0, 1), sequence: 
         places = (rank, 2 * size - 1 - rank)
         pieces = [(first + at * chunk, first + (at + 1) * chunk) for first, chunk in chunks for at in places]
     share = _share(sum(end - first for first, end in pieces), parts, "TP")
-    return list(_joined(_within(pieces, part * share, (part + 1) * share)))
+    return _joined(_within(pieces, part * share, (part + 1) * share))
 
 
 def take(array: NDArray[Scalar], spans: Sequence[Span]) -> NDArray[Scalar]:
@@ -196,7 +197,15 @@ def take(array: NDArray[Scalar], spans: Sequence[Span]) -> NDArray[Scalar]:
     if (most := max((end for _, end in spans), default=0)) > len(array):
         raise ValueError(f"spans up to token {most} of an array of {len(array)}: give the one that cu_seqlens is of")
     parts = [array[first:end] for first, end in spans]
-    return parts[0] if len(parts) == 1 else np.concatenate([array[:0], *parts])
+    if len(parts) == 1:
+        return parts[0]
+    size = sum(part.nbytes for part in parts)
+    taken: NDArray[Scalar] | None = None
+    if size > _HUGE_PAGE:  # mapping what is before the first huge page can take longer than the copy
+        memory = np.empty(size + _HUGE_PAGE, np.uint8)
+        first = -memory.ctypes.data % _HUGE_PAGE
+        taken = memory[first : first + size].view(array.dtype).reshape(-1, *array.shape[1:])
+    return np.concatenate([array[:0], *parts], out=taken)
 
 
 def _rank(name: str, of: Span) -> Span:
@@ -220,15 +229,12 @@ def _within(pieces: Iterable[Span], begin: int, end: int) -> Iterable[Span]:
         begin, end = begin - (last - first), end - (last - first)
 
 
-def _joined(pieces: Iterable[Span]) -> Iterable[Span]:
+def _joined(pieces: Iterable[Span]) -> list[Span]:
     """`pieces` without empty ones; those that touch are one."""
-    current: Span = (0, 0)
+    found: list[Span] = []
     for first, end in pieces:
-        if first < end and first == current[1]:
-            current = (current[0], end)
+        if first < end and found and found[-1][1] == first:
+            found[-1] = (found[-1][0], end)
         elif first < end:
-            if current[0] < current[1]:
-                yield current
-            current = (first, end)
-    if current[0] < current[1]:
-        yield current
+            found.append((first, end))
+    return found

@@ -6,7 +6,6 @@ chooses by itself.
 """
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -77,31 +76,32 @@ def replayed(
             in another way than is known; a row has an expert twice; a router was asked in a second forward pass; or, at
             the end, was never asked.
     """
-    device = next(model.parameters()).device  # where a thousandth of a host's time is enough for what follows
+    # Where a thousandth of a host's time is enough for what follows.
+    device = next((each.device for each in model.parameters() if not each.is_meta), None)
     ids = _flat(rows, device)
     factors = None if weights is None else torch.as_tensor(weights, device=device)
     if factors is not None and (factors.shape[-2:] != ids.shape[-2:] or factors.numel() != ids.numel()):
         raise ReplayError(f"weights of shape {[*factors.shape]} for rows of shape {[*ids.shape]}")
     routers = _routers(model)
-    places = _places(list(routers), ids, layer_ids)
+    places = _places(list(dict.fromkeys(layer for layer, _ in routers)), ids, layer_ids)
     others = sorted(set(range(ids.shape[1])) - set(places.values()))
     if (ids[:, others] > 0).any():
         raise ReplayError(f"the model has no router for layers {others} of the rows: it is not the server's")
     most = int(ids.max()) if ids.numel() else -1
-    experts = min(getattr(router, "num_experts", None) or router.config.num_experts for router in routers.values())
+    experts = min(getattr(router, "num_experts", None) or router.config.num_experts for _, router in routers)
     if most >= experts:
         raise ReplayError(f"expert {most} in the rows of a model with {experts}")
     _check_distinct(ids[:, sorted(places.values())])
-    if any("_replay" in vars(router) for router in routers.values()):
+    if any("_replay" in vars(router) for _, router in routers):
         raise ReplayError("the model is being replayed already")
     known = (ids >= 0).all(dim=2).sum(dim=0).tolist()
-    asked = [torch.zeros((), dtype=torch.int64) for _ in routers]
-    replay = Replay(list(routers), [known[places[layer]] for layer in routers], asked)
+    asked = {layer: torch.zeros((), dtype=torch.int64) for layer in places}
+    replay = Replay(list(places), [known[at] for at in places.values()], list(asked.values()))
     with ExitStack() as stack:
-        for times, (layer, router) in zip(asked, routers.items(), strict=True):
+        for layer, router in routers:
             at = places[layer]
             own = None if factors is None else factors.reshape(ids.shape)[:, at]
-            stack.enter_context(_asked(router, _Layer(layer, ids[:, at], own, times)))
+            stack.enter_context(_asked(router, _Layer(layer, ids[:, at], own, asked[layer])))
         yield replay
         replay.check()
 
@@ -112,7 +112,10 @@ def _asked(router: Any, layer: "_Layer") -> Iterator[None]:
     of: type[Module] = type(router)
     family = _family(of)
     assert family is not None
-    hook = vars(router).get(family.method)  # accelerate's, of a model on several devices; it hides the class's method
+    hook = vars(router).get(family.method)  # of accelerate or of parallelism; it hides the class's method
+    closure = getattr(hook, "__closure__", None) or ()
+    if any(type(cell.cell_contents).__name__ == "EpRouterParallel" for cell in closure):
+        raise ReplayError("with ep_router, each rank has ids of its own: replay needs an ep_plan without it")
     router._replay = layer
     try:
         if hook is None:
@@ -187,8 +190,7 @@ class _Family:
     def write(self, output: Any, weights: Tensor, ids: Tensor) -> Any:
         """`output` with these."""
         parts = list(output)
-        for at, part in zip(self.order[1:], (weights, ids), strict=True):
-            parts[at] = part
+        parts[self.order[1]], parts[self.order[2]] = weights, ids
         return tuple(parts)
 
 
@@ -325,16 +327,13 @@ def _family(of: type[Module]) -> _Family | None:
     return next((_FAMILIES[base.__name__] for base in of.__mro__ if base.__name__ in _FAMILIES), None)
 
 
-def _routers(model: Module) -> dict[int, Any]:
-    """By decoder layer."""
-    found: dict[int, Any] = {}
+def _routers(model: Module) -> list[tuple[int, Any]]:
+    """With their decoder layers. Of several in a layer one is asked: PEFT's copy that is trained, or the original."""
+    found: list[tuple[int, Any]] = []
     for name, module in model.named_modules():
         if _family(type(module)) is not None:
             numbers = _DECODER_LAYER.search(f"{name}.")
-            layer = int(numbers[1]) if numbers else len(found)
-            if layer in found:
-                raise ReplayError(f"two routers in decoder layer {layer}: give the part of the model that has one")
-            found[layer] = module
+            found.append((int(numbers[1]) if numbers else len(found), module))
     if not found:
         raise ReplayError(f"{type(model).__name__} has none of the routers {sorted(_FAMILIES)}")
     return found
@@ -362,14 +361,13 @@ class MegatronReplay:
 
     def __init__(self, chunks: Module | Sequence[Module]) -> None:
         self.replayed = 0
-        self._is_entered = False
         self._chunks = [_megatron_routers(each) for each in ([chunks] if isinstance(chunks, Module) else chunks)]
-        self._fed = [0] * len(self._chunks)
+        self._fed: list[int] = []  # microbatches of each chunk; none outside of the block
 
     def __enter__(self) -> "MegatronReplay":
         if any("get_replay_topk" in vars(router) for router in self._all()):
             raise ReplayError("the model is being replayed already")
-        self.replayed, self._fed, self._is_entered = 0, [0] * len(self._chunks), True
+        self.replayed, self._fed = 0, [0] * len(self._chunks)
         for router in self._all():
             router.clear_indices()
             router.get_replay_topk = _choosing(router)
@@ -388,7 +386,7 @@ class MegatronReplay:
             ReplayError: the rows lack layers of the stage, or have an expert twice; the microbatch before was not
                 replayed; or this is not within the block.
         """
-        if not self._is_entered:
+        if not self._fed:
             raise ReplayError("rows are replayed within `with MegatronReplay(...)` only: feed them there")
         ids, routers = _flat(rows), self._chunks[chunk]
         places = _places(list(routers), ids, layer_ids)
@@ -408,10 +406,9 @@ class MegatronReplay:
                     if 0 < (left := len(router.replay_backward_list)) < fed:
                         raise ReplayError(f"decoder layer {layer} recomputed {fed - left} of {fed} microbatches")
         finally:
-            self._is_entered = False
+            self._fed = []
             for router in self._all():
                 router.clear_indices()
-                router.clear_router_replay_action()
                 del router.get_replay_topk
 
     def _all(self) -> Iterator[Any]:
@@ -424,31 +421,26 @@ class MegatronReplay:
 
 def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """In place of the method that asks a `RouterReplay` for experts. It replays all rows, as they are."""
-    original = router.get_replay_topk
-    action = sys.modules[type(router).__module__].RouterReplayAction
 
     def get_replay_topk(
         scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
+        fed = router.replay_backward_list
         if _is_recomputed():
-            if not router.replay_backward_list or len(router.replay_backward_list[0]) != len(scores):
+            if not fed or len(fed[0]) != len(scores):
                 raise ReplayError("a microbatch is recomputed that is not the next of those fed within this block")
-            router.set_router_replay_action(action.REPLAY_BACKWARD)
-            found: tuple[Tensor, Tensor] = original(scores, topk, num_groups, group_topk, choose)
-            return found
-        given = router.target_topk_idx
-        most = -1 if given is None or not given.numel() else int(given.max())
-        if given is None or given.shape != (len(scores), topk) or most >= scores.shape[1]:
-            said = "none are fed" if given is None else f"they are {[*given.shape]} up to expert {most}"
-            raise ReplayError(f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}")
-        given = given.to(scores.device)
-        _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        ids = torch.where((given < 0).any(dim=1, keepdim=True), own, given)
-        router.target_topk_idx = router.replay_backward_list[-1] = ids
-        router.set_router_replay_action(action.REPLAY_FORWARD)
-        found = original(scores, topk, num_groups, group_topk, choose)
-        router.target_topk_idx = None  # one forward pass per microbatch
-        return found
+            ids = fed.pop(0)
+        else:
+            given = router.target_topk_idx
+            most = -1 if given is None or not given.numel() else int(given.max())
+            if given is None or given.shape != (len(scores), topk) or most >= scores.shape[1]:
+                said = "none are fed" if given is None else f"they are {[*given.shape]} up to expert {most}"
+                raise ReplayError(f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}")
+            given = given.to(scores.device)
+            _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            ids = torch.where((given < 0).any(dim=1, keepdim=True), own, given)
+            fed[-1], router.target_topk_idx = ids, None  # one forward pass per microbatch
+        return scores.gather(1, ids), ids
 
     return get_replay_topk
 

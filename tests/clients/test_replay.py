@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -315,10 +316,14 @@ def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:
 
 
 def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
-    """On several devices, they are in place of the methods of modules."""
+    """On several devices, they are in place of the methods of modules. What is offloaded has no data until it runs."""
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     with replayed(model, rows):
         expected = step(model, tokens)
+    embedding = model.model.embed_tokens
+    loaded, embedding.weight = embedding.weight, torch.nn.Parameter(embedding.weight.to("meta"))
+    loaded.grad = None
+    embedding.register_forward_pre_hook(lambda module, args: setattr(module, "weight", loaded))
     router = model.model.layers[1].mlp.gate
     forward = router.forward
     router.forward = hook = Mock(side_effect=lambda *args, **kwargs: forward(*args, **kwargs))
@@ -328,6 +333,62 @@ def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
         assert replay.asked == [1] * 3
         assert router.forward is hook
     assert hook.call_count == 2
+
+
+def test_scores_that_are_almost_nothing(load: Callable[..., Any]) -> None:
+    """LFM2 adds 1e-6 to the sum of the sigmoids."""
+    model, shape = load("lfm2_moe"), FAMILIES["lfm2_moe"]
+    rows, logits = given_rows(shape), -14 - torch.arange(shape.num_experts) / 8
+    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    for gate in gates:
+        gate.weight.data = logits[:, None].expand(gate.weight.shape) / gate.hidden_dim
+        gate.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]), *args[1:]))
+    seen: list[torch.Tensor] = []
+    model.model.layers[2].feed_forward.experts.register_forward_pre_hook(lambda module, args: seen.append(args[2]))
+    with replayed(model, rows, layer_ids=shape.layer_ids):
+        model(input_ids=batch(), use_cache=False)
+    is_known = (rows[:, :, 0] >= 0).all(dim=-1)
+    chosen = logits.sigmoid()[rows[:, :, 0].clamp(min=0)]
+    expected = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-6)
+    assert torch.allclose(seen[0].unflatten(0, (BATCH, TOKENS))[is_known], expected[is_known], rtol=1e-3)
+
+
+class Adapted(torch.nn.Module):
+    """As PEFT's `modules_to_save`: a copy is trained, and the original runs while adapters are disabled."""
+
+    def __init__(self, original: torch.nn.Module) -> None:
+        super().__init__()
+        self.original_module, self.modules_to_save = original, torch.nn.ModuleDict({"default": deepcopy(original)})
+        self.is_disabled = False
+
+    def forward(self, *args: Any) -> Any:
+        return (self.original_module if self.is_disabled else self.modules_to_save["default"])(*args)
+
+
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_routers_beside_a_copy(is_disabled: bool, load: Callable[..., Any]) -> None:
+    model, rows, tokens = load(), given_rows(QWEN3), batch()
+    with replayed(model, rows):
+        expected, _ = step(model, tokens)
+    for layer in model.model.layers:
+        layer.mlp.gate = Adapted(layer.mlp.gate)
+        layer.mlp.gate.is_disabled = is_disabled
+    with replayed(model, rows) as replay:
+        assert torch.allclose(step(model, tokens)[0], expected, rtol=1e-4, atol=1e-4)
+    assert replay.asked == [1] * 3
+    assert replay.replayed == (rows >= 0).all(dim=-1).sum()
+
+
+def test_expert_parallelism_that_makes_ids_local(load: Callable[..., Any]) -> None:
+    """Those of rows are all ranks'. What other parallelism puts in place of a router's method is no hindrance."""
+    parallel: Any = pytest.importorskip("transformers.distributed.tensor_parallel")
+    model, mesh = load(), Mock()
+    parallel.TensorParallelLayer().install_forward(model.model.layers[0].mlp.gate, mesh)
+    with replayed(model, given_rows(QWEN3)):
+        model(input_ids=batch(), use_cache=False)
+    parallel.EpRouterParallel().install_forward(model.model.layers[1].mlp.gate, mesh)
+    with pytest.raises(ReplayError, match="with ep_router"), replayed(model, given_rows(QWEN3)):
+        pass
 
 
 def test_an_expert_twice(load: Callable[..., Any]) -> None:
