@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 def test_light_dark_and_every_width(tab: Tab, viewed: Viewed, width: int) -> None:
     """page: as the system has it, unless the switch says otherwise; nothing is wider than the window, or cut off."""
     compare(tab, viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
-    background, pixel = "getComputedStyle(document.body).backgroundColor", "$('#load-legend').toDataURL()"
+    background, pixel = "getComputedStyle(document.body).backgroundColor", "$('#load-scale canvas').toDataURL()"
     dark, dark_pixel = tab.js(background), tab.js(pixel)
     tab.prefer("light")
     tab.wait(f"{background} !== '{dark}'")
@@ -50,8 +50,7 @@ def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, theme: str) -> None
             tab.wait("!$('#views').hidden")
             tab.choose("#pick-b", "1")
             tab.click("#detail tbody tr:nth-child(2) .chip")
-            tab.js("$$('details').forEach(e => { e.open = true })")
-            tab.wait("$('#expert-tokens tbody tr') && $('#table tbody tr')")
+            tab.wait("$('#experts tbody tr')")
             nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
             named = {
                 (each["role"]["value"], each.get("name", {}).get("value")) for each in nodes if not each["ignored"]

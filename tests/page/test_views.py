@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.saved import ModelInfo
@@ -30,6 +29,7 @@ from tests.page.seen import (
     show,
     shows,
     shows_weights,
+    tips,
 )
 
 pytestmark = pytest.mark.e2e
@@ -86,33 +86,25 @@ def test_every_number_is_numpys(tab: Tab, viewed: Viewed, made: Any) -> None:
         tab.text("#summary")
         == f"{said} of {layers} layers {TIMES} {top_k} of {experts} experts, finish reason: length."
     )
-    check_table(tab, routing)
+    check_every_cell(tab, routing)
     check_selected(tab, routing, experts)
 
 
-def check_table(tab: Tab, routing: Routing) -> None:
-    """The map, cell by cell."""
-    choose(tab, 0)
-    tab.js("$('#table').open = true")
-    end = routing.start + len(routing.rows) + 1
-    rows: dict[int, list[str]] = {}
-    for first in range(0, end, 25):
-        if first:
-            tab.click("#table .pager button:nth-child(2)")
-        tab.wait_for_text("#table .pager span", f"{first + 1} to {min(first + 25, end)} of {end}")
-        rows |= {int(row[0]): row[2:] for row in cells(tab, "#table")}
-    assert list(rows) == list(range(end))
-    for position, shown in rows.items():
-        for layer, text in enumerate(shown):
-            row = position - routing.start
-            if not 0 <= row < len(routing.rows):
-                assert text == "no row"
-                continue
-            ids, parts = routing.rows[row, layer], text.split(", ")
-            assert [part.split(" ")[0] for part in parts] == ["unknown" if i < 0 else str(i) for i in ids]
-            if routing.weights is not None and (ids >= 0).all():
-                assert near([part.split("(")[1] for part in parts], routing.weights[row, layer], 3)
-    tab.js("$('#table').open = false")
+def check_every_cell(tab: Tab, routing: Routing) -> None:
+    """What the pointer shows at each token: every expert of every layer."""
+    shown = tips(tab, "#tokens-a .token")
+    assert len(shown) == routing.start + len(routing.rows) + 1
+    for position, (title, layers) in enumerate(shown):
+        assert title.startswith(f"Token {position} ")
+        row = position - routing.start
+        if not 0 <= row < len(routing.rows):
+            assert {id for layer in layers for id, _ in layer} == {"–"}
+            continue
+        ids = [[-1 if id == "?" else int(id) for id, _ in layer] for layer in layers]
+        assert ids == routing.rows[row].tolist()
+        if routing.weights is not None and (routing.rows[row] >= 0).all():
+            weights = [weight for layer in layers for _, weight in layer]
+            assert near(weights, routing.weights[row].ravel(), 3)
 
 
 def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
@@ -128,9 +120,9 @@ def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
     tab.click(f"#detail tbody tr:nth-child({LAYER + 1}) th")
     tab.type("#expert", str(EXPERT))
     many = counts[LAYER, EXPERT]
-    tab.wait_for_text("#expert-status", f"MoE layer {LAYER}, expert {EXPERT}: {many} of {len(rows)} tokens.")
+    tab.wait_for_text("#expert-title", f"Expert {EXPERT} of MoE layer {LAYER}")
     loads = counts[LAYER] * experts / counts[LAYER].sum()
-    by_choices = f"Expert {EXPERT}: {loads[EXPERT]:.2f} {TIMES} ({many} tokens)"
+    by_choices = f"Expert {EXPERT}: {loads[EXPERT]:.2f} {TIMES} ({many} of {len(rows)} tokens)"
     words = f"busiest expert {loads.argmax()} with {loads.max():.1f} {TIMES}"
     unused = f"; {(counts[LAYER] == 0).sum()} of {experts} experts unused."
     assert tab.text("#load-status").startswith(f"MoE layer {LAYER}: {words} the even share{unused} {by_choices}")
@@ -153,18 +145,17 @@ def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
     busiest = f"busiest expert {sums.argmax()} with {sums.max() / sums.mean():.1f} {TIMES} the even share by weights;"
     tab.wait_for_text("#load-status", busiest)
     assert tab.js("$('#load canvas').toDataURL()") != picture
-    assert tab.text("#load-legend + span").endswith("line: by choices")
 
 
 def listed(tab: Tab) -> list[list[str]]:
     """All tokens of the selected expert."""
-    found = cells(tab, "#expert-tokens")
-    pager = "#expert-tokens .pager"
+    found = cells(tab, "#experts")
+    pager = "#experts .pager"
     while tab.js(f"!$('{pager}').hidden && !$('{pager} button:nth-child(2)').disabled"):
         before = tab.text(f"{pager} span")
         tab.click(f"{pager} button:nth-child(2)")
         tab.wait(f"$('{pager} span').textContent !== {before!r}")
-        found += cells(tab, "#expert-tokens")
+        found += cells(tab, "#experts")
     return found
 
 
@@ -203,18 +194,18 @@ def test_the_map_and_its_keys(tab: Tab, viewed: Viewed) -> None:
 
 def test_the_load_and_its_keys(tab: Tab, viewed: Viewed) -> None:
     show(tab, viewed(answer(ROWS, 10), given=GIVEN))
-    tab.click("#load", GUTTER + 7.5 * tab.js("($('#load').clientWidth - 42) / 32"), 6 + 4.5 * 18)
+    tab.click("#load", GUTTER + 7.5 * tab.js("($('#load').clientWidth - 42) / 32"), 18 + 4.5 * 22)
     steps = [("", 4, 7), ("ArrowRight", 4, 8), ("ArrowUp", 3, 8), ("ArrowLeft", 3, 7), ("ArrowDown", 4, 7)]
     for key, layer, expert in steps:
         tab.key(key, bool(key))
         count = int((ROWS[:, layer] == expert).sum())
-        load = f"Expert {expert}: {count * E / (99 * 4):.2f} {TIMES} ({count} tokens)."
+        load = f"Expert {expert}: {count * E / (99 * 4):.2f} {TIMES} ({count} of 99 tokens)."
         tab.wait_for_text("#load-status", load)
         assert tab.text("#load-status").startswith(f"MoE layer {layer}: ")
         tab.wait(f"{json.dumps(not key)} || $('#live').textContent === $('#load-status').textContent")
     tab.key("Escape")
     tab.wait("!$('#load-status').textContent.includes('Expert 7')")
-    assert tab.is_hidden("#expert-tokens")
+    assert tab.text("#expert-title") == "Experts of MoE layer 4"
 
 
 def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
@@ -239,7 +230,7 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     expert = int(one[70, 2, 0])
     expected = [("A", position) for position in np.nonzero(one[:, 2] == expert)[0]]
     expected += [("B", position) for position in np.nonzero(other[:, 2] == expert)[0]]
-    tab.wait_for_text("#expert-status", f"expert {expert}: ")
+    tab.wait_for_text("#expert-title", f"Expert {expert} of")
     assert sorted((row[3], int(row[0])) for row in listed(tab)) == expected
     show(tab, viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
     tab.choose("#pick-b", "1")
@@ -260,7 +251,7 @@ def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
     assert f"most in MoE layer {apart.argmax()} ({100 * apart.max():.1f} %)" in tab.text("#parting-text")
     assert "cells differ" not in tab.text("#parting-text")
     assert tab.is_hidden("#go")
-    assert tab.is_hidden("#legend-b")
+    assert tab.is_hidden("#legend + span")
     shows(tab, one[int(tab.js("$('#tokens-a .selected').dataset.i"))])
     assert "Experts of B" not in tab.texts("#detail th")
 
@@ -297,41 +288,32 @@ def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:
     texts = ["<script>hacked = 1</script>", "<img src=x onerror='hacked = 1'>", "</span>", "&amp;", "<b>", "x"]
     rows = rows_of(5, 2, 2, 8)
     show(tab, viewed(answer(rows, 2, texts)))
-    tab.click("#table summary")
+    tips(tab, TOKENS)
+    tab.wait("$$('.typical').length > 1")
     tab.click("#detail .chip")
-    tab.wait("$$('#table tbody tr').length === 6 && $('#expert-tokens mark')")
+    tab.wait("$('#experts mark')")
     assert tab.js("typeof hacked") == "undefined"
     assert tab.count("main img, main script, main b") == 0
     assert tab.texts(TOKENS) == texts
 
 
 def test_downloads(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
-    def table(name: str) -> list[dict[str, str]]:
-        content = download(tab, f"[data-save='{name}']", name, tmp_path)
+    def table(what: str) -> list[dict[str, str]]:
+        content = download(tab, f"#save-{what}", f"{what}.csv", tmp_path)
         return list(csv.DictReader(io.StringIO(content.decode(), newline="")))
 
     show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), given=GIVEN))
+    assert [int(row["tokens"]) for row in table("load")] == counts_of(ROWS, E).ravel().tolist()
     tab.click("#detail tbody tr:nth-child(2) th")
     tab.type("#expert", "5")
-    tab.wait_for_text("#expert-status", "expert 5")
-    of_map = table("map.csv")
-    assert [json.loads(row["token"]) for row in of_map] == TEXTS
-    assert [[int(i) for i in row["experts_4"].split()] for row in of_map[:-1]] == ROWS[:, 4].tolist()
-    found = np.array([row["weights_4"].split() for row in of_map[:-1]], dtype=np.float32)
-    assert np.array_equal(found, WEIGHTS[:, 4])
-    assert of_map[-1]["experts_4"] == ""
-    assert [int(row["tokens"]) for row in table("load.csv")] == counts_of(ROWS, E).ravel().tolist()
+    tab.wait_for_text("#expert-title", "Expert 5")
     positions = np.nonzero(ROWS[:, 1] == 5)[0]
-    assert {(int(row["position"]), json.loads(row["token"])) for row in table("expert.csv")} == {
+    assert {(int(row["position"]), json.loads(row["token"])) for row in table("expert")} == {
         (position, TEXTS[position]) for position in positions.tolist()
     }
-    for name in ("map.png", "load.png"):
-        with Image.open(io.BytesIO(download(tab, f"[data-save='{name}']", name, tmp_path))) as picture:
-            assert len(picture.convert("RGB").getcolors(1 << 20) or ()) > 3, name
-            assert picture.convert("RGBA").getextrema()[3] == (255, 255), name
 
 
-SHOWN = "$$('select, #expert, #rank, #map-status, #expert-tokens').map(e => e.id + (e.value ?? e.textContent))"
+SHOWN = "$$('select, #expert, #rank, #map-status, #experts').map(e => e.id + (e.value ?? e.textContent))"
 
 
 def test_a_link_brings_the_view_back(tab: Tab, viewed: Viewed) -> None:
@@ -355,7 +337,8 @@ def test_a_link_says_which_file_to_open(tab: Tab, viewed: Viewed, tmp_path: Path
     tab.open(viewed(answer(ROWS[:20], 10, TEXTS[:21])) + "#a=other.jsonl%2C+line+1&token=33&layer=4&expert=7")
     tab.wait_for_text("#notice", "This link shows other.jsonl, line 1: open this file to see it.")
     tab.give_file("#file", file)
-    tab.wait_for_text("#expert-status", f"MoE layer 4, expert 7: {(ROWS[:, 4] == 7).sum()} of 99")
+    tab.wait_for_text("#expert-title", "Expert 7 of MoE layer 4")
+    tab.wait_for_text("#load-status", f" ({(ROWS[:, 4] == 7).sum()} of 99 tokens)")
     selected(tab, 33)
     assert tab.is_hidden("#notice")
     tab.js("location.hash = '#token=3&layer=99&expert=4000&zoom=x&rank=y'")

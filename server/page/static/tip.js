@@ -1,0 +1,34 @@
+// What is under the pointer, in a box beside it.
+
+import { $ } from "./dom.js";
+
+const AWAY = 14; // pixels from the pointer
+const tip = $("tip");
+
+export const hideTip = () => (tip.hidden = true);
+
+/** While the pointer is over an element, shows what `content(event)` gives, elements or texts; null for nothing. */
+export function watchPointer(element, content) {
+  for (const kind of ["pointermove", "click"]) {
+    element.addEventListener(kind, (event) => {
+      const found = event.buttons ? null : content(event);
+      tip.hidden = !found;
+      if (!found) return;
+      tip.replaceChildren(...found);
+      place(event);
+    });
+  }
+  element.addEventListener("pointerleave", hideTip);
+}
+
+/** Beside the pointer, where there is room in the window. */
+function place({ clientX: x, clientY: y }) {
+  const { offsetWidth: width, offsetHeight: height } = tip;
+  const { clientWidth, clientHeight } = document.documentElement;
+  const left = x + AWAY + width < clientWidth ? x + AWAY : Math.max(x - AWAY - width, 4);
+  const top = y + AWAY + height < clientHeight ? y + AWAY : Math.max(y - AWAY - height, 4);
+  Object.assign(tip.style, { left: `${left}px`, top: `${top}px` });
+}
+
+addEventListener("scroll", hideTip, true);
+addEventListener("keydown", hideTip);
