@@ -83,7 +83,7 @@ def tips(tab: Tab, elements: str) -> list[tuple[str, list[list[tuple[str, str | 
     chips = "[...row.querySelectorAll('.chip')].map(c => [c.firstChild.data, c.children[0]?.textContent ?? null])"
     tip = f"[$('#tip strong').textContent, $$('#tip tr').slice(1).map(row => {chips})]"
     move = "e.dispatchEvent(new PointerEvent('pointermove', {bubbles: true}))"
-    found: list[tuple[str, list[list[tuple[str, str | None]]]]] = tab.js(f"$$('{elements}').map(e => ({move}, {tip}))")
+    found: list[tuple[str, list[list[tuple[str, str | None]]]]] = tab.js(f"$$({elements!r}).map(e => ({move}, {tip}))")
     return found
 
 

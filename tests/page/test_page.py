@@ -49,6 +49,9 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
     start = time.monotonic()
     ask(tab, kind=kind)
     ended(tab)
+    assert not tab.js("$('#ask').open")  # the form makes room for the answer, and comes again
+    tab.click("#ask summary")
+    assert tab.js("$('#ask').open && $('#prompt').value") == PROMPT
     rows = np.concatenate([said.prompt_rows, said.rows])
     tab.wait("!$('#tokens-a .number')")  # the texts are asked for in addition
     assert shown_tokens(tab) == texts_of([*said.prompt, *said.tokens])

@@ -4,8 +4,10 @@ import csv
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tests.page.browser import Tab
 from tests.page.conftest import Viewed
 from tests.page.seen import (
     GUTTER,
+    SELECTED,
     TIMES,
     TOKENS,
     cells,
@@ -98,7 +101,7 @@ def check_every_cell(tab: Tab, routing: Routing) -> None:
         assert title.startswith(f"Token {position} ")
         row = position - routing.start
         if not 0 <= row < len(routing.rows):
-            assert {id for layer in layers for id, _ in layer} == {"–"}
+            assert {id for layer in layers for id, _ in layer} == {"\u2013"}
             continue
         ids = [[-1 if id == "?" else int(id) for id, _ in layer] for layer in layers]
         assert ids == routing.rows[row].tolist()
@@ -127,6 +130,11 @@ def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
     unused = f"; {(counts[LAYER] == 0).sum()} of {experts} experts unused."
     assert tab.text("#load-status").startswith(f"MoE layer {LAYER}: {words} the even share{unused} {by_choices}")
     positions, ranks = np.nonzero(rows[:, LAYER] == EXPERT)
+    shades = tab.js(
+        "$$('#tokens-a .chosen').map(e => [Number(e.dataset.i), Number(e.style.getPropertyValue('--shade'))])"
+    )
+    shaded = zip(positions + routing.start, 1 - ranks / rows.shape[2], strict=True)
+    assert shades == [[position, pytest.approx(shade)] for position, shade in shaded]
     found = {int(row[0]): row[2:] for row in listed(tab)}
     assert [found[position + routing.start][0] for position in positions] == [str(rank + 1) for rank in ranks]
     assert len(found) == len(positions)
@@ -208,6 +216,109 @@ def test_the_load_and_its_keys(tab: Tab, viewed: Viewed) -> None:
     assert tab.text("#expert-title") == "Experts of MoE layer 4"
 
 
+def test_a_layers_experts_and_their_tokens(tab: Tab, viewed: Viewed) -> None:
+    show(tab, viewed(answer(ROWS, 10, TEXTS), given=GIVEN))
+    tab.click("#detail tbody tr:nth-child(3) th")
+    tab.wait_for_text("#expert-title", "Experts of MoE layer 2")
+    counts = counts_of(ROWS, E)[2]
+    listed = cells(tab, "#experts")
+    loads = [float(row[1].removesuffix(f" {TIMES}")) for row in listed]
+    assert loads == [pytest.approx(load, abs=0.005) for load in sorted(counts * E / counts.sum(), reverse=True)[:25]]
+    assert tab.texts("#legend span")[:7] == [row[0] for row in listed[:7]]
+    shown = tab.js("$$('#experts tbody tr').map(r => [...r.querySelectorAll('.typical')].map(e => e.textContent))")
+    for (name, *_), tokens in zip(listed, shown, strict=True):
+        chose = (ROWS[:, 2] == int(name)).any(1)
+        beyond = {}
+        for text in set(TEXTS[:99]):
+            has = np.array([other == text for other in TEXTS[:99]])
+            beyond[f"{text} {(has & chose).sum()}/{has.sum()}"] = (has & chose).sum() - has.sum() * chose.mean()
+        found = [token.replace("␣", " ").replace("⏎", "\n") for token in tokens]
+        assert [beyond[token] for token in found] == pytest.approx(sorted(beyond.values(), reverse=True)[: len(found)])
+    tab.click("#experts tbody button")
+    tab.wait_for_text("#expert-title", f"Expert {listed[0][0]} of MoE layer 2")
+    tab.click("#all-experts")
+    tab.wait_for_text("#expert-title", "Experts of MoE layer 2")
+
+
+COLOURS = "[...$('#load canvas').getContext('2d').getImageData(0, %d, %d, 1).data]"
+
+
+@pytest.mark.parametrize(
+    ("theme", "ends"), [("light", ["#053061", "#f7f7f7", "#67001f"]), ("dark", ["#9eb0ff", "#190c09", "#ffadad"])]
+)
+def test_the_even_share_is_the_middle_of_the_scale(tab: Tab, viewed: Viewed, theme: str, ends: list[str]) -> None:
+    """Two responses, of which one uses all experts alike, and the other one only; below, where the second has more."""
+    even = np.arange(40, dtype=np.int16).reshape(40, 1, 1) % 4
+    compare(tab, viewed(answer(even, 10), answer(0 * even, 10), given=ModelInfo(num_experts=4)), theme=theme)
+    tab.wait_for_text("#parting-text", "Experts differ")
+    none, middle, most = ends
+    width = tab.js("$('#load').clientWidth")
+    for band, expected in enumerate([[middle] * 4, [most, none, none, none], [most, ANY, ANY, ANY]]):
+        y = 18 + 11 + band * (18 + 22)
+        bytes_ = np.array(tab.js(COLOURS % (y, width))).reshape(width, 4)
+        found = [bytes_[GUTTER + round((width - 42) * (i + 0.5) / 4)][:3] for i in range(4)]
+        assert ["#" + "".join(f"{part:02x}" for part in pixel) for pixel in found] == expected
+    tab.console.clear()  # where the browser advises against reading pictures
+
+
+def test_the_pointer_shows_experts(tab: Tab, viewed: Viewed) -> None:
+    """Of a cell of the map, in both responses; of a cell of the load; until a key is pressed."""
+    bodies = two_that_part(119, 20, at=70)
+    one, other = (collect(body)[0].rows for body in bodies)
+    compare(tab, viewed(*bodies))
+    left, top, width = tab.scroll_to("#map")
+    tab.mouse("Moved", left + GUTTER + 80.5 * (width - 42) / 120, top + 20 + 5.5 * 8)
+    tab.wait_for("#tip")
+    assert tab.text("#tip strong").startswith("Token 80 ")
+    ids = tab.js("$$('#tip td .chips').map(e => [...e.children].map(c => Number(c.textContent)))")
+    assert ids == [one[80, 5].tolist(), other[80, 5].tolist()]
+    assert int(tab.text("#tip td:last-child")) == (~(one[80, 5, :, None] == other[80, 5]).any(1)).sum()
+    left, top, width = tab.scroll_to("#load")
+    tab.mouse("Moved", left + GUTTER + 7.5 * (width - 42) / 128, top + 18 + 3.5 * 5)
+    counts = [counts_of(rows, 128)[3, 7] for rows in (one, other)]
+    loads = [f"{count * 128 / (119 * 8):.2f} {TIMES} ({count} of 119 tokens)" for count in counts]
+    tab.wait_for_text("#tip", f"Layer 3. Expert 7: A {loads[0]}; B {loads[1]}.")
+    tab.key("Escape")
+    assert tab.is_hidden("#tip")
+
+
+def test_zoom_and_the_strip(tab: Tab, viewed: Viewed) -> None:
+    rows = rows_of(1999, 4, 2, 16)
+    show(tab, viewed(answer(rows, 10)))
+    left, top, width = tab.scroll_to("#map")
+    picture, place = "$('#map canvas').toDataURL()", (left + 500, top + 60)
+
+    def changes(act: Callable[[], None]) -> None:
+        before = tab.js(picture)
+        act()
+        tab.wait(f"{picture} !== {json.dumps(before)}")
+
+    def under_the_pointer() -> int:
+        tab.mouse("Moved", *place)
+        return int(tab.text("#tip strong").split(" ")[1])
+
+    token = under_the_pointer()
+    changes(lambda: tab.mouse("Wheel", *place, deltaX=0, deltaY=-600, modifiers=2))  # with Ctrl
+    assert abs(under_the_pointer() - token) <= 1
+    zoomed = float(tab.js("$('#zoom').value"))
+    assert 2**zoomed == pytest.approx(16, rel=0.01)
+    tab.mouse("Pressed", *place, button="left", clickCount=1)
+    changes(lambda: tab.mouse("Moved", place[0] - 160, place[1], button="left", buttons=1))
+    tab.mouse("Released", place[0] - 160, place[1], button="left", clickCount=1)
+    assert under_the_pointer() == pytest.approx(token + 10, abs=2)  # dragged, not selected
+    assert tab.js(f"$('{SELECTED}').dataset.i") == "10"
+    height = tab.js("$('#map canvas').clientHeight")
+    changes(lambda: tab.click("#map", GUTTER + (width - 42) * 0.75, height - 14))
+    place = (left + GUTTER + (width - 42) / 2, top + 60)
+    assert under_the_pointer() == pytest.approx(1500, abs=3)
+    tab.js("$('#map').focus()")
+    changes(lambda: tab.key("-"))
+    assert float(tab.js("$('#zoom').value")) < zoomed
+    changes(lambda: tab.key("0"))
+    assert tab.js("$('#map canvas').clientHeight") == height - 38  # all is in sight: no strip
+    assert under_the_pointer() == pytest.approx(1000, abs=3)
+
+
 def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     bodies = two_that_part(119, 20, at=70)
     one, other = (collect(body)[0].rows for body in bodies)
@@ -254,6 +365,12 @@ def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
     assert tab.is_hidden("#legend + span")
     shows(tab, one[int(tab.js("$('#tokens-a .selected').dataset.i"))])
     assert "Experts of B" not in tab.texts("#detail th")
+    loads = [32 * share[0] for share in shares]
+    first, *_ = cells(tab, "#experts")
+    expert = abs(loads[0] - loads[1]).argmax()
+    assert first[:3] == [str(expert), *(f"{load[expert]:.2f} {TIMES}" for load in loads)]
+    _, layers = tips(tab, "#tokens-b [data-i='7']")[0]
+    assert [[int(id) for id, _ in layer] for layer in layers] == other[7].tolist()
 
     compare(tab, viewed(answer(one, 10, texts[:50]), answer(other, 20, texts[:60])))  # the next turn of a conversation
     tab.wait_for_text("#parting-text", "Tokens are equal up to the end of the shorter response.")

@@ -30,5 +30,5 @@ function place({ clientX: x, clientY: y }) {
   Object.assign(tip.style, { left: `${left}px`, top: `${top}px` });
 }
 
-addEventListener("scroll", hideTip, true);
+addEventListener("scroll", hideTip);
 addEventListener("keydown", hideTip);
