@@ -225,6 +225,11 @@ def test_a_layers_experts_and_their_tokens(tab: Tab, viewed: Viewed) -> None:
     loads = [float(row[1].removesuffix(f" {TIMES}")) for row in listed]
     assert loads == [pytest.approx(load, abs=0.005) for load in sorted(counts * E / counts.sum(), reverse=True)[:25]]
     assert tab.texts("#legend span")[:7] == [row[0] for row in listed[:7]]
+    colours = dict(
+        tab.js("$$('#legend span').map(e => [e.textContent, getComputedStyle(e.firstChild).backgroundColor])")
+    )
+    chips = "$$('#detail tr.selected .chip').map(e => [e.textContent, getComputedStyle(e).borderLeftColor])"
+    assert all(colour == colours.get(expert, colours["others"]) for expert, colour in tab.js(chips))
     shown = tab.js("$$('#experts tbody tr').map(r => [...r.querySelectorAll('.typical')].map(e => e.textContent))")
     for (name, *_), tokens in zip(listed, shown, strict=True):
         chose = (ROWS[:, 2] == int(name)).any(1)
