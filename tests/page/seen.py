@@ -82,7 +82,7 @@ def tips(tab: Tab, elements: str) -> list[tuple[str, list[list[tuple[str, str | 
     """What the pointer shows over each of some elements: a title, and ids and weights by layer."""
     chips = "[...row.querySelectorAll('.chip')].map(c => [c.firstChild.data, c.children[0]?.textContent ?? null])"
     tip = f"[$('#tip strong').textContent, $$('#tip tr').slice(1).map(row => {chips})]"
-    move = "e.dispatchEvent(new PointerEvent('pointermove', {bubbles: true}))"
+    move = "e.dispatchEvent(new MouseEvent('mousemove', {bubbles: true}))"
     found: list[tuple[str, list[list[tuple[str, str | None]]]]] = tab.js(f"$$({elements!r}).map(e => ({move}, {tip}))")
     return found
 

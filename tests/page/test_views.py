@@ -43,6 +43,7 @@ ROWS = rows_of(99, 6, 4, E)
 WEIGHTS = weights_of(ROWS)
 TEXTS = words_of(5)[:100]
 LAYER, EXPERT = 1, 3
+OKABE_ITO = ["e69f00", "56b4e9", "009e73", "f0e442", "0072b2", "d55e00", "cc79a7"]
 
 
 def weighed() -> tuple[dict[str, Any], int]:
@@ -228,6 +229,8 @@ def test_a_layers_experts_and_their_tokens(tab: Tab, viewed: Viewed) -> None:
     colours = dict(
         tab.js("$$('#legend span').map(e => [e.textContent, getComputedStyle(e.firstChild).backgroundColor])")
     )
+    parts = [re.findall(r"\d+", colour) for colour in colours.values()]
+    assert ["".join(f"{int(part):02x}" for part in rgb) for rgb in parts[:7]] == OKABE_ITO
     chips = "$$('#detail tr.selected .chip').map(e => [e.textContent, getComputedStyle(e).borderLeftColor])"
     assert all(colour == colours.get(expert, colours["others"]) for expert, colour in tab.js(chips))
     shown = tab.js("$$('#experts tbody tr').map(r => [...r.querySelectorAll('.typical')].map(e => e.textContent))")
@@ -374,6 +377,10 @@ def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
     first, *_ = cells(tab, "#experts")
     expert = abs(loads[0] - loads[1]).argmax()
     assert first[:3] == [str(expert), *(f"{load[expert]:.2f} {TIMES}" for load in loads)]
+    left, top, width = tab.scroll_to("#map")
+    tab.mouse("Moved", left + GUTTER + 20.5 * (width - 42) / 60, top + 20 + 6 * 26 + 10 + 3.5 * 26)
+    tab.wait("!$('#tip').hidden && $('#tip strong').textContent.startsWith('Token 20 ')")
+    assert tab.texts("#tip .chip") == [str(id) for id in other[20, 3]]
     _, layers = tips(tab, "#tokens-b [data-i='7']")[0]
     assert [[int(id) for id, _ in layer] for layer in layers] == other[7].tolist()
 

@@ -100,8 +100,10 @@ export class TokenText {
     });
   }
 
-  /** Scrolls so that a token can be seen. */
+  /** Scrolls so that a token can be seen; again when the blocks that come into sight have their own height. */
   reveal(token) {
-    if (this.shown[token]) reveal(this.shown[token], this.element);
+    const bring = () => this.shown[token] && reveal(this.shown[token], this.element);
+    bring();
+    requestAnimationFrame(bring);
   }
 }

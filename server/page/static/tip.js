@@ -7,18 +7,16 @@ const tip = $("tip");
 
 export const hideTip = () => (tip.hidden = true);
 
-/** While the pointer is over an element, shows what `content(event)` gives, elements or texts; null for nothing. */
+/** While the mouse is over an element, or after a tap, shows what `content(event)` gives, elements or texts; null for nothing. */
 export function watchPointer(element, content) {
-  for (const kind of ["pointermove", "click"]) {
-    element.addEventListener(kind, (event) => {
-      const found = event.buttons ? null : content(event);
-      tip.hidden = !found;
-      if (!found) return;
-      tip.replaceChildren(...found);
-      place(event);
-    });
-  }
-  element.addEventListener("pointerleave", hideTip);
+  element.addEventListener("mousemove", (event) => {
+    const found = event.buttons ? null : content(event);
+    tip.hidden = !found;
+    if (!found) return;
+    tip.replaceChildren(...found);
+    place(event);
+  });
+  element.addEventListener("mouseleave", hideTip);
 }
 
 /** Beside the pointer, where there is room in the window. */
