@@ -1,11 +1,11 @@
 // Colours that can be told apart however one sees colours: each palette is a published one.
 
 // Okabe and Ito, "Color Universal Design" (2008), without black.
-const KINDS = ["#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"];
+const KINDS = "#e69f00 #56b4e9 #009e73 #f0e442 #0072b2 #d55e00 #cc79a7".split(" ");
 // ColorBrewer 2.0, RdBu from its end: white in the middle.
-const RD_BU = ["#053061", "#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b", "#67001f"];
+const RD_BU = "#053061 #2166ac #4393c3 #92c5de #d1e5f0 #f7f7f7 #fddbc7 #f4a582 #d6604d #b2182b #67001f".split(" ");
 // Crameri, "Scientific colour maps" (2018), berlin: black in the middle.
-const BERLIN = ["#9eb0ff", "#62a6e0", "#3280a6", "#20526a", "#112732", "#190c09", "#371000", "#61200b", "#964a36", "#ca7b71", "#ffadad"];
+const BERLIN = "#9eb0ff #62a6e0 #3280a6 #20526a #112732 #190c09 #371000 #61200b #964a36 #ca7b71 #ffadad".split(" ");
 
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const pixel = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
@@ -36,7 +36,7 @@ export function forgetTheme() {
   inks = new Map();
 }
 
-/** The colours of the theme: `kinds`, the last for all that have none of their own; `diverging`; `differs`, from none to all. */
+/** The colours of the theme: `kinds`, the last for all experts without their own; `diverging`; `differs`, from none to all. */
 export const ramps = () => (known ??= makeRamps());
 
 function makeRamps() {
@@ -71,7 +71,7 @@ export class Busiest {
       return chosen.slice(0, KINDS.length).map(([expert]) => expert);
     });
     this.places = new Uint8Array(this.ofLayer.length * this.experts).fill(KINDS.length); // in the palette, by layer and expert
-    this.ofLayer.forEach((busiest, layer) => busiest.forEach((expert, place) => (this.places[layer * this.experts + expert] = place)));
+    this.ofLayer.forEach((busiest, layer) => busiest.forEach((expert, i) => (this.places[layer * this.experts + expert] = i)));
   }
 
   /** The colour of an expert that is known. */

@@ -82,11 +82,10 @@ function draw(now) {
   load.draw();
   detail.draw(view);
   experts.draw();
-  const firstToken = comparison?.firstToken ?? null;
   [a, b].forEach((answer, i) => {
     if (!answer) return;
     const isStreaming = answer.finished === null && !view.isPinned;
-    texts[i].draw(i && !comparison ? null : token, { isStreaming, firstToken });
+    texts[i].draw(i && !comparison ? null : token, { isStreaming, firstToken: comparison?.firstToken ?? null });
     texts[i].highlight(view.layer, view.expert);
     if (!view.isRevealed && (!i || comparison)) texts[i].reveal(token);
   });

@@ -43,24 +43,26 @@ function tokensOf(answer, side, layer, expert) {
 /** The experts of a layer, the busiest first or, of two answers, those whose loads differ most. */
 function expertsOf(answers, layer, byWeight) {
   const count = Math.max(...answers.map(({ experts }) => experts));
-  const found = Array.from({ length: count }, (_, expert) => ({ expert, loads: answers.map((answer) => answer.load(layer, expert, byWeight)) }));
+  const loads = (expert) => answers.map((answer) => answer.load(layer, expert, byWeight));
+  const found = Array.from({ length: count }, (_, expert) => ({ expert, loads: loads(expert) }));
   const size = ({ loads: [one, other] }) => (other === undefined ? one : Math.abs(one - other));
   return found.sort((one, other) => size(other) - size(one));
 }
 
-/** How often each text stands in some answers, and how often it chose each expert of a layer: [text, {count, chose}]. */
+/** How many tokens with known experts have a text, and how often it chose each expert of a layer: [text, {count, chose}]. */
 function textsOf(answers, layer) {
   const texts = new Map();
   for (const answer of answers) {
     for (let position = answer.start; position < answer.end; position++) {
-      const text = answer.text(position);
-      if (!texts.has(text)) texts.set(text, { count: 0, chose: new Map() });
-      const entry = texts.get(text);
+      const [text, ids] = [answer.text(position), answer.cell(position, layer)];
+      if (!text || ids.includes(-1)) continue;
+      const entry = texts.get(text) ?? { count: 0, chose: new Map() };
+      texts.set(text, entry);
       entry.count++;
-      for (const id of answer.cell(position, layer)) entry.chose.set(id, (entry.chose.get(id) ?? 0) + 1);
+      for (const id of ids) entry.chose.set(id, (entry.chose.get(id) ?? 0) + 1);
     }
   }
-  return [...texts].filter(([text]) => text);
+  return [...texts];
 }
 
 /** The texts that chose an expert most often beyond the `share` of all tokens that did. */
@@ -68,7 +70,8 @@ function typical(texts, expert, share) {
   const found = texts.map(([text, { count, chose }]) => ({ text, count, times: chose.get(expert) ?? 0 }));
   const beyond = ({ count, times }) => times - share * count;
   const most = found.filter((entry) => beyond(entry) > 0).sort((one, other) => beyond(other) - beyond(one));
-  return most.slice(0, TYPICAL).map(({ text, count, times }) => made("span", { className: "typical" }, made("code", {}, visible(text)), ` ${times}/${count}`));
+  const shown = ({ text, count, times }) => [made("code", {}, visible(text)), ` ${times}/${count}`];
+  return most.slice(0, TYPICAL).map((entry) => made("span", { className: "typical" }, ...shown(entry)));
 }
 
 export class Experts {
@@ -103,7 +106,7 @@ export class Experts {
     this.rows = expertsOf(answers, layer, loadsByWeight());
     const most = Math.max(...this.rows.flatMap(({ loads }) => loads));
     const texts = textsOf(answers, layer);
-    const rows = answers.reduce((sum, { length }) => sum + length, 0);
+    const rows = answers.reduce((sum, { slots, topK }) => sum + slots[layer] / topK, 0); // that are known
     const meter = (load) => made("span", { className: "meter", style: `--share: ${load / most}` }, `${load.toFixed(2)} ×`);
     const tokens = (expert) => typical(texts, expert, answers.reduce((sum, answer) => sum + answer.count(layer, expert), 0) / rows);
     const cells = (i) => [String(this.rows[i].expert), ...this.rows[i].loads.map(meter), tokens(this.rows[i].expert)];

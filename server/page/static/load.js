@@ -90,7 +90,7 @@ export class LoadMap {
       context.translate(GUTTER, 0);
       paint(context, 0, this.#experts, cell, a.layers, tall, (...cell) => diverging(value(...cell)));
       outline(context, [-1, layer * tall, width + 2, tall], ink("text"), 1.5);
-      if (expert !== null) outline(context, [expert * cell - 1, layer * tall - 1, Math.max(cell, 2) + 2, tall + 2], ink("text"), 3);
+      if (expert !== null) outline(context, [expert * cell, layer * tall, Math.max(cell, 2), tall], ink("text"), 3);
       context.restore();
       context.translate(0, height);
     }

@@ -5,9 +5,9 @@ import { $ } from "./dom.js";
 const AWAY = 14; // pixels from the pointer
 const tip = $("tip");
 
-export const hideTip = () => (tip.hidden = true);
+const hideTip = () => (tip.hidden = true);
 
-/** While the mouse is over an element, or after a tap, shows what `content(event)` gives, elements or texts; null for nothing. */
+/** While the mouse is over an element, or after a tap, shows the list of elements that `content(event)` gives, if any. */
 export function watchPointer(element, content) {
   element.addEventListener("mousemove", (event) => {
     const found = event.buttons ? null : content(event);
