@@ -153,6 +153,17 @@ class Tab:
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
         return bool(self.js("globalThis.isClicked"))
 
+    def scroll_to(self, selector: str) -> list[float]:
+        """Brings an element into sight; its left and top edge, and its width, in the window."""
+        then = "requestAnimationFrame(() => requestAnimationFrame(done))"  # the page has heard of it
+        self.js(f"new Promise(done => {{ $({selector!r}).scrollIntoView(); {then} }})")
+        box: list[float] = self.js(f"(b => [b.x, b.y, b.width])($({selector!r}).getBoundingClientRect())")
+        return box
+
+    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        """An event of the mouse at a place in the window."""
+        self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **more)
+
     def key(self, key: str, times: int = 1) -> None:
         for kind in ("keyDown", "keyUp") * times:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)

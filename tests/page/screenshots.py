@@ -25,21 +25,21 @@ def main(folder: Path) -> None:
         make_tiny_model(model)
         with serving_weights(model, *FLAGS) as api:
             for width, theme in ((1440, "light"), (420, "dark")):
-                tab.open(f"{api.url}/routed_experts", width, 1000, theme)
+                tab.open(f"{api.url}/routed_experts", width, 1160, theme)
                 ask(tab, "Which experts does this question go to, and why?", 160, kind="chat")
                 tab.wait_for_text("#summary", "finish reason")
                 tab.click("#tokens-a [data-i='80']")
                 take(tab, folder / f"page-chat-{width}-{theme}.png")
         with viewing({"two.jsonl": "\n".join(map(json.dumps, two_that_part(299, 60, at=110)))}) as url:
-            compare(tab, url, height=1000, theme="dark")
+            compare(tab, url, height=1160, theme="dark")
             tab.click("#go")
             take(tab, folder / "page-two-1440-dark.png")
 
 
 def take(tab: Tab, path: Path) -> None:
     tab.js("document.activeElement.blur(), scrollTo(0, 0), new Promise(done => setTimeout(done, 500))")
-    with Image.open(io.BytesIO(tab.screenshot())) as shot:  # 64 colours are a third of the bytes
-        shot.convert("RGB").quantize(64).save(path, optimize=True)
+    with Image.open(io.BytesIO(tab.screenshot())) as shot:  # fewer colours would change the scales
+        shot.convert("RGB").quantize(256).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ GUTTER = 40  # of the drawings: where the layers' numbers stand
 
 def ask(tab: Tab, prompt: str = PROMPT, tokens: int = 40, kind: str = "completion") -> None:
     tab.wait_for("#ask")
+    tab.js("$('#ask').open = true")
     tab.choose("#kind", kind)
     tab.type("#max-tokens", str(tokens))
     tab.type("#prompt", prompt)
@@ -59,7 +60,7 @@ def choose(tab: Tab, token: int) -> None:
 
 def shows(tab: Tab, rows: np.ndarray, column: int = 1) -> None:
     """Waits until the token in full is `rows` [L, K]; all of it is filled in when the keys rest."""
-    chips = f"$$('#detail tbody tr').map(row => [...row.children[{column}].querySelectorAll('.chip')])"
+    chips = f"$$('#detail tbody tr').map(row => [...(row.children[{column}]?.querySelectorAll('.chip') ?? [])])"
     ids = f"{chips}.map(row => row.map(c => c.firstChild.data === '?' ? -1 : Number(c.firstChild.data)))"
     wait_until(lambda: tab.js(ids) == rows.tolist(), lambda: f"{tab.js(ids)}\nnot\n{rows.tolist()}", 60)
 
@@ -75,6 +76,15 @@ def shows_weights(tab: Tab, weights: np.ndarray) -> None:
         return found.shape == weights.shape and np.allclose(found, weights, rtol=0.051, atol=0.00051, equal_nan=True)
 
     wait_until(is_shown, lambda: f"{tab.js(texts)}\nnot\n{weights}", 60)
+
+
+def tips(tab: Tab, elements: str) -> list[tuple[str, list[list[tuple[str, str | None]]]]]:
+    """What the pointer shows over each of some elements: a title, and ids and weights by layer."""
+    chips = "[...row.querySelectorAll('.chip')].map(c => [c.firstChild.data, c.children[0]?.textContent ?? null])"
+    tip = f"[$('#tip strong').textContent, $$('#tip tr').slice(1).map(row => {chips})]"
+    move = "e.dispatchEvent(new MouseEvent('mousemove', {bubbles: true}))"
+    found: list[tuple[str, list[list[tuple[str, str | None]]]]] = tab.js(f"$$({elements!r}).map(e => ({move}, {tip}))")
+    return found
 
 
 def cells(tab: Tab, table: str) -> list[list[str]]:

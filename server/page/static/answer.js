@@ -6,16 +6,16 @@ import { weightText } from "./tokens.js";
 export class Answer {
   /**
    * `info` is what is known of the model, in the names of GET /v1/routed_experts; `experts` how many a layer has, or the
-   * rows show; `start` the position of the first row.
+   * rows show; `start` the position of the first row. Of one that is whole, also its tokens and the `file` that it is from.
    */
-  constructor({ name, model, info, hasWeights, start = 0, experts = info.num_experts }) {
+  constructor({ name, model, info, hasWeights, start = 0, experts = info.num_experts, file, ...whole }) {
     const { num_layers: layers, top_k: topK, layer_ids: layerIds } = info;
-    Object.assign(this, { name, model, info, hasWeights, start, experts, layers, topK });
+    Object.assign(this, { name, model, info, hasWeights, start, experts, layers, topK, file });
     this.knowsLayers = Boolean(layerIds); // whether they are decoder layers
     this.layerIds = layerIds ?? Array.from({ length: layers }, (_, i) => i);
     this.size = layers * topK; // ids of a row
-    this.tokens = []; // {text: string | null, id: number | null} by position
-    this.promptLength = null; // P, once it is known
+    this.tokens = whole.tokens ?? []; // {text: string | null, id: number | null} by position
+    this.promptLength = whole.promptLength ?? null; // P, once it is known
     this.rows = new Int16Array(this.size * 256);
     this.weights = this.hasWeights ? new Float32Array(this.rows.length) : null; // of the ids in rows
     this.length = 0; // rows
@@ -24,7 +24,7 @@ export class Answer {
     this.sums = new Float64Array(this.counts.length); // of the weights that each expert was chosen with
     this.totals = new Float64Array(layers); // of all weights of a layer
     this.missing = 0;
-    this.finished = null; // finish reason, or why it broke off
+    this.finished = whole.finished ?? null; // finish reason, or why it broke off
   }
 
   /** The position after the last row. */
@@ -61,15 +61,25 @@ export class Answer {
     return words.join(", ") || "no row";
   }
 
+  /** How many tokens chose an expert. */
+  count(layer, expert) {
+    return expert < this.experts ? this.counts[layer * this.experts + expert] : 0;
+  }
+
   /** How often an expert was chosen, or with which weight, as a multiple of what all would have if they shared evenly. */
   load(layer, expert, byWeight = false) {
     const total = (byWeight ? this.totals : this.slots)[layer];
-    return total ? ((byWeight ? this.sums : this.counts)[layer * this.experts + expert] * this.experts) / total : 0;
+    if (!total || expert >= this.experts) return 0;
+    return ((byWeight ? this.sums : this.counts)[layer * this.experts + expert] * this.experts) / total;
   }
 
   /** A layer in words. */
   layerName(layer) {
-    return `${this.knowsLayers ? "decoder" : "MoE"} layer ${this.layerIds[layer]}`;
+    return `${this.layerKind} ${this.layerIds[layer]}`;
+  }
+
+  get layerKind() {
+    return this.knowsLayers ? "decoder layer" : "MoE layer";
   }
 
   text(position) {

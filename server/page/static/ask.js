@@ -10,7 +10,7 @@ import { UNFINISHED } from "./saved.js";
 import { failed, server } from "./server.js";
 import { events, request } from "./stream.js";
 import { textOf, visible } from "./tokens.js";
-import { changed, players, view } from "./view.js";
+import { changed, view } from "./view.js";
 import { summary } from "./words.js";
 
 let asked = 0;
@@ -44,16 +44,12 @@ export async function send(begun) {
     if (error.name !== "AbortError") failed(error);
   } finally {
     if (view.request === ownRequest) view.request = null;
-    $("stop").disabled = !view.request && !players().length;
+    $("stop").disabled = !view.request;
     changed();
   }
 }
 
-export function stop() {
-  view.request?.abort();
-  for (const player of players()) player.perSecond = Infinity;
-  changed();
-}
+export const stop = () => view.request?.abort();
 
 function bodyOf(isChat, { model, hasWeights }) {
   const prompt = $("prompt").value;

@@ -1,6 +1,7 @@
 // What the drawings share.
 
 import { css, ink } from "./colours.js";
+import { made } from "./dom.js";
 
 export const GUTTER = 40; // where the layers' numbers stand
 
@@ -31,14 +32,15 @@ export function ticks(from, to, most) {
   return found;
 }
 
-/** Draws a ramp for a legend. */
-export function bar(canvas, colours) {
-  const context = sized(canvas, 120, 12);
-  const step = 120 / colours.length;
+/** Draws the scale of a legend: a ramp, and numbers at equal distances below it. */
+export function scale(element, colours, marks) {
+  const [canvas, numbers] = element.children;
+  const context = sized(canvas, 180, 12);
   colours.forEach((pixel, i) => {
     context.fillStyle = css(pixel);
-    context.fillRect(i * step, 0, step + 1, 12);
+    context.fillRect((i * 180) / colours.length, 0, 180 / colours.length + 1, 12);
   });
+  numbers.replaceChildren(...marks.map((mark) => made("span", {}, mark)));
 }
 
 /** The numbers of layers that are `tall` each, as many as there is room for, and the selected one. */
@@ -51,17 +53,6 @@ export function layerNumbers(context, { layerIds }, selected, top, tall) {
     context.fillStyle = i === selected ? ink("select") : ink("muted");
     context.fillText(String(id), GUTTER - 6, top + (i + 0.5) * tall);
   });
-}
-
-/** A line through points [x, y]. */
-export function line(context, points, colour, width, dash = []) {
-  context.strokeStyle = colour;
-  context.lineWidth = width;
-  context.setLineDash(dash);
-  context.beginPath();
-  for (const point of points) context.lineTo(...point);
-  context.stroke();
-  context.setLineDash([]);
 }
 
 /** The outline of a box [x, y, width, height]. */

@@ -1,10 +1,16 @@
-// Ramps that differ in lightness first, so that they can be told apart however one sees colours.
+// Colours that can be told apart however one sees colours: each palette is a published one.
 
-const BLUES = ["#ffffd9", "#edf8b1", "#c7e9b4", "#7fcdbb", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58"];
-const ORANGES = ["#f3f4f6", "#fee6ce", "#fdd0a2", "#fdae6b", "#fd8d3c", "#f16913", "#d94801", "#a63603", "#7f2704"];
-const ORANGES_ON_DARK = ["#1c2330", "#4a2a12", "#7f3f0c", "#b35806", "#e08214", "#fdb863", "#fed9a6", "#fee8c8", "#fff7ec"];
+// Okabe and Ito, "Color Universal Design" (2008), without black.
+const KINDS = "#e69f00 #56b4e9 #009e73 #f0e442 #0072b2 #d55e00 #cc79a7".split(" ");
+// ColorBrewer 2.0, RdBu from its end: white in the middle.
+const RD_BU = "#053061 #2166ac #4393c3 #92c5de #d1e5f0 #f7f7f7 #fddbc7 #f4a582 #d6604d #b2182b #67001f".split(" ");
+// Crameri, "Scientific colour maps" (2018), berlin: black in the middle.
+const BERLIN = "#9eb0ff #62a6e0 #3280a6 #20526a #112732 #190c09 #371000 #61200b #964a36 #ca7b71 #ffadad".split(" ");
 
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+const pixel = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+
+export const css = (pixel) => `rgb(${pixel & 255} ${(pixel >> 8) & 255} ${(pixel >> 16) & 255})`;
 
 function blend(stops, share) {
   const at = share * (stops.length - 1);
@@ -13,22 +19,8 @@ function blend(stops, share) {
   return from.map((part, i) => Math.round(part + (to[i] - part) * (at - first)));
 }
 
-/** 256 colours of a ramp, as 32-bit pixels of an ImageData (little-endian RGBA). */
-const pixels = (stops) => Uint32Array.from({ length: 256 }, (_, i) => pixel(...blend(stops, i / 255)));
-
-/** The colour of one of many kinds: hues and lightnesses that spread evenly, however many there are. */
-function kind(i) {
-  const [hue, light] = [(i * 0.56984) % 1, 0.38 + 0.44 * ((i * 0.75488) % 1)];
-  const part = (shift) => {
-    const at = (shift + 12 * hue) % 12;
-    return Math.round(255 * (light - 0.6 * Math.min(light, 1 - light) * Math.max(-1, Math.min(at - 3, 9 - at, 1))));
-  };
-  return pixel(part(0), part(8), part(4));
-}
-
-const pixel = (r, g, b) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
-
-export const css = (pixel) => `rgb(${pixel & 255} ${(pixel >> 8) & 255} ${(pixel >> 16) & 255})`;
+/** 257 colours of a ramp, one of them in its middle, as 32-bit pixels of an ImageData (little-endian RGBA). */
+const pixels = (stops) => Uint32Array.from({ length: 257 }, (_, i) => pixel(blend(stops, i / 256)));
 
 const isDark = () => {
   const { theme } = document.documentElement.dataset;
@@ -44,25 +36,46 @@ export function forgetTheme() {
   inks = new Map();
 }
 
-/** The colours of the theme: of the ramps `load`, from none to much, and `differs`, from none to all; `experts(count)`. */
+/** The colours of the theme: `kinds`, the last for all experts without their own; `diverging`; `differs`, from none to all. */
 export const ramps = () => (known ??= makeRamps());
 
 function makeRamps() {
-  const dark = isDark();
-  const kinds = new Map(); // by how many there are
+  const stops = isDark() ? BERLIN : RD_BU;
   return {
-    unknown: dark ? 0xff7d7d7d : 0xff9a9a9a,
-    load: pixels(dark ? BLUES.toReversed() : BLUES),
-    differs: pixels(dark ? ORANGES_ON_DARK : ORANGES),
-    experts(count) {
-      if (!kinds.has(count)) kinds.set(count, Uint32Array.from({ length: count }, (_, i) => kind(i)));
-      return kinds.get(count);
-    },
+    kinds: Uint32Array.from([...KINDS, ink("rest")], (hex) => pixel(rgb(hex))),
+    diverging: pixels(stops),
+    differs: pixels(stops.slice(5)),
   };
 }
+
+/** The colour of a ramp for -1 to 1, or for 0 to 1 where it has one direction. */
+export const diverging = (value) => ramps().diverging[128 + Math.round(128 * Math.min(Math.max(value, -1), 1))];
+export const differs = (share) => ramps().differs[Math.round(256 * share)];
 
 /** A colour of the style sheet. */
 export function ink(name) {
   if (!inks.has(name)) inks.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
   return inks.get(name);
+}
+
+/** Which experts have a colour of their own: the busiest of each layer. */
+export class Busiest {
+  /** Counts what there is of the answers that are shown. */
+  constructor(answers) {
+    this.experts = Math.max(...answers.map(({ experts }) => experts));
+    this.rows = answers.reduce((sum, { length }) => sum + length, 0);
+    const count = (layer, expert) => answers.reduce((sum, answer) => sum + answer.count(layer, expert), 0);
+    this.ofLayer = answers[0].layerIds.map((_, layer) => {
+      const counts = Array.from({ length: this.experts }, (_, expert) => [expert, count(layer, expert)]);
+      const chosen = counts.filter(([, count]) => count).sort(([, one], [, other]) => other - one);
+      return chosen.slice(0, KINDS.length).map(([expert]) => expert);
+    });
+    this.places = new Uint8Array(this.ofLayer.length * this.experts).fill(KINDS.length); // in the palette, by layer and expert
+    this.ofLayer.forEach((busiest, layer) => busiest.forEach((expert, i) => (this.places[layer * this.experts + expert] = i)));
+  }
+
+  /** The colour of an expert that is known. */
+  colour(layer, expert) {
+    return ramps().kinds[this.places[layer * this.experts + expert]];
+  }
 }

@@ -38,11 +38,10 @@ export class Comparison {
     return this.firstToken !== null && this.firstToken < Math.max(this.a.promptLength, this.b.promptLength);
   }
 
-  /** Compares at most `most` more rows; whether there is more to do. */
-  extend(most = 256) {
+  /** Compares what both have now. */
+  extend() {
     const { a, b, layers = a.layers } = this;
-    const end = Math.min(a.end, b.end);
-    const upTo = Math.min(this.end + most, end);
+    const upTo = Math.min(a.end, b.end);
     this.cells = grown(this.cells, (upTo - this.start) * layers);
     for (let position = this.end; position < upTo; position++) {
       for (let layer = 0; layer < layers; layer++) {
@@ -56,7 +55,6 @@ export class Comparison {
       this.length++;
     }
     this.#compareTokens();
-    return upTo < end;
   }
 
   #compareTokens() {

@@ -1,78 +1,76 @@
-// One token in full: the experts of every layer, and those of the answer beside it.
+// The experts of a token: of every layer in a table, of the layer under the pointer in a box.
 
-import { css, ramps } from "./colours.js";
+import { css } from "./colours.js";
 import { differing } from "./compare.js";
 import { made, reveal } from "./dom.js";
-import { weightText } from "./tokens.js";
+import { capital, weightText } from "./tokens.js";
+import { describe } from "./words.js";
+
+const AROUND = 6; // layers before and after the selected one, in the box
 
 export class Detail {
   constructor(table, select) {
     this.table = table;
-    table.addEventListener("click", (event) => {
-      const row = event.target.closest("[data-layer]");
+    table.addEventListener("click", ({ target }) => {
+      const row = target.closest("[data-layer]");
       if (!row) return;
-      const expert = parseInt(event.target.closest(".chip")?.textContent);
-      select({ layer: Number(row.dataset.layer), expert: Number.isNaN(expert) ? null : expert });
+      const { expert } = target.closest(".chip")?.dataset ?? {};
+      select({ layer: Number(row.dataset.layer), expert: expert === undefined ? null : Number(expert) });
     });
   }
 
-  /** A table with a row for each layer. */
-  build({ a, b }) {
-    this.table.replaceChildren();
-    this.layer = null;
-    this.table.style.setProperty("--digits", String(a.experts - 1).length);
-    const titles = [a.knowsLayers ? "Decoder layer" : "MoE layer", ...(b ? ["Experts of A", "Experts of B", "Differ"] : ["Experts"])];
-    const head = titles.map((title) => made("th", { scope: "col" }, title));
-    this.table.createTHead().insertRow().append(...head);
-    const body = this.table.createTBody();
-    this.rows = a.layerIds.map((id, layer) => {
-      const row = body.insertRow();
-      row.append(made("th", { scope: "row" }, String(id)));
-      row.dataset.layer = layer;
-      const sides = [a, ...(b ? [b] : [])].map((answer) => chips(row.insertCell(), answer));
-      return { row, sides, differ: b && row.insertCell(), shows: null };
-    });
-  }
-
-  /** Fills in what changed. */
-  draw({ a, b, token, layer, expert }) {
-    const colours = ramps().experts(a.experts);
+  /** Shows the token that is selected, beside that of the answer which is compared with by position. */
+  draw(view) {
+    const { a, comparison, token, layer, expert, busiest } = view;
+    const b = comparison && view.b;
     const known = [a, b].map((answer) => Boolean(answer) && token >= answer.start && token < answer.end);
-    this.rows.forEach((entry, at) => {
-      const shows = `${token} ${known} ${at === layer ? `${expert} here` : ""} ${colours[0]}`;
-      if (entry.shows === shows) return;
-      entry.shows = shows;
-      const here = [a.cell(token, at), b?.cell(token, at)];
-      entry.row.classList.toggle("selected", at === layer);
-      entry.sides.forEach((chips, side) => {
-        const { weights } = side ? b : a;
-        const beside = weights && (side ? b : a).cell(token, at, weights);
-        fill(chips, here[side], beside, here[1 - side], colours, at === layer ? expert : null);
-      });
-      if (entry.differ) entry.differ.textContent = here[0].length && here[1].length ? differing(...here) || "" : "";
-    });
-    if (layer !== this.layer) reveal(this.rows[layer].row, this.table.parentElement);
-    this.layer = layer;
+    const shows = [a.name, b?.name, token, layer, expert, known, busiest.rows, busiest.colour(0, 0)].join();
+    if (shows === this.shows && a === this.of) return;
+    const hasMoved = layer !== this.layer || a !== this.of;
+    Object.assign(this, { shows, layer, of: a });
+    this.table.style.setProperty("--digits", String(a.experts - 1).length);
+    const titles = [capital(a.layerKind), ...(b ? ["Experts of A", "Experts of B", "Differ"] : ["Experts"])];
+    const head = made("thead", {}, made("tr", {}, ...titles.map((title) => made("th", { scope: "col" }, title))));
+    const rows = a.layerIds.map((_, at) => rowOf(view, b, at));
+    this.table.replaceChildren(head, made("tbody", {}, ...rows));
+    if (hasMoved) reveal(rows[layer], this.table.parentElement);
   }
 }
 
-function chips(cell, { topK, weights }) {
-  cell.className = weights ? "experts weighed" : "experts";
-  const chips = Array.from({ length: topK }, () => made("span", { className: "chip" }, "", ...(weights ? [made("small", {})] : [])));
-  cell.append(made("div", { className: "chips" }, ...chips));
-  return chips;
+function rowOf({ a, token, layer, expert, busiest }, b, at) {
+  const sides = b ? [a, b] : [a];
+  const cells = sides.map((answer, i) => made("td", {}, chips(answer, token, at, busiest, sides[1 - i], at === layer ? expert : null)));
+  const row = made("tr", { className: at === layer ? "selected" : "" }, made("th", { scope: "row" }, String(a.layerIds[at])), ...cells);
+  row.dataset.layer = at;
+  if (b) row.insertCell().textContent = (b.cell(token, at).length && differing(a.cell(token, at), b.cell(token, at))) || "";
+  return row;
 }
 
-/** Shows ids and their weights; ids that the other answer has not are marked. */
-function fill(chips, ids, weights, others, colours, expert) {
-  chips.forEach((chip, k) => {
+/** The experts of a cell; those that the other answer has not are marked. */
+function chips(answer, token, layer, busiest, other, expert) {
+  const ids = answer.cell(token, layer);
+  const weights = answer.weights && answer.cell(token, layer, answer.weights);
+  const others = other?.cell(token, layer);
+  const chip = (_, k) => {
     const id = ids[k] ?? null;
     const isKnown = id !== null && id >= 0;
     const relation = !others?.length || !isKnown ? "" : others.includes(id) ? " same" : " differs";
-    chip.firstChild.data = isKnown ? String(id) : id === null ? "–" : "?";
-    const name = `chip${relation}${isKnown && id === expert ? " chosen" : ""}`;
-    if (chip.className !== name) chip.className = name;
-    chip.style.borderLeftColor = isKnown ? css(colours[id]) : "transparent";
-    if (weights) chip.lastChild.textContent = id === null ? "" : ` ${Number.isNaN(weights[k]) ? "?" : weightText(weights[k])}`;
-  });
+    const className = `chip${relation}${isKnown && id === expert ? " chosen" : ""}`;
+    const style = isKnown ? `border-left-color: ${css(busiest.colour(layer, id))}` : "";
+    const element = made("span", { className, style }, isKnown ? String(id) : id === null ? "–" : "?");
+    if (isKnown) element.dataset.expert = id;
+    if (weights) element.append(made("small", {}, id === null ? "" : ` ${Number.isNaN(weights[k]) ? "?" : weightText(weights[k])}`));
+    return element;
+  };
+  return made("div", { className: weights ? "chips weighed" : "chips" }, ...Array.from({ length: answer.topK }, chip));
+}
+
+/** For the box beside the pointer: a token's experts in one layer, or in those around the selected one. */
+export function tipOf(view, answer, token, layer = null) {
+  const [a, b] = view.comparison ? [view.a, view.b] : [answer, null];
+  const first = layer ?? Math.max(Math.min(view.layer - AROUND, a.layers - 2 * AROUND - 1), 0);
+  const end = layer === null ? Math.min(first + 2 * AROUND + 1, a.layers) : layer + 1;
+  const rows = a.layerIds.slice(first, end).map((_, i) => rowOf({ ...view, a, token }, b, first + i));
+  const heads = [capital(a.layerKind), ...(b ? ["A", "B", "Differ"] : ["Experts"])].map((title) => made("th", {}, title));
+  return [made("strong", {}, describe(answer, token)), made("table", {}, made("tr", {}, ...heads), ...rows)];
 }

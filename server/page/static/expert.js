@@ -1,14 +1,16 @@
-// The tokens that chose the selected expert, of both answers: the largest weights first, or the first choices.
+// The experts of the selected layer and their tokens; or the selected expert's tokens, one by one.
 
-import { made } from "./dom.js";
+import { $, made } from "./dom.js";
 import { quoted, saveCsv } from "./download.js";
 import { PagedTable } from "./pages.js";
 import { flat, visible, weightText } from "./tokens.js";
+import { loadsByWeight } from "./view.js";
 
+const TYPICAL = 4; // texts of tokens, beside an expert
 const AROUND = 4; // tokens before and after one
 const REST = 600; // milliseconds between two drawings while an answer grows
 
-/** What rows {answer, side, position, rank, weight} show. */
+/** Of the selected expert: what rows {answer, side, position, rank, weight} show. */
 const COLUMNS = {
   position: { title: "Position", cell: ({ position }) => String(position) },
   token: { title: "Token in its context", cell: contextOf },
@@ -38,45 +40,90 @@ function tokensOf(answer, side, layer, expert) {
   return found;
 }
 
-export class ExpertTokens {
+/** The experts of a layer, the busiest first or, of two answers, those whose loads differ most. */
+function expertsOf(answers, layer, byWeight) {
+  const count = Math.max(...answers.map(({ experts }) => experts));
+  const loads = (expert) => answers.map((answer) => answer.load(layer, expert, byWeight));
+  const found = Array.from({ length: count }, (_, expert) => ({ expert, loads: loads(expert) }));
+  const size = ({ loads: [one, other] }) => (other === undefined ? one : Math.abs(one - other));
+  return found.sort((one, other) => size(other) - size(one));
+}
+
+/** How many tokens with known experts have a text, and how often it chose each expert of a layer: [text, {count, chose}]. */
+function textsOf(answers, layer) {
+  const texts = new Map();
+  for (const answer of answers) {
+    for (let position = answer.start; position < answer.end; position++) {
+      const [text, ids] = [answer.text(position), answer.cell(position, layer)];
+      if (!text || ids.includes(-1)) continue;
+      const entry = texts.get(text) ?? { count: 0, chose: new Map() };
+      texts.set(text, entry);
+      entry.count++;
+      for (const id of ids) entry.chose.set(id, (entry.chose.get(id) ?? 0) + 1);
+    }
+  }
+  return [...texts];
+}
+
+/** The texts that chose an expert most often beyond the `share` of all tokens that did. */
+function typical(texts, expert, share) {
+  const found = texts.map(([text, { count, chose }]) => ({ text, count, times: chose.get(expert) ?? 0 }));
+  const beyond = ({ count, times }) => times - share * count;
+  const most = found.filter((entry) => beyond(entry) > 0).sort((one, other) => beyond(other) - beyond(one));
+  const shown = ({ text, count, times }) => [made("code", {}, visible(text)), ` ${times}/${count}`];
+  return most.slice(0, TYPICAL).map((entry) => made("span", { className: "typical" }, ...shown(entry)));
+}
+
+export class Experts {
   constructor(element, view, select) {
-    Object.assign(this, { element, view });
+    this.view = view;
     this.table = new PagedTable(element, (i) => {
-      const { answer, position } = this.rows[i];
-      if (answer === view.a || view.comparison) select({ token: position });
+      const { expert, answer, position } = this.rows[i];
+      if (!answer) select({ layer: view.layer, expert });
+      else if (answer === view.a || view.comparison) select({ token: position });
     });
   }
 
-  /** Shows what has changed: other tokens from the first on, and the page that has the selected one. */
+  /** Shows what has changed: other rows from the first on. */
   draw() {
-    const { a, b, layer, expert, token, comparison, growing } = this.view;
-    this.element.hidden = expert === null;
-    const list = [a.name, b?.name, layer, expert].join();
+    const { a, b, layer, expert, growing } = this.view;
+    const list = [a.name, b?.name, layer, expert, loadsByWeight()].join();
     const shows = [list, a.length, b?.length].join();
     const isOther = list !== this.list || a !== this.of;
-    const hasMoved = token !== this.token;
-    if (!isOther && ((shows === this.shows && !hasMoved) || (growing && performance.now() - this.drawn < REST))) return;
+    if (!isOther && (shows === this.shows || (growing && performance.now() - this.drawn < REST))) return;
     const { first } = this.table;
-    if (isOther || shows !== this.shows) this.#find();
-    const isSelected = ({ answer, position }) => position === token && (answer === a || Boolean(comparison));
-    const place = hasMoved ? this.rows.findIndex(isSelected) : -1;
-    this.table.show(place >= 0 ? place : isOther ? 0 : first);
-    this.table.mark((i) => isSelected(this.rows[i]));
-    if (place >= 0) this.table.reveal(place);
-    Object.assign(this, { list, shows, of: a, token, drawn: performance.now() });
+    if (expert === null) this.#listExperts();
+    else this.#listTokens();
+    this.table.show(isOther ? 0 : first);
+    for (const id of ["all-experts", "save-expert"]) $(id).hidden = expert === null;
+    $("expert-how").hidden = expert !== null;
+    Object.assign(this, { list, shows, of: a, drawn: performance.now() });
   }
 
-  #find() {
+  #listExperts() {
+    const { a, b, layer } = this.view;
+    const answers = [a, b].filter(Boolean);
+    this.rows = expertsOf(answers, layer, loadsByWeight());
+    const most = Math.max(...this.rows.flatMap(({ loads }) => loads));
+    const texts = textsOf(answers, layer);
+    const rows = answers.reduce((sum, { slots, topK }) => sum + slots[layer] / topK, 0); // that are known
+    const meter = (load) => made("span", { className: "meter", style: `--share: ${load / most}` }, `${load.toFixed(2)} ×`);
+    const tokens = (expert) => typical(texts, expert, answers.reduce((sum, answer) => sum + answer.count(layer, expert), 0) / rows);
+    const cells = (i) => [String(this.rows[i].expert), ...this.rows[i].loads.map(meter), tokens(this.rows[i].expert)];
+    this.table.fill(["Expert", ...(b ? ["Load in A", "Load in B"] : ["Load"]), "Tokens it is chosen for"], this.rows.length, cells);
+  }
+
+  #listTokens() {
     const { a, b, layer, expert } = this.view;
     const sides = b ? { A: a, B: b } : { A: a };
-    const found = Object.entries(sides).flatMap(([side, answer]) => (expert === null ? [] : tokensOf(answer, side, layer, expert)));
+    const found = Object.entries(sides).flatMap(([side, answer]) => tokensOf(answer, side, layer, expert));
     this.rows = found.sort((one, other) => (other.weight || 0) - (one.weight || 0) || one.rank - other.rank);
     this.columns = Object.keys(COLUMNS).filter((name) => (name !== "weight" || a.weights || b?.weights) && (name !== "side" || b));
     const cells = (i) => this.columns.map((name) => COLUMNS[name].cell(this.rows[i]));
     this.table.fill(this.columns.map((name) => COLUMNS[name].title), this.rows.length, cells);
   }
 
-  /** Saves all tokens, in their order. */
+  /** Saves the selected expert's tokens, in their order. */
   saveCsv(name) {
     const header = this.columns.flatMap((column) => (column === "token" ? ["token", "token_id"] : column));
     const texts = ({ answer, position }) => [quoted(answer.text(position)), answer.tokens[position]?.id];

@@ -1,6 +1,7 @@
 // What the arrow keys do on the map, the texts and the load.
 
 import { $ } from "./dom.js";
+import { map } from "./drawing.js";
 import { say } from "./messages.js";
 import { select, view } from "./view.js";
 import { cellInWords, loadInWords } from "./words.js";
@@ -25,7 +26,10 @@ const OF_LOAD = {
   Escape: ({ layer }) => ({ layer, expert: null }),
 };
 
+const ZOOMS = { "+": () => map.zoomBy(1.5), "-": () => map.zoomBy(1 / 1.5), 0: () => map.setZoom("fit") };
+
 export function watchKeys() {
+  $("map").addEventListener("keydown", ({ key, ctrlKey, metaKey }) => ctrlKey || metaKey || ZOOMS[key]?.());
   onKeys("map", { ...ALONG, ArrowUp: ({ layer }) => ({ layer: layer - 1 }), ArrowDown: ({ layer }) => ({ layer: layer + 1 }) }, cellInWords);
   for (const id of ["tokens-a", "tokens-b"]) onKeys(id, ALONG, cellInWords);
   onKeys("load", OF_LOAD, loadInWords);

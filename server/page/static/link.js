@@ -2,7 +2,7 @@
 
 import { $ } from "./dom.js";
 import { map } from "./drawing.js";
-import { notify, say } from "./messages.js";
+import { notify } from "./messages.js";
 import { EXAMPLE, hasExample, openExample, responseOf, show } from "./responses.js";
 import { select, view } from "./view.js";
 
@@ -24,21 +24,18 @@ export const numberIn = (text) => (/^\d{1,9}$/.test(text ?? "") ? Number(text) :
 /** Puts the view into the address, when the keys rest. */
 export function writeLink() {
   clearTimeout(waiting);
-  waiting = setTimeout(() => putLink(linkFields()), REST);
-}
-
-/** Fields that are null or empty are left out. */
-function putLink(fields) {
-  const known = Object.entries(fields).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  history.replaceState(null, "", `#${new URLSearchParams(known)}`);
+  waiting = setTimeout(() => {
+    const known = Object.entries(linkFields()).filter(([, value]) => value !== null && value !== undefined && value !== "");
+    history.replaceState(null, "", `#${new URLSearchParams(known)}`);
+  }, REST);
 }
 
 /** The view in words of a link; only responses from files can be named. */
 function linkFields() {
   if (link) return { ...link };
-  const { entryA, entryB, a, layer, token, expert, rank, byWeight } = view;
-  const name = (entry) => entry && (entry.file ? entry.answer.name : UNSAVED);
-  const fields = { a: name(entryA), b: name(entryB), token, layer: a.layerIds[layer], expert };
+  const { a, b, layer, token, expert, rank, byWeight } = view;
+  const name = (answer) => answer && (answer.file ? answer.name : UNSAVED);
+  const fields = { a: name(a), b: name(b), token, layer: a.layerIds[layer], expert };
   return { ...fields, rank: rank > 1 ? rank : null, by: byWeight ? "weights" : null, zoom: map.zoom };
 }
 
@@ -72,21 +69,9 @@ export async function followLink() {
     $(id).value = value;
     $(id).dispatchEvent(new Event("input"));
   }
-  show(responseOf(fields.a) ?? view.entryA, responseOf(fields.b) ?? (fields.a ? null : view.entryB));
+  show(responseOf(fields.a) ?? view.a, responseOf(fields.b) ?? (fields.a ? null : view.b));
   const expert = numberIn(fields.expert);
   const layer = Math.max(view.a.layerIds.indexOf(numberIn(fields.layer)), 0);
   select({ layer, expert: expert < view.a.experts ? expert : null, token: numberIn(fields.token) ?? view.token });
   map.setZoom(fields.zoom === "fit" ? "fit" : Number(fields.zoom) || null);
-}
-
-export async function copyLink() {
-  const fields = linkFields();
-  putLink(fields);
-  if ([fields.a, fields.b].includes(UNSAVED)) notify("The link carries the view, not the response, which is not saved: save it, and open the file.");
-  try {
-    await navigator.clipboard.writeText(location.href);
-    say("Copied the link.");
-  } catch {
-    say("The link is in the address bar."); // browsers refuse outside of HTTPS
-  }
 }

@@ -2,13 +2,13 @@
 
 import { send, stop } from "./ask.js";
 import { $ } from "./dom.js";
-import { loadTable, mapTable, saveCsv, savePng } from "./download.js";
-import { expertTokens, frame, load, map, recolour } from "./drawing.js";
+import { loadTable, saveCsv } from "./download.js";
+import { experts, frame, map, recolour } from "./drawing.js";
 import { droppedFiles, pickedFiles } from "./files.js";
 import { watchKeys } from "./keys.js";
-import { copyLink, followAddress, followLink, forgetLink, numberIn, writeLink } from "./link.js";
+import { followAddress, followLink, forgetLink, numberIn, writeLink } from "./link.js";
 import { notify, say } from "./messages.js";
-import { isOpened, openExample, openFiles, openSaved, pick, play, save } from "./responses.js";
+import { isOpened, openExample, openFiles, openSaved, pick, save } from "./responses.js";
 import { askForKey, connect, setKey } from "./server.js";
 import { watchTheme } from "./theme.js";
 import { changed, select, view } from "./view.js";
@@ -41,9 +41,9 @@ const open = async (files) => {
 };
 
 onSubmit("key-form", setKey);
-onSubmit("ask", () => send(forgetLink));
+onSubmit("request", () => send(forgetLink));
 on("prompt", "keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("request").requestSubmit();
 });
 for (const id of ["pick-a", "pick-b"]) {
   on(id, "change", async ({ target }) => {
@@ -62,34 +62,20 @@ addEventListener("hashchange", followAddress);
 
 const CLICKS = {
   stop,
-  play,
   save,
-  link: copyLink,
   example: () => openExample().then(followLink),
   go: () => {
     const { position: token, layer } = view.comparison.first;
     select({ token, layer });
     say(cellInWords(view));
   },
-  fit: () => {
-    map.setZoom("fit");
-    $("zoom").value = Math.log2(map.cellWidth);
-  },
+  fit: () => map.setZoom("fit"),
+  "save-load": () => saveCsv(...loadTable(view.a), "load.csv"),
+  "save-expert": () => experts.saveCsv("expert.csv"),
+  "all-experts": () => select({ layer: view.layer, expert: null }),
 };
 for (const [id, act] of Object.entries(CLICKS)) on(id, "click", act);
 
-/** What the buttons with data-save write: what is shown, as numbers or as a picture. */
-const SAVES = {
-  "map.csv": (name) => saveCsv(...mapTable(view.a), name),
-  "load.csv": (name) => saveCsv(...loadTable(view.a), name),
-  "expert.csv": (name) => expertTokens.saveCsv(name),
-  "map.png": (name) => savePng(map.canvas, name),
-  "load.png": (name) => savePng(load.canvas, name),
-};
-document.addEventListener("click", ({ target }) => {
-  const { save: name } = target.dataset;
-  if (name && view.a) SAVES[name](name);
-});
 
 on("expert", "input", () => {
   const expert = numberIn($("expert").value);

@@ -1,11 +1,17 @@
 // The map of tokens and layers: a band for an answer, or three for two of them and where they differ.
 
-import { GUTTER, bar, layerNumbers, outline, paint, sized, ticks } from "./canvas.js";
-import { ink, ramps } from "./colours.js";
+import { GUTTER, layerNumbers, outline, paint, scale, sized, ticks } from "./canvas.js";
+import { css, differs, ink, ramps } from "./colours.js";
+import { tipOf } from "./detail.js";
+import { $, made } from "./dom.js";
+import { watchPointer } from "./tip.js";
 import { visible } from "./tokens.js";
 
 const AXIS = 20;
 const GAP = 10;
+const STRIP = 28;
+const WIDEST = 32; // pixels for a token
+const DRAG = 5; // pixels from which on a click is a drag
 
 export class TokenMap {
   constructor(element, view, select) {
@@ -14,18 +20,29 @@ export class TokenMap {
     this.spacer = element.querySelector(".spacer");
     this.view = view;
     this.zoom = null; // width of a token in pixels, where it was chosen by hand; "fit": all tokens are in sight
-    this.hover = null;
     this.following = false; // whether to keep the end in sight
-    const hover = (cell) => {
-      this.hover = cell;
-      view.changed();
-    };
     element.addEventListener("scroll", () => view.changed());
-    element.addEventListener("pointermove", (event) => hover(this.#at(event)));
-    element.addEventListener("pointerleave", () => hover(null));
+    element.addEventListener("wheel", (event) => this.#wheel(event), { passive: false });
+    let moved = 0; // pixels that the mouse was dragged; fingers scroll by themselves
+    let isInStrip = false;
+    element.addEventListener("pointerdown", (event) => {
+      moved = 0;
+      isInStrip = this.#isInStrip(event);
+    });
+    element.addEventListener("pointermove", (event) => {
+      if (!event.buttons || event.pointerType === "touch") return;
+      moved += Math.abs(event.movementX);
+      if (isInStrip) this.#goTo(event);
+      else element.scrollLeft -= event.movementX;
+    });
     element.addEventListener("click", (event) => {
       const cell = this.#at(event);
-      if (cell) select(cell);
+      if (isInStrip) this.#goTo(event);
+      else if (cell && moved < DRAG) select({ token: cell.token, layer: cell.layer });
+    });
+    watchPointer(element, (event) => {
+      const cell = this.#at(event);
+      return cell && tipOf(view, cell.answer, cell.token, cell.layer);
     });
   }
 
@@ -37,29 +54,26 @@ export class TokenMap {
 
   /** What is drawn one below the other: each answer, and where they differ. */
   get #bands() {
-    const { a, b, comparison, rank } = this.view;
-    const { unknown, experts, differs } = ramps();
+    const { a, b, busiest, comparison, rank } = this.view;
     const bands = [a, b].filter(Boolean).map((answer, i) => {
       const { start, end, rows, size, topK } = answer;
-      const colours = experts(answer.experts);
       const place = Math.min(rank, topK) - 1;
       const colour = (layer, position) => {
         const id = rows[(position - start) * size + layer * topK + place];
-        return id < 0 ? unknown : colours[id];
+        return id < 0 ? 0 : busiest.colour(layer, id);
       };
       return { name: "AB"[i], answer, start, end, colour };
     });
     if (!comparison) return bands;
     const { start, end } = comparison;
-    const colour = (layer, first, end) => differs[Math.round(255 * comparison.share(layer, first, end))];
+    const colour = (layer, first, end) => differs(comparison.share(layer, first, end));
     return [...bands, { name: "≠", answer: null, start, end, colour }];
   }
 
   /** The width of a token in pixels. */
   get cellWidth() {
-    const room = this.element.clientWidth - GUTTER - 2;
-    if (this.zoom === "fit") return Math.min(room / this.#length, 18);
-    return this.zoom ?? Math.min(Math.max(room / this.#length, 2), 18);
+    const whole = Math.min(this.#room / this.#length, 18);
+    return this.zoom === "fit" ? whole : (this.zoom ?? Math.max(whole, 2));
   }
 
   get #layerHeight() {
@@ -67,20 +81,56 @@ export class TokenMap {
     return Math.max(b ? 3 : 4, Math.min(26, Math.floor((b ? 210 : 340) / a.layers)));
   }
 
-  setZoom(width) {
-    const middle = this.element.clientWidth / 2;
-    const at = (this.element.scrollLeft + middle - GUTTER) / this.cellWidth;
+  /** Makes tokens `width` pixels wide, or "fit". What is at `x` pixels stays there. */
+  setZoom(width, x = this.element.clientWidth / 2) {
+    const at = (this.element.scrollLeft + x - GUTTER) / this.cellWidth;
     this.zoom = width;
     this.#spread();
-    this.element.scrollLeft = at * this.cellWidth - middle + GUTTER;
+    this.element.scrollLeft = at * this.cellWidth - x + GUTTER;
     this.view.changed();
+  }
+
+  zoomBy(factor, x) {
+    this.setZoom(Math.min(Math.max(this.cellWidth * factor, Math.min(this.#room / this.#length, 1)), WIDEST), x);
+  }
+
+  get #room() {
+    return this.element.clientWidth - GUTTER - 2;
+  }
+
+  /** The positions in sight: from the first to the end, which need not be whole. */
+  get #inSight() {
+    const from = this.element.scrollLeft / this.cellWidth;
+    return [from, Math.min(from + (this.#room + 2) / this.cellWidth, this.#length)];
+  }
+
+  /** Whether a strip below shows where in the whole the map is. */
+  get #hasStrip() {
+    return this.#length * this.cellWidth > this.#room + 1;
+  }
+
+  #isInStrip({ clientY }) {
+    return this.#hasStrip && clientY > this.element.getBoundingClientRect().top + this.canvas.clientHeight - STRIP;
+  }
+
+  /** Brings what the strip shows under the pointer into the middle. */
+  #goTo({ clientX }) {
+    const share = (clientX - this.element.getBoundingClientRect().left - GUTTER) / this.#room;
+    this.element.scrollLeft = share * this.#length * this.cellWidth - this.#room / 2;
+  }
+
+  /** With Ctrl, as browsers do with the page, or two fingers on a touchpad, which comes as the same. */
+  #wheel(event) {
+    if (!event.ctrlKey && !event.metaKey) return;
+    event.preventDefault();
+    this.zoomBy(2 ** (-event.deltaY / 200), event.clientX - this.element.getBoundingClientRect().left);
   }
 
   /** Scrolls so that a position can be seen. */
   reveal(position) {
     const cell = this.cellWidth;
     const left = position * cell;
-    const room = this.element.clientWidth - GUTTER;
+    const room = this.#room;
     this.#spread();
     if (left < this.element.scrollLeft) this.element.scrollLeft = left - room / 3;
     else if (left + cell > this.element.scrollLeft + room) this.element.scrollLeft = left - (2 * room) / 3;
@@ -90,12 +140,12 @@ export class TokenMap {
     const { a, b, comparison } = this.view;
     const bands = 1 + Boolean(b) + Boolean(comparison);
     this.spacer.style.width = `${GUTTER + this.#length * this.cellWidth + 2}px`;
-    this.spacer.style.height = `${AXIS + bands * (a.layers * this.#layerHeight) + (bands - 1) * GAP + 4}px`;
+    this.spacer.style.height = `${AXIS + bands * (a.layers * this.#layerHeight) + (bands - 1) * GAP + 4 + (this.#hasStrip ? STRIP + GAP : 0)}px`;
   }
 
   #at(event) {
     const { a, b } = this.view;
-    if (!a) return null;
+    if (!a || this.#isInStrip(event)) return null;
     const box = this.element.getBoundingClientRect();
     const x = event.clientX - box.left - GUTTER;
     const band = a.layers * this.#layerHeight;
@@ -104,19 +154,18 @@ export class TokenMap {
     const token = Math.floor((x + this.element.scrollLeft) / this.cellWidth);
     const layer = Math.floor(within / this.#layerHeight);
     if (x < 0 || y < 0 || layer < 0 || layer >= a.layers || token < 0 || token >= this.#length) return null;
-    return { token, layer };
+    return { token, layer, answer: b && y > band ? b : a };
   }
 
   draw() {
-    const { a, b, token, layer } = this.view;
+    const { a, b, comparison, token, layer } = this.view;
     this.#spread();
     if (this.following && this.view.growing) this.element.scrollLeft = this.element.scrollWidth;
     const { clientWidth: width, scrollLeft } = this.element;
     const [cell, tall] = [this.cellWidth, this.#layerHeight];
     const height = a.layers * tall;
     const context = sized(this.canvas, width, parseFloat(this.spacer.style.height));
-    const from = scrollLeft / cell;
-    const to = Math.min(from + (width - GUTTER) / cell, this.#length);
+    const [from, to] = this.#inSight;
     this.#axis(context, from, to, cell);
     this.#bands.forEach(({ name, answer, start, end, colour }, i) => {
       const top = AXIS + i * (height + GAP);
@@ -134,10 +183,21 @@ export class TokenMap {
       paint(context, Math.max(from, start), Math.min(to, end), cell, a.layers, tall, colour);
       if (answer) this.#boundary(context, answer, cell, height);
       if (answer) this.#chosen(context, answer, from, to, cell, tall);
-      this.#cross(context, token, layer, cell, tall, "select", 2);
-      if (this.hover) this.#cross(context, this.hover.token, this.hover.layer, cell, tall, "muted", 1);
+      if (comparison || answer === a) this.#cross(context, token, layer, cell, tall);
       context.restore();
     });
+    if (this.#hasStrip) this.#strip(context, from, to);
+    $("zoom").value = Math.log2(cell);
+  }
+
+  /** The selected layer of the whole answer, or where it differs from the other, and a frame around what is in sight. */
+  #strip(context, from, to) {
+    const { layer, comparison } = this.view;
+    const { start, end, colour } = this.#bands.at(comparison ? -1 : 0);
+    const cell = this.#room / this.#length;
+    context.translate(GUTTER, this.canvas.clientHeight - STRIP);
+    paint(context, start, end, cell, 1, STRIP - 2, (_, first, end) => colour(layer, first, end));
+    outline(context, [from * cell + 1, 1, Math.max((to - from) * cell - 2, 4), STRIP - 4], ink("text"), 2);
   }
 
   #axis(context, from, to, cell) {
@@ -173,25 +233,30 @@ export class TokenMap {
     const { layer, expert } = this.view;
     if (expert === null) return;
     const mark = Math.max(2, tall / 4);
-    context.fillStyle = ink("select");
+    context.fillStyle = ink("text");
     for (let i = Math.floor(from); i < to; i++) {
       if (answer.cell(i, layer).includes(expert)) context.fillRect(i * cell, (layer + 1) * tall - mark, Math.max(cell, 1), mark);
     }
   }
 
-  #cross(context, token, layer, cell, tall, colour, width) {
-    const box = [token * cell, layer * tall, Math.max(cell, 3), tall];
-    outline(context, [token * cell - width / 2, 0, Math.max(cell, 1) + width, this.view.a.layers * tall], ink(colour), width);
-    outline(context, box, ink("surface"), 3);
-    outline(context, box, ink(colour), 1.5);
+  #cross(context, token, layer, cell, tall) {
+    const [left, colour] = [token * cell, ink("text")];
+    outline(context, [left - 1, 0, Math.max(cell, 1) + 2, this.view.a.layers * tall], colour, 2);
+    outline(context, [left, layer * tall, Math.max(cell, 3), tall], ink("surface"), 3);
+    outline(context, [left, layer * tall, Math.max(cell, 3), tall], colour, 1.5);
   }
 
-  /** Draws the legend, and says it in words. */
-  legend(canvas, text, differs) {
-    const { a, comparison } = this.view;
-    bar(canvas, ramps().experts(Math.min(a.experts, 120)));
-    text.textContent = `a colour for each expert of a layer, 0 to ${a.experts - 1}; grey: unknown`;
-    differs.hidden = !comparison;
-    bar(differs.querySelector("canvas"), ramps().differs);
+  /** Says what the colours mean: of the selected layer's busiest experts, and of experts that differ. */
+  legend(element, differ) {
+    const { a, busiest, comparison, layer } = this.view;
+    const shows = [a.name, layer, busiest.ofLayer[layer], Boolean(comparison), ink("surface")].join();
+    if (shows === this.explains) return;
+    this.explains = shows;
+    const kinds = busiest.ofLayer[layer].map((expert) => [expert, css(busiest.colour(layer, expert))]);
+    const all = [...kinds, ["others", ink("rest")], ["unknown", ink("empty")]];
+    const swatches = all.map(([name, colour]) => made("span", {}, made("i", { style: `background: ${colour}` }), String(name)));
+    element.replaceChildren(`Experts of ${a.layerName(layer)}:`, ...swatches);
+    differ.parentElement.hidden = !comparison;
+    scale(differ, ramps().differs, ["0", `${a.topK} of ${a.topK}`]);
   }
 }

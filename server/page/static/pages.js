@@ -1,13 +1,13 @@
 // A table, some rows at a time.
 
-import { made, reveal } from "./dom.js";
+import { made } from "./dom.js";
 
 const ROWS = 25;
 
 export class PagedTable {
   /** `element` has a frame with a table, and a pager. `pick(i)` is called for a row that is clicked. */
-  constructor(element, pick = null) {
-    Object.assign(this, { pick, first: 0, count: 0 });
+  constructor(element, pick) {
+    this.first = 0;
     this.frame = element.querySelector(".scroll");
     this.table = this.frame.firstElementChild;
     this.pager = element.querySelector(".pager");
@@ -16,13 +16,13 @@ export class PagedTable {
     this.on.addEventListener("click", () => this.show(this.first + ROWS));
     this.table.addEventListener("click", ({ target }) => {
       const row = target.closest("tbody tr");
-      if (row && pick) pick(Number(row.dataset.row));
+      if (row) pick(Number(row.dataset.row));
     });
   }
 
   /** There are `count` rows now, of which `cells(i)` gives what the cells have: a text, or a list of texts and elements. */
   fill(titles, count, cells) {
-    Object.assign(this, { titles, count, cells, first: -1, isSelected: () => false });
+    Object.assign(this, { titles, count, cells, first: -1 });
   }
 
   /** Shows the page with row `place`. */
@@ -40,24 +40,12 @@ export class PagedTable {
       const row = body.insertRow();
       row.dataset.row = i;
       const [name, ...cells] = this.cells(i);
-      row.append(made("th", { scope: "row" }, this.pick ? made("button", { type: "button", className: "link" }, name) : name));
+      row.append(made("th", { scope: "row" }, made("button", { type: "button", className: "link" }, name)));
       for (const cell of cells) row.insertCell().append(...[cell].flat());
     }
     this.back.disabled = !first;
     this.on.disabled = end >= this.count;
     this.range.textContent = this.count ? `${first + 1} to ${end} of ${this.count}` : "none";
     this.pager.hidden = this.count <= ROWS;
-    this.mark(this.isSelected);
-  }
-
-  /** Marks the rows that are selected. */
-  mark(isSelected) {
-    this.isSelected = isSelected;
-    for (const row of this.table.tBodies[0].rows) row.classList.toggle("selected", isSelected(Number(row.dataset.row)));
-  }
-
-  /** Scrolls so that a row of the page can be seen. */
-  reveal(place) {
-    reveal(this.table.tBodies[0].rows[place - this.first], this.frame);
   }
 }

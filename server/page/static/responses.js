@@ -1,12 +1,12 @@
 // The responses that there are, and which of them are shown.
 
+import { Answer } from "./answer.js";
 import { Comparison } from "./compare.js";
 import { $, made } from "./dom.js";
 import { save as saveFile } from "./download.js";
 import { build } from "./drawing.js";
 import { hideError, notify, say, showError } from "./messages.js";
 import { name as nameToken } from "./names.js";
-import { Player } from "./player.js";
 import { line, read } from "./saved.js";
 import { failed, server } from "./server.js";
 import { request } from "./stream.js";
@@ -16,18 +16,18 @@ export const EXAMPLE = "example.json";
 const AT_FIRST = 32 << 20; // bytes of files that are opened at once
 const UNOPENED = "unopened "; // before the place of such a file, as an option's value
 
-const responses = []; // {answer, player, file}
+const responses = []; // Answers
 let viewed = []; // the files of `routed-experts view`: {name, place}; large ones are opened when they are picked
 let picked = null; // the response that was chosen to compare with
 
 /** The response that a link names. */
-export const responseOf = (file) => responses.find((entry) => entry.file && entry.answer.name === file);
+export const responseOf = (file) => responses.find((answer) => answer.file && answer.name === file);
 export const hasExample = () => responses.some(({ file }) => file === EXAMPLE);
 
 function add(...added) {
   responses.push(...added);
   for (const pick of [$("pick-a"), $("pick-b")]) {
-    const options = responses.map(({ answer }, i) => new Option(answer.name, String(i)));
+    const options = responses.map(({ name }, i) => new Option(name, String(i)));
     const unopened = viewed.filter(({ name }) => !responses.some(({ file }) => file === name));
     const rest = made("optgroup", { label: "Not opened yet" }, ...unopened.map(({ name, place }) => new Option(name, `${UNOPENED}${place}`)));
     pick.replaceChildren(pick.options[0], ...options, ...(unopened.length ? [rest] : []));
@@ -36,16 +36,16 @@ function add(...added) {
 }
 
 /** Shows one or two responses. */
-export function show(entryA, entryB) {
-  Object.assign(view, { a: entryA.answer, b: null, comparison: null, parting: "", entryA, entryB: null, expert: null });
+export function show(a, b) {
+  Object.assign(view, { a, b: null, comparison: null, parting: "", expert: null, isRevealed: false });
   try {
-    if (entryB) Object.assign(view, { comparison: new Comparison(view.a, entryB.answer), b: entryB.answer, entryB });
+    if (b) Object.assign(view, { comparison: new Comparison(a, b), b });
   } catch (error) {
     showError(error);
   }
   view.layer = Math.min(view.layer, view.a.layers - 1);
-  $("pick-a").value = String(responses.indexOf(entryA));
-  $("pick-b").value = view.entryB ? String(responses.indexOf(view.entryB)) : "";
+  $("pick-a").value = String(responses.indexOf(a));
+  $("pick-b").value = view.b ? String(responses.indexOf(view.b)) : "";
   notify("");
   build();
 }
@@ -59,23 +59,23 @@ export async function pick() {
   const [a, b] = [fileOf($("pick-a")), fileOf($("pick-b"))];
   if (a) return openViewed([a]);
   if (b) {
-    const { entryA: before, token } = view;
+    const { a: before, token } = view;
     await openViewed([b]);
-    picked = view.entryA === before ? null : view.entryA;
+    picked = view.a === before ? null : view.a;
     view.token = token;
     return show(before, picked);
   }
   const chosen = ({ value }) => (value === "" ? null : responses[value]);
   picked = chosen($("pick-b"));
-  show(chosen($("pick-a")) ?? view.entryA, picked);
+  show(chosen($("pick-a")) ?? view.a, picked);
 }
 
 /** Shows an answer that begins to come, beside what was chosen to compare with. */
 export function begin(answer) {
-  const entry = { answer, player: null };
-  add(entry);
+  add(answer);
   Object.assign(view, { token: 0, isPinned: false });
-  show(entry, view.entryB === picked ? picked : null);
+  $("ask").open = false;
+  show(answer, view.b === picked ? picked : null);
 }
 
 /** Opens files, or a promise of them, which the server reads, and shows the first answer in them. */
@@ -89,10 +89,11 @@ async function open(fetched) {
   hideError();
   try {
     const lines = await Promise.all((await fetched()).map((response) => response.text()));
-    const added = lines.flatMap(read).map(playing);
+    const added = lines.flatMap(read).map(answerOf);
     if (!added.length) throw new Error("These files contain no responses.");
     add(...added);
-    Object.assign(view, { token: added[0].answer.promptLength ?? 0, isPinned: true });
+    Object.assign(view, { token: added[0].promptLength ?? 0, isPinned: true });
+    $("ask").open = false;
     show(added[0], null);
     say(`Opened ${added.length} responses.`);
   } catch (error) {
@@ -101,8 +102,8 @@ async function open(fetched) {
 }
 
 /** A whole answer with what is known of it by itself, or by the server that has its model. */
-function playing(whole) {
-  const { name, model, file, rows, tokens, shape: [length, layers, topK] } = whole;
+function answerOf(whole) {
+  const { name, model, rows, weights, tokens, shape: [, layers, topK] } = whole;
   const isServed = server.info?.model === model && server.info.num_layers === layers && server.info.top_k === topK;
   const info = { ...(isServed ? server.info : {}), ...whole.info, num_layers: layers, top_k: topK };
   const highest = rows.reduce((most, id) => Math.max(most, id), 0);
@@ -111,8 +112,9 @@ function playing(whole) {
   if (known !== layers) throw new Error(`${name}: rows have ${layers} layers, but the model has ${known}.`);
   if (highest >= experts) throw new Error(`${name}: expert id ${highest} is out of range: the model has ${experts} experts.`);
   if (isServed) for (const token of tokens) if (token.text === null && token.id !== null) nameToken(token, changed);
-  const player = new Player({ ...whole, info, experts, length, hasWeights: Boolean(whole.weights) });
-  return { player, answer: player.answer, file };
+  const answer = new Answer({ ...whole, info, experts, hasWeights: Boolean(weights) });
+  answer.addRows(rows, weights);
+  return answer;
 }
 
 /** Opens the files of `routed-experts view`, [[name, bytes]], as many as are small; the others when they are picked. */
@@ -129,16 +131,6 @@ const openViewed = (files) => open(() => Promise.all(files.map(({ place }) => re
 
 /** Responses of the tiny model to two prompts. */
 export const openExample = () => open(() => Promise.all([request(`routed_experts/${EXAMPLE}`)]));
-
-/** Shows the selected answer again as it was made: 40 tokens a second, or in ten seconds. */
-export function play() {
-  const entry = view.entryA;
-  entry.player ??= new Player(entry.answer);
-  const { length } = entry.player.whole.tokens;
-  entry.answer = entry.player.replay(Math.max(40, length / 10));
-  view.isPinned = false;
-  show(entry, view.entryB);
-}
 
 export function save() {
   saveFile(new Blob([line(view.a)], { type: "application/json" }), "answer.jsonl");

@@ -1,18 +1,24 @@
 // The tokens as text, one of them selected.
 
-import { made } from "./dom.js";
+import { tipOf } from "./detail.js";
+import { made, reveal } from "./dom.js";
+import { watchPointer } from "./tip.js";
 
 const ENOUGH = 60;
 const MOST = 240;
 
 export class TokenText {
-  constructor(element, side, select) {
+  constructor(element, side, view, select) {
     this.element = element;
     this.side = side;
     this.reset(null);
-    element.addEventListener("click", (event) => {
-      const token = event.target.closest("[data-i]");
+    element.addEventListener("click", ({ target }) => {
+      const token = target.closest("[data-i]");
       if (token) select({ token: Number(token.dataset.i) });
+    });
+    watchPointer(element, ({ target }) => {
+      const token = target.closest("[data-i]");
+      return token && tipOf(view, this.answer, Number(token.dataset.i));
     });
   }
 
@@ -82,19 +88,22 @@ export class TokenText {
     this.element.setAttribute("aria-activedescendant", span.id);
   }
 
-  /** Marks the tokens that chose an expert of a layer. */
+  /** Shades the tokens that chose an expert of a layer, those most that chose it first. */
   highlight(layer, expert) {
     const key = expert === null ? "" : [layer, expert, this.shown.length, this.answer.length].join();
     if (key === this.chosen) return;
     this.chosen = key;
-    this.shown.forEach((span, i) => span.classList.toggle("chosen", expert !== null && this.answer.cell(i, layer).includes(expert)));
+    this.shown.forEach((span, i) => {
+      const place = expert === null ? -1 : this.answer.cell(i, layer).indexOf(expert);
+      span.classList.toggle("chosen", place >= 0);
+      if (place >= 0) span.style.setProperty("--shade", 1 - place / this.answer.topK);
+    });
   }
 
-  /** Scrolls so that a token can be seen. */
+  /** Scrolls so that a token can be seen; again when the blocks that come into sight have their own height. */
   reveal(token) {
-    const span = this.shown[token];
-    if (!span) return;
-    const [box, frame] = [span.getBoundingClientRect(), this.element.getBoundingClientRect()];
-    if (box.top < frame.top || box.bottom > frame.bottom) this.element.scrollTop += box.top - frame.top - frame.height / 3;
+    const bring = () => this.shown[token] && reveal(this.shown[token], this.element);
+    bring();
+    requestAnimationFrame(bring);
   }
 }

@@ -1,9 +1,6 @@
 // What is shown, and what of it is selected.
 
-/** `a` and `b` are the answers of `entryA` and `entryB`, responses {answer, player, file}. */
 export const view = {
-  entryA: null,
-  entryB: null,
   a: null,
   b: null,
   comparison: null, // by position, of answers to one prompt; else loads are compared
@@ -12,7 +9,8 @@ export const view = {
   layer: 0,
   expert: null,
   rank: 1, // of the choice that the map has colours for
-  byWeight: false, // what the load adds up
+  byWeight: false, // what the load adds up, where there are weights
+  busiest: null, // which experts have a colour
   growing: false,
   request: null, // the AbortController of the one under way
   isPinned: false, // whether a token was selected by hand while the answer grows
@@ -21,8 +19,8 @@ export const view = {
   changed,
 };
 
-/** The players of what is shown that are not at the end. */
-export const players = () => [view.entryA, view.entryB].map((entry) => entry?.player).filter((player) => player && !player.isOver);
+/** Whether loads are those of weights. */
+export const loadsByWeight = () => view.byWeight && [view.a, view.b].every((answer) => !answer || answer.hasWeights);
 
 let isScheduled = false;
 
@@ -42,8 +40,7 @@ export function select(cell) {
   if (cell.token !== undefined) view.isPinned = true;
   if (cell.layer !== undefined && cell.expert === undefined && cell.layer !== view.layer) view.expert = null;
   Object.assign(view, cell);
-  const coming = players().map(({ whole }) => whole.tokens.length);
-  const last = Math.max(view.a.tokens.length, view.a.end, view.b?.end ?? 0, ...coming) - 1;
+  const last = Math.max(view.a.tokens.length, view.a.end, view.b?.end ?? 0) - 1;
   view.token = Math.min(Math.max(view.token, 0), Math.max(last, 0));
   view.layer = Math.min(Math.max(view.layer, 0), view.a.layers - 1);
   view.isRevealed = false;

@@ -2,6 +2,7 @@
 
 import { capital, visible } from "./tokens.js";
 import { UNFINISHED } from "./saved.js";
+import { loadsByWeight } from "./view.js";
 
 /** A token: its place and text. */
 export function describe(answer, position) {
@@ -26,22 +27,24 @@ export function cellInWords({ a, b, comparison, token, layer }) {
   return `${words}A ${ids(a)}; B ${ids(b)}${others === null ? "" : ` (${others} differ)`}`;
 }
 
-export function loadInWords({ a, layer, expert, byWeight }) {
-  const isByWeight = byWeight && a.hasWeights;
-  const loads = Array.from({ length: a.experts }, (_, i) => a.load(layer, i, isByWeight));
+export function loadInWords({ a, b, layer, expert }) {
+  const byWeight = loadsByWeight();
+  const loads = Array.from({ length: a.experts }, (_, i) => a.load(layer, i, byWeight));
   const most = loads.indexOf(Math.max(...loads));
-  const place = layer * a.experts;
-  const never = a.counts.subarray(place, place + a.experts).filter((count) => !count).length;
-  const share = `${loads[most].toFixed(1)} × the even share${isByWeight ? " by weights" : ""}`;
+  const never = loads.filter((_, i) => !a.count(layer, i)).length;
+  const share = `${loads[most].toFixed(1)} × the even share${byWeight ? " by weights" : ""}`;
   const words = `${capital(a.layerName(layer))}: busiest expert ${most} with ${share}; ${never} of ${a.experts} experts unused.`;
-  if (expert === null) return words;
-  const weighed = a.hasWeights ? `; by weights ${a.load(layer, expert, true).toFixed(2)} × (sum ${a.sums[place + expert].toFixed(2)})` : "";
-  return `${words} Expert ${expert}: ${a.load(layer, expert).toFixed(2)} × (${a.counts[place + expert]} tokens)${weighed}.`;
+  return expert === null ? words : `${words} ${expertInWords({ a, b, layer, expert })}`;
 }
 
+/** An expert's load in a layer. */
 export function expertInWords({ a, b, layer, expert }) {
-  const name = capital(a.layerName(layer));
-  if (expert === null) return `${name}: click an expert, or enter its number, to see its tokens.`;
-  const count = (answer) => (expert < answer.experts ? answer.counts[layer * answer.experts + expert] : 0);
-  return `${name}, expert ${expert}: ${count(a)} of ${a.length} tokens${b ? `; in B ${count(b)} of ${b.length}` : ""}.`;
+  const load = (answer) => {
+    const sum = answer.sums[layer * answer.experts + expert]?.toFixed(2);
+    const weighed = answer.hasWeights ? `; by weights ${answer.load(layer, expert, true).toFixed(2)} × (sum ${sum})` : "";
+    return `${answer.load(layer, expert).toFixed(2)} × (${answer.count(layer, expert)} of ${answer.length} tokens)${weighed}`;
+  };
+  return `Expert ${expert}: ${b ? `A ${load(a)}; B ${load(b)}` : load(a)}.`;
 }
+
+export const expertTitle = ({ a, layer, expert }) => `${expert === null ? "Experts" : `Expert ${expert}`} of ${a.layerName(layer)}`;
