@@ -176,8 +176,6 @@ _FILES = {
     "engines": "test_engines",
     "several nodes": "test_nodes",
     "sleep, new weights": "test_sleep",
-    "KV offloading": "test_offloading",
-    "16 bits": "test_scores",
 }
 """Columns of the table of versions, and files in `tests/gpu`."""
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
@@ -93,6 +94,8 @@ def test_the_difference_of_loads(found: dict[str, Any], sets: list[list[set[int]
             reached = sum(each >= abs(difference) - 1e-9 for each in shuffled)
             assert found["p"][layer, expert] == pytest.approx((1 + reached) / 2001, abs=1e-3)
         assert found["per_layer"].distance.iloc[layer] == pytest.approx(sum(sums) / 2 / K)
+        by_chance = np.mean([sum(abs(shuffle[layer])) / 2 / K for shuffle in found["differences"]])
+        assert found["per_layer"]["by chance"].iloc[layer] == pytest.approx(by_chance)
     largest = [max(abs(shuffle / found["spread"]).ravel()) for shuffle in found["differences"]]
     for statistic, corrected in zip(
         abs(found["difference"](found["is_code"]) / found["spread"]).ravel(), found["corrected"].ravel(), strict=True
@@ -102,11 +105,15 @@ def test_the_difference_of_loads(found: dict[str, Any], sets: list[list[set[int]
 
 
 def test_what_the_notebook_says_of_the_tiny_model(found: dict[str, Any]) -> None:
-    """After correction the first layer and one expert differ; the prompt explains more than the token."""
+    """After correction the first layer and one expert differ; the prompt explains more than the token; bytes have
+    lift, classes have not."""
     assert found["per_layer"].corrected.le(0.05).tolist() == [True, False, False, False, False]
     assert (found["corrected"] <= 0.05).sum() == 1
     assert (found["variance"].prompt > 2 * found["variance"].token).all()
     assert np.median(found["margin"]) > 0.8
+    of_classes, of_tokens = found["limits"]
+    assert found["of_classes"].lift.max() < of_classes
+    assert 3 < (found["of_tokens"].lift > of_tokens).sum() < 10
 
 
 def test_shuffled_labels_have_uniform_p_values(found: dict[str, Any]) -> None:
@@ -126,6 +133,27 @@ def test_a_planted_difference_is_found(found: dict[str, Any]) -> None:
     assert names["difference"](names["is_code"])[2, 3] == pytest.approx(1)
     assert names["corrected"][2, 3] == pytest.approx(1 / 2001)
     assert names["per_layer"].corrected.iloc[2] < 0.05
+
+
+def test_the_limit_of_lifts(found: dict[str, Any]) -> None:
+    """Five in a hundred shuffles exceed it; a shuffle keeps the tokens of each prompt, and its first token."""
+    seen: list[Any] = []
+
+    def lifts(groups: Any) -> Any:
+        seen.append(groups)
+        return SimpleNamespace(lift=np.array([0, len(seen)]))
+
+    names = {**found}
+    list(outputs_of([cell_with("def limit_of")], names))
+    names["lifts"] = lifts
+    assert names["limit_of"](found["texts"]) == pytest.approx(95.05)
+    later, prompt, texts = (found["tokens"].position > 0).to_numpy(), found["prompt"], found["texts"]
+    for shuffled in seen[:3]:
+        assert (shuffled[later] != texts[later]).mean() > 0.5
+        for one in set(prompt):
+            place = later & (prompt == one)
+            assert sorted(shuffled[place]) == sorted(texts[place])
+            assert shuffled[~later].isna().all()
 
 
 @pytest.mark.parametrize("kind", ["of_classes", "of_tokens"])
@@ -167,19 +195,36 @@ def test_what_explains_the_choices(found: dict[str, Any]) -> None:
 
 
 def test_pairs(found: dict[str, Any], sets: list[list[set[int]]]) -> None:
+    """What loads lead to adds up to each expert's partners, and is a product: of four experts, either way of pairing
+    them gives the same."""
+    alone = found["pairs_of"](found["chosen"])[1]
     for layer in range(L):
-        together = {pair: sum({*pair} <= token[layer] for token in sets) for pair in combinations(range(E), 2)}
-        assert sum(together.values()) == len(sets) * K * (K - 1) / 2
-        loads = [np.mean([expert in token[layer] for token in sets]) for expert in range(E)]
-        alone = {(a, b): loads[a] * loads[b] for a, b in together}
-        scale = sum(together.values()) / sum(alone.values())
+        pairs = list(combinations(range(E), 2))
+        expected = {frozenset(pair): value for pair, value in zip(pairs, alone[layer], strict=True)}
+        for expert in range(E):
+            partners = sum(K - 1 for token in sets if expert in token[layer])
+            assert sum(value for pair, value in expected.items() if expert in pair) == pytest.approx(partners)
+        for a, b, c, d in combinations(range(E), 4):
+            product = expected[frozenset((a, b))] * expected[frozenset((c, d))]
+            assert product == pytest.approx(expected[frozenset((a, c))] * expected[frozenset((b, d))])
         lines = found["pairs"][found["pairs"].layer == layer + 1]
-        assert len(lines) == sum(value * scale >= 20 for value in alone.values()) > 20
+        assert len(lines) == sum(value >= 20 for value in expected.values()) > 20
         for line in lines.to_dict("records"):
-            pair = line["expert"], line["with"]
-            assert line["both"] == together[pair]
-            assert line["lift"] == pytest.approx(together[pair] / (alone[pair] * scale))
+            pair = {line["expert"], line["with"]}
+            assert line["both"] == sum(pair <= token[layer] for token in sets)
+            assert line["lift"] == pytest.approx(line["both"] / expected[frozenset(pair)])
     assert (np.abs(found["repeats"]) <= 1).all()
+
+
+def test_pairs_of_experts_chosen_alone_do_not_repeat(found: dict[str, Any]) -> None:
+    """With unequal loads; the product of two loads would repeat."""
+    rng = np.random.default_rng(0)
+    odds = np.linspace(0.02, 0.9, E) ** 2
+    drawn = rng.random((40 * found["chosen"].shape[0] * L, E)) < odds
+    chosen = drawn[drawn.sum(axis=1) == K][: found["chosen"].shape[0] * L].reshape(found["chosen"].shape)
+    names = {**found, "chosen": chosen}
+    list(outputs_of([cell_with("def pairs_of")], names))
+    assert abs(np.mean(names["repeats"])) < 0.15
 
 
 def test_the_weights(found: dict[str, Any]) -> None:
@@ -200,6 +245,9 @@ def test_choices_that_last(found: dict[str, Any], sets: list[list[set[int]]]) ->
     assert found["again"].loc[3, 3] == pytest.approx(np.mean(kept))
     loads = [np.mean([expert in token[2] for token in sets]) for expert in range(E)]
     assert found["expected"][2] == pytest.approx(sum(load * load for load in loads) / K)
+    assert found["largest"][2] == pytest.approx(sum(sorted(loads)[-K:]) / K)
+    same = [len(a[2] & b[2]) / K for (a, x), (b, y) in combinations(zip(sets, prompt, strict=True), 2) if x == y]
+    assert found["same_prompt"][2] == pytest.approx(np.mean(same))
 
 
 def test_the_documented_row(
