@@ -29,7 +29,7 @@ CODE := server capture protocol tests bench examples
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make serve         serve the tiny model on port $(PORT) (ARGS=... for MODEL and flags of vllm serve)"
+	@echo "make serve         serve the tiny model on port $(PORT) (PORT=..., ARGS=... for MODEL and flags of vllm serve)"
 	@echo "make test-fast     run the tests that start no server, engine or browser"
 	@echo "make test          run all tests of behaviour"
 	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
