@@ -414,6 +414,9 @@ def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:
         assert not tab.count("#detail td:nth-child(3) small")
         assert tab.js("$$('.chip').filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)") == []
         assert tab.js("$$('.side > .card').every(e => e.scrollWidth <= e.clientWidth)")
+        tips(tab, "#tokens-a [data-i='20']")
+        assert tab.count("#tip small")
+        assert tab.js("$$('#tip .chip').filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)") == []
 
 
 def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:
