@@ -68,6 +68,26 @@ def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, theme: str) -> None
     assert found == []
 
 
+IN_SIGHT = "(b => b.top >= -1 && b.bottom <= innerHeight + 1)($({!r}).getBoundingClientRect())"
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_what_a_click_changes_comes_into_sight(tab: Tab, viewed: Viewed, width: int) -> None:
+    """The tokens at the first difference; an expert that was chosen elsewhere on the page; an error."""
+    compare(tab, viewed(*two_that_part(149, 20, 70)), width=width, height=800)
+    tab.wait_for_text("#parting", "149")
+    tab.click("#go")
+    tab.wait(IN_SIGHT.format("#text-title"), 10)
+    tab.wait(f"$('#tokens-a .selected').dataset.i === '70' && {IN_SIGHT.format('#tokens-a .selected')}", 10)
+    tab.click("#detail tbody tr:nth-child(3) .chip")
+    tab.wait_for_text("#expert-title", "Expert ")
+    tab.wait(IN_SIGHT.format("#expert-title"), 10)
+    tab.js("scrollTo(0, 1e9)")
+    tab.js("document.dispatchEvent(Object.assign(new Event('drop'), {dataTransfer: {files: [], items: []}}))")
+    tab.wait(f"!$('#error').hidden && {IN_SIGHT.format('#error')}", 10)
+    tab.console.clear()
+
+
 MIXED = """(() => {
   const canvas = $('#map canvas'), picture = canvas.getContext('2d');
   const [width, tall, mixed] = [canvas.width, %(tall)d, new Set()];
