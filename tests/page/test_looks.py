@@ -104,7 +104,7 @@ def test_fit_keeps_layers_apart(tab: Tab, viewed: Viewed) -> None:
     rows = rows_of(5000, 8, 2, 16)
     other = np.where(np.arange(8)[:, None] % 2, rows, (rows + 1) % 16)  # differs in every other layer
     compare(tab, viewed(answer(rows, 1), answer(other, 1)))
-    tab.wait_for_text("#parting-text", "5000 \u00d7 8 cells")
+    tab.wait_for_text("#parting-text", "5000 positions \u00d7 8 layers")
     assert tab.js("$('#map').scrollWidth > 2 * $('#map').clientWidth")
     tab.click("#fit")
     tab.wait("$('#map').scrollWidth <= $('#map').clientWidth")

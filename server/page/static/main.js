@@ -33,10 +33,7 @@ function onSubmit(id, act) {
   });
 }
 
-const open = async (files) => {
-  await openFiles(files);
-  await followLink();
-};
+const open = (files) => openFiles(files).then(followLink);
 
 onSubmit("key-form", setKey);
 onSubmit("request", () => send(forgetLink));
