@@ -68,6 +68,26 @@ def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, theme: str) -> None
     assert found == []
 
 
+IN_SIGHT = "(b => b.top >= -1 && b.bottom <= innerHeight + 1)($({!r}).getBoundingClientRect())"
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_what_a_click_changes_comes_into_sight(tab: Tab, viewed: Viewed, width: int) -> None:
+    """The tokens at the first difference; an expert that was chosen elsewhere on the page; an error."""
+    compare(tab, viewed(*two_that_part(149, 20, 70)), width=width, height=800)
+    tab.wait_for_text("#parting", "149")
+    tab.click("#go")
+    tab.wait(IN_SIGHT.format("#text-title"), 10)
+    tab.wait(f"$('#tokens-a .selected').dataset.i === '70' && {IN_SIGHT.format('#tokens-a .selected')}", 10)
+    tab.click("#detail tbody tr:nth-child(3) .chip")
+    tab.wait_for_text("#expert-title", "Expert ")
+    tab.wait(IN_SIGHT.format("#expert-title"), 10)
+    tab.js("scrollTo(0, 1e9)")
+    tab.js("document.dispatchEvent(Object.assign(new Event('drop'), {dataTransfer: {files: [], items: []}}))")
+    tab.wait(f"!$('#error').hidden && {IN_SIGHT.format('#error')}", 10)
+    tab.console.clear()
+
+
 MIXED = """(() => {
   const canvas = $('#map canvas'), picture = canvas.getContext('2d');
   const [width, tall, mixed] = [canvas.width, %(tall)d, new Set()];
@@ -84,7 +104,7 @@ def test_fit_keeps_layers_apart(tab: Tab, viewed: Viewed) -> None:
     rows = rows_of(5000, 8, 2, 16)
     other = np.where(np.arange(8)[:, None] % 2, rows, (rows + 1) % 16)  # differs in every other layer
     compare(tab, viewed(answer(rows, 1), answer(other, 1)))
-    tab.wait_for_text("#parting-text", "5000 \u00d7 8 cells")
+    tab.wait_for_text("#parting-text", "5000 positions \u00d7 8 layers")
     assert tab.js("$('#map').scrollWidth > 2 * $('#map').clientWidth")
     tab.click("#fit")
     tab.wait("$('#map').scrollWidth <= $('#map').clientWidth")

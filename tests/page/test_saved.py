@@ -104,6 +104,7 @@ def test_a_file_that_cannot_be_read_is_said(tab: Tab, viewed: Viewed, tmp_path: 
     tab.give_file("#file", tmp_path / "answers.jsonl")
     assert sentence in error_in(tab)
     assert tab.is_hidden("#views")
+    assert not tab.js("['#pick-a', '#pick-b', '#save', '#stop'].some(id => $(id).checkVisibility())")
 
 
 def test_f3_files_that_are_opened_when_they_are_picked(

@@ -90,6 +90,7 @@ def test_every_number_is_numpys(tab: Tab, viewed: Viewed, made: Any) -> None:
         tab.text("#summary")
         == f"{said} of {layers} layers {TIMES} {top_k} of {experts} experts, finish reason: length."
     )
+    assert ("unknown" in tab.texts("#legend span")) == bool(missing)
     check_every_cell(tab, routing)
     check_selected(tab, routing, experts)
 
@@ -247,6 +248,7 @@ def test_a_layers_experts_and_their_tokens(tab: Tab, viewed: Viewed) -> None:
         assert [beyond[token] for token in found] == pytest.approx(sorted(beyond.values(), reverse=True)[: len(found)])
     tab.click("#experts tbody button")
     tab.wait_for_text("#expert-title", f"Expert {listed[0][0]} of MoE layer 2")
+    assert set(tab.texts("#experts mark")) <= {text.replace("\n", "⏎") for text in TEXTS}
     tab.click("#all-experts")
     tab.wait_for_text("#expert-title", "Experts of MoE layer 2")
 
@@ -338,7 +340,10 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     differ = (one != other) & ~(one[..., None] == other[..., None, :]).any(-1)
     sentence = tab.text("#parting-text")
     assert "Tokens differ from position 71. Experts differ from position 70, MoE layer 2" in sentence
-    assert f"{100 * differ.any(-1).mean():.1f} % of 119 {TIMES} 24 cells differ" in sentence
+    assert f"{100 * differ.any(-1).mean():.1f} % of 119 positions {TIMES} 24 layers" in sentence
+    by_layer = 100 * differ.any(-1).mean(0)
+    assert f", most in MoE layer {by_layer.argmax()} ({by_layer.max():.1f} %)." in sentence
+    assert re.match("MoE layer 0: A: busiest expert .* unused. B: busiest expert .* unused.$", tab.text("#load-status"))
     tab.click("#go")
     shows(tab, one[70])
     shows(tab, other[70], column=2)
@@ -371,7 +376,7 @@ def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
     load = f"The prompts differ from position 4. Load: {100 * apart.mean():.1f} % of the choices"
     tab.wait_for_text("#parting-text", load)
     assert f"most in MoE layer {apart.argmax()} ({100 * apart.max():.1f} %)" in tab.text("#parting-text")
-    assert "cells differ" not in tab.text("#parting-text")
+    assert "positions" not in tab.text("#parting-text")
     assert tab.is_hidden("#go")
     assert tab.is_hidden("#legend + span")
     shows(tab, one[int(tab.js("$('#tokens-a .selected').dataset.i"))])
@@ -386,6 +391,11 @@ def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
     assert tab.texts("#tip .chip") == [str(id) for id in other[20, 3]]
     _, layers = tips(tab, "#tokens-b [data-i='7']")[0]
     assert [[int(id) for id, _ in layer] for layer in layers] == other[7].tolist()
+    choose(tab, 3)
+    tab.click("#tokens-b [data-i='7']")
+    tab.click("#map", GUTTER + 20.5 * (width - 42) / 60, 20 + 6 * 26 + 10 + 3.5 * 26)
+    tab.wait_for_text("#detail-token", "A: Token 3 ")
+    assert tab.js(f"$('{SELECTED}').dataset.i") == "3"
 
     compare(tab, viewed(answer(one, 10, texts[:50]), answer(other, 20, texts[:60])))  # the next turn of a conversation
     tab.wait_for_text("#parting-text", "Tokens are equal up to the end of the shorter response.")
@@ -393,7 +403,7 @@ def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
     for body in bare:
         del body["prompt_token_ids"], body["choices"][0]["token_ids"], body["choices"][0]["logprobs"]
     compare(tab, viewed(*bare))
-    tab.wait_for_text("#parting-text", "Not all tokens are known. Experts are equal at all 49 positions")
+    tab.wait_for_text("#parting-text", "Not all tokens are known. Experts are equal in all of 49 positions")
 
 
 def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:
@@ -414,6 +424,9 @@ def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:
         assert not tab.count("#detail td:nth-child(3) small")
         assert tab.js("$$('.chip').filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)") == []
         assert tab.js("$$('.side > .card').every(e => e.scrollWidth <= e.clientWidth)")
+        tips(tab, "#tokens-a [data-i='20']")
+        assert tab.count("#tip small")
+        assert tab.js("$$('#tip .chip').filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)") == []
 
 
 def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:

@@ -71,18 +71,19 @@ export class Comparison {
   /** The findings as a sentence. */
   sentence() {
     if (!this.length) return "The responses have no positions in common yet.";
-    const share = (100 * this.differing) / (this.length * this.a.layers);
-    const { first, firstToken } = this;
-    const words = [this.areKnown ? "Tokens are equal up to the end of the shorter response." : "Not all tokens are known."];
-    if (firstToken !== null) words[0] = `Tokens differ from position ${firstToken}.`;
-    if (!first) return `${words[0]} Experts are equal at all ${this.length} positions in ${this.a.layers} layers.`;
-    words.push(`Experts differ from position ${first.position}, ${this.a.layerName(first.layer)}:`);
-    words.push(`${share.toFixed(1)} % of ${this.length} × ${this.a.layers} cells differ.`);
+    const { a, length, first, firstToken } = this;
+    const size = `${length} positions × ${a.layers} layers`;
+    let tokens = this.areKnown ? "Tokens are equal up to the end of the shorter response." : "Not all tokens are known.";
+    if (firstToken !== null) tokens = `Tokens differ from position ${firstToken}.`;
+    if (!first) return `${tokens} Experts are equal in all of ${size}.`;
+    const share = percent(this.differing / (length * a.layers));
     const most = this.byLayer.indexOf(Math.max(...this.byLayer));
-    words.push(`Most differ in ${this.a.layerName(most)} (${((100 * this.byLayer[most]) / this.length).toFixed(0)} %).`);
-    return words.join(" ");
+    const where = `most in ${a.layerName(most)} (${percent(this.byLayer[most] / length)})`;
+    return `${tokens} Experts differ from position ${first.position}, ${a.layerName(first.layer)}: in ${share} of ${size}, ${where}.`;
   }
 }
+
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
 
 /** How many of some ids are not among others; those that are unknown are not counted. */
 export const differing = (ids, others) => ids.filter((id) => id >= 0 && !others.includes(id)).length;
@@ -113,6 +114,5 @@ function distance(a, b, layer) {
 export function loadsInWords(a, b) {
   const by = a.layerIds.map((_, layer) => distance(a, b, layer));
   const most = by.indexOf(Math.max(...by));
-  const percent = (share) => `${(100 * share).toFixed(1)} %`;
   return `Load: ${percent(by.reduce((sum, share) => sum + share, 0) / by.length)} of the choices go to other experts in B than in A, most in ${a.layerName(most)} (${percent(by[most])}).`;
 }

@@ -2,7 +2,7 @@
 
 import { css } from "./colours.js";
 import { differing } from "./compare.js";
-import { made, reveal } from "./dom.js";
+import { $, made, reveal } from "./dom.js";
 import { capital, weightText } from "./tokens.js";
 import { describe } from "./words.js";
 
@@ -16,6 +16,7 @@ export class Detail {
       if (!row) return;
       const { expert } = target.closest(".chip")?.dataset ?? {};
       select({ layer: Number(row.dataset.layer), expert: expert === undefined ? null : Number(expert) });
+      if (expert !== undefined) $("expert-title").scrollIntoView({ block: "nearest" }); // on a phone it is elsewhere
     });
   }
 

@@ -9,7 +9,7 @@ import { LoadMap } from "./load.js";
 import { TokenMap } from "./map.js";
 import { TokenText } from "./text.js";
 import { changed, select, view } from "./view.js";
-import { cellInWords, describe, expertTitle, loadInWords, summary } from "./words.js";
+import { cellInWords, describeSelected, expertTitle, loadInWords, summary } from "./words.js";
 
 export const map = new TokenMap($("map"), view, select);
 const load = new LoadMap($("load"), view, select);
@@ -97,7 +97,7 @@ function draw(now) {
     $("go").hidden = !comparison?.first;
   }
   write("map-status", cellInWords(view));
-  write("detail-token", describe(a, token));
+  write("detail-token", describeSelected(view));
   write("load-status", loadInWords(view));
   write("expert-title", expertTitle(view));
   if (document.activeElement !== $("expert")) $("expert").value = view.expert ?? "";

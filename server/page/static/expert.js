@@ -20,13 +20,8 @@ const COLUMNS = {
 };
 
 function contextOf({ answer, position }) {
-  const around = (first, end) => {
-    let words = "";
-    for (let i = Math.max(first, 0); i < Math.min(end, answer.tokens.length); i++) words += flat(answer.text(i));
-    return words;
-  };
-  const mark = made("mark", {}, visible(answer.text(position)));
-  return [around(position - AROUND, position), mark, around(position + 1, position + 1 + AROUND)];
+  const around = (first, end) => Array.from({ length: end - first }, (_, i) => flat(answer.text(first + i))).join("");
+  return [around(position - AROUND, position), made("mark", {}, flat(answer.text(position))), around(position + 1, position + 1 + AROUND)];
 }
 
 /** The tokens of an answer that chose an expert. `weight` is NaN where it is unknown. */

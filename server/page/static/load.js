@@ -62,7 +62,7 @@ export class LoadMap {
     };
     const of = (answer) => highest((layer, expert) => place(answer.load(layer, expert, byWeight)));
     if (!b) return [["", of(a)]];
-    const between = (layer, expert) => (b.load(layer, expert, byWeight) - a.load(layer, expert, byWeight)) / 2;
+    const between = (layer, expert) => b.load(layer, expert, byWeight) - a.load(layer, expert, byWeight);
     return [["A", of(a)], ["B", of(b)], ["B − A", highest(between)]];
   }
 
@@ -101,7 +101,7 @@ export class LoadMap {
     context.fillStyle = ink("muted");
     context.textAlign = "center";
     context.textBaseline = "top";
-    for (const at of ticks(0, this.#experts - 1, this.#width / 50)) context.fillText(String(at), GUTTER + (at + 0.5) * cell, top);
+    for (const at of ticks(0, this.#experts - 1, this.#width / 50)) context.fillText(String(at), GUTTER + Math.max((at + 0.5) * cell, 6), top); // beside the name
     context.textAlign = "left";
     context.fillText("expert", 1, top);
   }
@@ -111,7 +111,7 @@ export class LoadMap {
     const { a, b } = this.view;
     scale(loads, ramps().diverging, ["0", "½", "1 ×", "2", `≥ ${MOST}`]);
     between.parentElement.hidden = !b;
-    scale(between, ramps().diverging, ["≤ −2", "−1", "0", "+1", "≥ 2"]);
+    scale(between, ramps().diverging, ["≤ −1", "−½", "0", "+½", "≥ 1"]);
     choice.hidden = !a.hasWeights || b?.hasWeights === false;
     this.shows = null;
   }

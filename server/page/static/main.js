@@ -24,9 +24,7 @@ async function start() {
   if (told.capture === "off") notify("This server does not capture routed experts. You can still open saved responses.");
 }
 
-function on(id, kind, act) {
-  $(id).addEventListener(kind, act);
-}
+const on = (id, kind, act) => $(id).addEventListener(kind, act);
 
 function onSubmit(id, act) {
   on(id, "submit", (event) => {
@@ -35,10 +33,7 @@ function onSubmit(id, act) {
   });
 }
 
-const open = async (files) => {
-  await openFiles(files);
-  await followLink();
-};
+const open = (files) => openFiles(files).then(followLink);
 
 onSubmit("key-form", setKey);
 onSubmit("request", () => send(forgetLink));
@@ -67,6 +62,7 @@ const CLICKS = {
   go: () => {
     const { position: token, layer } = view.comparison.first;
     select({ token, layer });
+    $("text-title").scrollIntoView();
     say(cellInWords(view));
   },
   fit: () => map.setZoom("fit"),
@@ -75,7 +71,6 @@ const CLICKS = {
   "all-experts": () => select({ layer: view.layer, expert: null }),
 };
 for (const [id, act] of Object.entries(CLICKS)) on(id, "click", act);
-
 
 on("expert", "input", () => {
   const expert = numberIn($("expert").value);

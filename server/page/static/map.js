@@ -10,6 +10,7 @@ import { visible } from "./tokens.js";
 const AXIS = 20;
 const GAP = 10;
 const STRIP = 28;
+const NUMBER = 36; // pixels for a token's number on the axis
 const WIDEST = 32; // pixels for a token
 const DRAG = 5; // pixels from which on a click is a drag
 
@@ -38,7 +39,7 @@ export class TokenMap {
     element.addEventListener("click", (event) => {
       const cell = this.#at(event);
       if (isInStrip) this.#goTo(event);
-      else if (cell && moved < DRAG) select({ token: cell.token, layer: cell.layer });
+      else if (cell && moved < DRAG && (view.comparison || cell.answer === view.a)) select({ token: cell.token, layer: cell.layer });
     });
     watchPointer(element, (event) => {
       const cell = this.#at(event);
@@ -211,7 +212,7 @@ export class TokenMap {
     }
     context.fillStyle = ink("muted");
     context.textAlign = "left";
-    for (const at of ticks(from, to, (this.element.clientWidth - GUTTER) / 70)) {
+    for (const at of ticks(from, to - NUMBER / cell, (this.element.clientWidth - GUTTER) / 70)) {
       const x = GUTTER + (at - from) * cell;
       context.fillRect(x, AXIS - 5, 1, 5);
       context.fillText(String(at), x + 3, AXIS - 6);
@@ -248,12 +249,13 @@ export class TokenMap {
 
   /** Says what the colours mean: of the selected layer's busiest experts, and of experts that differ. */
   legend(element, differ) {
-    const { a, busiest, comparison, layer } = this.view;
-    const shows = [a.name, layer, busiest.ofLayer[layer], Boolean(comparison), ink("surface")].join();
+    const { a, b, busiest, comparison, layer } = this.view;
+    const isAnyUnknown = Boolean(a.missing || b?.missing);
+    const shows = [a.name, layer, busiest.ofLayer[layer], Boolean(comparison), isAnyUnknown, ink("surface")].join();
     if (shows === this.explains) return;
     this.explains = shows;
     const kinds = busiest.ofLayer[layer].map((expert) => [expert, css(busiest.colour(layer, expert))]);
-    const all = [...kinds, ["others", ink("rest")], ["unknown", ink("empty")]];
+    const all = [...kinds, ["others", ink("rest")], ...(isAnyUnknown ? [["unknown", ink("empty")]] : [])];
     const swatches = all.map(([name, colour]) => made("span", {}, made("i", { style: `background: ${colour}` }), String(name)));
     element.replaceChildren(`Experts of ${a.layerName(layer)}:`, ...swatches);
     differ.parentElement.hidden = !comparison;

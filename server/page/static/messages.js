@@ -18,4 +18,5 @@ export const hideError = () => show("error", "");
 function show(id, words) {
   $(id).textContent = words;
   $(id).hidden = !words;
+  if (words) $(id).scrollIntoView({ block: "nearest" });
 }

@@ -14,7 +14,7 @@ export class TokenText {
     this.reset(null);
     element.addEventListener("click", ({ target }) => {
       const token = target.closest("[data-i]");
-      if (token) select({ token: Number(token.dataset.i) });
+      if (token && (view.comparison || this.answer === view.a)) select({ token: Number(token.dataset.i) });
     });
     watchPointer(element, ({ target }) => {
       const token = target.closest("[data-i]");

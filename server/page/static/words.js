@@ -12,6 +12,9 @@ export function describe(answer, position) {
   return `Token ${position}${text ? ` “${visible(text)}”` : ""}${kind}`;
 }
 
+/** The selected token: of A, where B has another at its position. */
+export const describeSelected = ({ a, b, comparison, token }) => (b && !comparison ? "A: " : "") + describe(a, token);
+
 export function summary(answer, name) {
   const { tokens, promptLength, length, missing, layers, topK, experts, finished } = answer;
   const parts = promptLength === null ? `${tokens.length} tokens` : `${promptLength} prompt and ${tokens.length - promptLength} generated tokens`;
@@ -21,7 +24,7 @@ export function summary(answer, name) {
 
 export function cellInWords({ a, b, comparison, token, layer }) {
   const ids = (answer) => answer.cellInWords(token, layer);
-  const words = `${describe(a, token)}; ${a.layerName(layer)}: `;
+  const words = `${describeSelected({ a, b, comparison, token })}; ${a.layerName(layer)}: `;
   if (!comparison) return `${words}${ids(a)}`;
   const others = comparison.at(token, layer);
   return `${words}A ${ids(a)}; B ${ids(b)}${others === null ? "" : ` (${others} differ)`}`;
@@ -29,11 +32,14 @@ export function cellInWords({ a, b, comparison, token, layer }) {
 
 export function loadInWords({ a, b, layer, expert }) {
   const byWeight = loadsByWeight();
-  const loads = Array.from({ length: a.experts }, (_, i) => a.load(layer, i, byWeight));
-  const most = loads.indexOf(Math.max(...loads));
-  const never = loads.filter((_, i) => !a.count(layer, i)).length;
-  const share = `${loads[most].toFixed(1)} × the even share${byWeight ? " by weights" : ""}`;
-  const words = `${capital(a.layerName(layer))}: busiest expert ${most} with ${share}; ${never} of ${a.experts} experts unused.`;
+  const busiest = (answer) => {
+    const loads = Array.from({ length: answer.experts }, (_, i) => answer.load(layer, i, byWeight));
+    const most = loads.indexOf(Math.max(...loads));
+    const never = loads.filter((_, i) => !answer.count(layer, i)).length;
+    const share = `${loads[most].toFixed(1)} × the even share${byWeight ? " by weights" : ""}`;
+    return `busiest expert ${most} with ${share}; ${never} of ${answer.experts} experts unused.`;
+  };
+  const words = `${capital(a.layerName(layer))}: ${b ? `A: ${busiest(a)} B: ${busiest(b)}` : busiest(a)}`;
   return expert === null ? words : `${words} ${expertInWords({ a, b, layer, expert })}`;
 }
 
