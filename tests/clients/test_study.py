@@ -94,8 +94,13 @@ def test_the_difference_of_loads(found: dict[str, Any], sets: list[list[set[int]
             reached = sum(each >= abs(difference) - 1e-9 for each in shuffled)
             assert found["p"][layer, expert] == pytest.approx((1 + reached) / 2001, abs=1e-3)
         assert found["per_layer"].distance.iloc[layer] == pytest.approx(sum(sums) / 2 / K)
-        by_chance = np.mean([sum(abs(shuffle[layer])) / 2 / K for shuffle in found["differences"]])
-        assert found["per_layer"]["by chance"].iloc[layer] == pytest.approx(by_chance)
+    chance = np.array([[sum(abs(layer)) / 2 / K for layer in shuffle] for shuffle in found["differences"]])
+    mean, deviation = chance.mean(axis=0), chance.std(axis=0)
+    shuffled, own = (chance - mean) / deviation, (found["per_layer"].distance.to_numpy() - mean) / deviation
+    for layer, line in enumerate(found["per_layer"].to_dict("records")):
+        assert line["by chance"] == pytest.approx(mean[layer])
+        assert line["p"] == pytest.approx((1 + sum(shuffled[:, layer] >= own[layer] - 1e-9)) / 2001)
+        assert line["corrected"] == pytest.approx((1 + sum(max(each) >= own[layer] - 1e-9 for each in shuffled)) / 2001)
     largest = [max(abs(shuffle / found["spread"]).ravel()) for shuffle in found["differences"]]
     for statistic, corrected in zip(
         abs(found["difference"](found["is_code"]) / found["spread"]).ravel(), found["corrected"].ravel(), strict=True
