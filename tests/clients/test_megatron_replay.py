@@ -192,10 +192,10 @@ def test_again_and_again() -> None:
     """One object for all steps, whether layers are recomputed or not."""
     chunk = chunk_of([3, 4])
     replay = MegatronReplay(chunk)
-    with pytest.raises(ReplayError, match="within `with MegatronReplay"):
-        replay.feed(rows_for(0), LAYER_IDS)
     for recompute in (False, True, False):
         chunk.recompute = recompute
+        with pytest.raises(ReplayError, match="within `with MegatronReplay"):
+            replay.feed(rows_for(0), LAYER_IDS)
         with replay:
             with pytest.raises(ReplayError, match="already"), replay:
                 pass
