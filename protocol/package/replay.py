@@ -153,11 +153,10 @@ def _check_distinct(ids: Tensor) -> None:
 
 def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None) -> dict[int, int]:
     """Where in the L layers of `ids` each of `layers` is."""
-    count = ids.shape[1]
     named = layers if layer_ids is None else [int(layer) for layer in layer_ids]
-    if len(named) != count or len(set(named)) != count:
+    if not len(named) == len(set(named)) == ids.shape[1]:
         said = f"{len(layers)} routers: give layer_ids" if layer_ids is None else f"layer_ids {named}"
-        raise ReplayError(f"rows of {count} layers for {said}")
+        raise ReplayError(f"rows of {ids.shape[1]} layers for {said}")
     if lacking := sorted(set(layers) - set(named)):
         raise ReplayError(f"the rows have no layer for the routers of decoder layers {lacking}")
     return {layer: named.index(layer) for layer in layers}
@@ -249,8 +248,7 @@ def _llama4(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
 
 def _gemma4(router: Any, probabilities: Tensor, ids: Tensor) -> Tensor:
     chosen = probabilities.gather(1, ids)
-    scale: Tensor = router.per_expert_scale[ids]
-    return chosen / chosen.sum(dim=-1, keepdim=True) * scale
+    return torch.mul(chosen / chosen.sum(dim=-1, keepdim=True), router.per_expert_scale[ids])
 
 
 def _scale(router: Any) -> float:
@@ -344,7 +342,7 @@ class MegatronReplay:
 
     A context manager around the forward and backward passes of a step. Each forward step calls `feed` first. Layers
     that are recomputed get the rows of their microbatch again, in the order in which they were fed, which is that of
-    Megatron's schedules. In the end no rows are left in the routers.
+    Megatron's schedules; another order is an error. In the end no rows are left in the routers.
 
     Layers of multi-token prediction are not touched: no response has rows of them.
 
@@ -421,15 +419,17 @@ class MegatronReplay:
 
 def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """In place of the method that asks a `RouterReplay` for experts. It replays all rows, as they are."""
+    peaks: list[Tensor] = []  # largest scores of tokens, of each pass to be recomputed: they tell microbatches apart
 
     def get_replay_topk(
         scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        fed = router.replay_backward_list
+        fed, its = router.replay_backward_list, scores.detach().amax(dim=1).float()
         if _is_recomputed():
-            if not fed or len(fed[0]) != len(scores):
+            apart = [(its - each).abs().sum() for each in peaks if len(each) == len(its)]
+            if not peaks or len(peaks[0]) != len(its) or (apart[1:] and apart[0] > 4 * torch.stack(apart).min()):
                 raise ReplayError("a microbatch is recomputed that is not the next of those fed within this block")
-            ids = fed.pop(0)
+            ids, _ = fed.pop(0), peaks.pop(0)
         else:
             given = router.target_topk_idx
             most = -1 if given is None or not given.numel() else int(given.max())
@@ -440,6 +440,7 @@ def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
             _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
             ids = torch.where((given < 0).any(dim=1, keepdim=True), own, given)
             fed[-1], router.target_topk_idx = ids, None  # one forward pass per microbatch
+            peaks.append(its)
         return scores.gather(1, ids), ids
 
     return get_replay_topk

@@ -192,10 +192,10 @@ def test_again_and_again() -> None:
     """One object for all steps, whether layers are recomputed or not."""
     chunk = chunk_of([3, 4])
     replay = MegatronReplay(chunk)
-    with pytest.raises(ReplayError, match="within `with MegatronReplay"):
-        replay.feed(rows_for(0), LAYER_IDS)
     for recompute in (False, True, False):
         chunk.recompute = recompute
+        with pytest.raises(ReplayError, match="within `with MegatronReplay"):
+            replay.feed(rows_for(0), LAYER_IDS)
         with replay:
             with pytest.raises(ReplayError, match="already"), replay:
                 pass
@@ -232,6 +232,34 @@ def test_a_microbatch_of_before_the_block() -> None:
         before = chunk(hidden)
         with pytest.raises(ReplayError, match="not the next of those fed"):
             step(before, is_first)
+
+
+def test_microbatches_that_are_recomputed_in_another_order() -> None:
+    """As in the backward pass of a sum of losses: the tokens, as many, are those of another microbatch."""
+    chunk = chunk_of([3, 4], recompute=True)
+
+    def step(seeds: tuple[int, ...], order: slice) -> None:
+        losses = []
+        with MegatronReplay(chunk) as replay:
+            for seed in seeds:
+                replay.feed(rows_for(seed), LAYER_IDS)
+                losses.append(chunk(hidden_of(seed)))
+            for loss in losses[order]:
+                loss.backward()
+
+    for seeds in ((0, 1), (0, 0, 1)):
+        with pytest.raises(ReplayError, match="not the next of those fed"):
+            step(seeds, slice(None, None, -1))
+        step(seeds, slice(None))
+    step((0, 0), slice(None, None, -1))  # which is which makes no difference
+    generator = torch.Generator().manual_seed(5)
+    for layer in chunk.layers:
+        layer.router.register_forward_pre_hook(
+            lambda module, args: (args[0] + 1e-6 * torch.randn(args[0].shape, generator=generator), *args[1:])
+        )
+    step((0,) * 8, slice(None))  # what is recomputed is rounded in another way
+    with pytest.raises(ReplayError, match="not the next of those fed"):
+        step((0, 1), slice(None, None, -1))
 
 
 def test_what_cannot_be_replayed() -> None:
@@ -271,5 +299,5 @@ def test_what_cannot_be_replayed() -> None:
                 chunk(hidden_of(0))
     chunk.recompute = True
     with pytest.raises(ReplayError, match="decoder layer 2 recomputed 1 of 2 microbatches"):
-        run(rows, LAYER_IDS, (0, 1))
+        run(rows, LAYER_IDS, (0, 0))
     chunk(hidden_of(0)).backward()  # as before

@@ -274,6 +274,7 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
     for given, options, message in (
         (rows[:, :, :2], {}, "rows of 2 layers for 3 routers: give layer_ids"),
         (rows, {"layer_ids": [0, 1]}, r"rows of 3 layers for layer_ids \[0, 1\]"),
+        (rows[:, :, [0, 1, 2, 2]], {"layer_ids": [0, 1, 2, 2]}, r"rows of 4 layers for layer_ids \[0, 1, 2, 2\]"),
         (rows, {"layer_ids": [0, 1, 3]}, r"no layer for the routers of decoder layers \[2\]"),
         (torch.cat([rows, rows], dim=2), {"layer_ids": range(6)}, r"no router for layers \[3, 4, 5\]"),
         (rows.float(), {}, "rows must be integers"),

@@ -94,8 +94,13 @@ def test_the_difference_of_loads(found: dict[str, Any], sets: list[list[set[int]
             reached = sum(each >= abs(difference) - 1e-9 for each in shuffled)
             assert found["p"][layer, expert] == pytest.approx((1 + reached) / 2001, abs=1e-3)
         assert found["per_layer"].distance.iloc[layer] == pytest.approx(sum(sums) / 2 / K)
-        by_chance = np.mean([sum(abs(shuffle[layer])) / 2 / K for shuffle in found["differences"]])
-        assert found["per_layer"]["by chance"].iloc[layer] == pytest.approx(by_chance)
+    chance = np.array([[sum(abs(layer)) / 2 / K for layer in shuffle] for shuffle in found["differences"]])
+    mean, deviation = chance.mean(axis=0), chance.std(axis=0)
+    shuffled, own = (chance - mean) / deviation, (found["per_layer"].distance.to_numpy() - mean) / deviation
+    for layer, line in enumerate(found["per_layer"].to_dict("records")):
+        assert line["by chance"] == pytest.approx(mean[layer])
+        assert line["p"] == pytest.approx((1 + sum(shuffled[:, layer] >= own[layer] - 1e-9)) / 2001)
+        assert line["corrected"] == pytest.approx((1 + sum(max(each) >= own[layer] - 1e-9 for each in shuffled)) / 2001)
     largest = [max(abs(shuffle / found["spread"]).ravel()) for shuffle in found["differences"]]
     for statistic, corrected in zip(
         abs(found["difference"](found["is_code"]) / found["spread"]).ravel(), found["corrected"].ravel(), strict=True
@@ -246,8 +251,24 @@ def test_choices_that_last(found: dict[str, Any], sets: list[list[set[int]]]) ->
     loads = [np.mean([expert in token[2] for token in sets]) for expert in range(E)]
     assert found["expected"][2] == pytest.approx(sum(load * load for load in loads) / K)
     assert found["largest"][2] == pytest.approx(sum(sorted(loads)[-K:]) / K)
-    same = [len(a[2] & b[2]) / K for (a, x), (b, y) in combinations(zip(sets, prompt, strict=True), 2) if x == y]
-    assert found["same_prompt"][2] == pytest.approx(np.mean(same))
+    by_prompt = [[each for each, of in zip(sets, prompt, strict=True) if of == one] for one in sorted(set(prompt))]
+    same = [np.mean([len(a[2] & b[2]) / K for a, b in combinations(each, 2)]) for each in by_prompt]
+    nexts = [len(each) - 1 for each in by_prompt]
+    assert found["same_prompt"][2] == pytest.approx(np.average(same, weights=nexts))
+
+
+def test_choices_that_do_not_last(found: dict[str, Any]) -> None:
+    """Of five long prompts that use few experts, and many short ones: the next token shares what any token does."""
+    rng, sizes = np.random.default_rng(0), [200] * 5 + [10] * 200
+    prompt = np.repeat(np.arange(len(sizes)), sizes)
+    chosen = np.zeros((len(prompt), L, E), bool)
+    for token, size in enumerate(np.repeat(sizes, sizes)):
+        for layer in range(L):
+            chosen[token, layer, rng.permutation(6 if size == 200 else E)[:K]] = True
+    load = np.stack([chosen[prompt == each].mean(axis=0) for each in range(len(sizes))])
+    names = {**found, "chosen": chosen, "prompt": prompt, "load": load}
+    list(outputs_of([cell_with("again = ")], names))
+    assert np.allclose(names["again"].loc[1], names["same_prompt"], atol=0.02)
 
 
 def test_the_documented_row(
