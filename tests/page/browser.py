@@ -35,7 +35,8 @@ _LISTENS = """(() => {
     globalThis.isClicked ||= hit != null && (off < 2 || !%(is_given)s);
   };
   addEventListener('click', notes, {capture: true, once: true});
-  const b = element.getBoundingClientRect();
+  const wider = (one, other) => (other.width > one.width ? other : one); // a token may be on two lines
+  const b = %(is_given)s ? element.getBoundingClientRect() : [...element.getClientRects()].reduce(wider);
   return {x: b.x + inside(b)[0], y: b.y + inside(b)[1]};
 })()"""
 
