@@ -125,8 +125,8 @@ def interleave(
 ) -> None:
     """Runs every line (name, host, routing asked for) of every case `repeats` times, in turns, after a warm-up."""
     for case in cases:
+        short = replace(case, turns=2) if case.turns > 1 else replace(case, new_tokens=32)
         for host in hosts:
-            short = replace(case, turns=2) if case.turns > 1 else replace(case, new_tokens=32)
             host.run(case if case.long else short, routing=False)
         with tqdm(total=repeats * len(lines), desc=case.name, unit=" runs", disable=None) as bar:
             for repeat in range(repeats):

@@ -78,13 +78,13 @@ def main() -> None:
                 found[name].append(took)
     print(described(commit_and_device(args.device, None)))
     print(f"{tokens.numel()} tokens, {args.layers} layers, {'recomputed, ' if args.recompute else ''}ms a step:")
-    base = found[NOTHING]
-    for name, runs in {**found, "live router: even turns to odd": base[::2]}.items():
-        other = median(base[1::2] if name not in found else base)
-        above = median(runs) - other
-        print(
-            f"{name}: {median(runs):.2f} ({100 * above / other:+.2f} %, {1000 * above / args.layers:+.0f} µs a layer)"
-        )
+    live = found[NOTHING]
+    lines = [(name, runs, live) for name, runs in found.items()]
+    lines.append((f"{NOTHING}: even turns to odd", live[::2], live[1::2]))
+    for name, runs, base in lines:
+        took, above = median(runs), median(runs) - median(base)
+        share = above / median(base)
+        print(f"{name}: {took:.2f} ({100 * share:+.2f} %, {1000 * above / args.layers:+.0f} µs a layer)")
 
 
 if __name__ == "__main__":

@@ -190,6 +190,10 @@ def passed_by_version(runs: Runs) -> Iterator[str]:
         yield f"| {version} | {' | '.join(str(count or '') for count in counts)} |"
 
 
+def rendered_versions(page: str, runs: Runs) -> str:
+    return filled(page, "GPU runs", "\n".join(passed_by_version(runs)))
+
+
 def main(files: Sequence[str]) -> int:
     """Merges the runs in `files` into `docs/gpu-runs.json`, and writes the pages made from it."""
     runs = read(FILE)
@@ -199,8 +203,7 @@ def main(files: Sequence[str]) -> int:
     write(FILE, runs)
     page = rendered(MATRIX.read_text(encoding="utf-8"), support(), runs.get(INSTALLED_VLLM, {}))
     MATRIX.write_text(page, encoding="utf-8")
-    table = "\n".join(passed_by_version(runs))
-    VERSIONS.write_text(filled(VERSIONS.read_text(encoding="utf-8"), "GPU runs", table), encoding="utf-8")
+    VERSIONS.write_text(rendered_versions(VERSIONS.read_text(encoding="utf-8"), runs), encoding="utf-8")
     return 0
 
 

@@ -16,8 +16,10 @@ import matplotlib.pyplot as plt
 Cell = dict[str, Any]
 
 
-def code_of(notebook: Path) -> list[Cell]:
-    return [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+def read(path: Path) -> tuple[dict[str, Any], list[Cell]]:
+    """A notebook, and its cells of code, which are parts of it."""
+    notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return notebook, [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def outputs_of(cells: Iterable[Cell], names: dict[str, Any]) -> Iterator[list[Cell]]:
@@ -45,8 +47,7 @@ def outputs_of(cells: Iterable[Cell], names: dict[str, Any]) -> Iterator[list[Ce
 
 
 def main(path: Path) -> None:
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    notebook, cells = read(path)
     for number, (cell, outputs) in enumerate(zip(cells, outputs_of(cells, {}), strict=True), 1):
         cell |= {"execution_count": number, "outputs": outputs}
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -20,9 +20,9 @@ from routed_experts.server.cli.main import main
 from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import ROOT, Oracle, Server, free_port
-from tests.notebook import Cell, code_of, outputs_of
+from tests.notebook import Cell, outputs_of, read
 
-CELLS = code_of(ROOT / "examples/study.ipynb")
+_, CELLS = read(ROOT / "examples/study.ipynb")
 L, K, E = 5, 4, 16
 """Layers, and chosen and all experts, of the tiny model."""
 

@@ -15,12 +15,11 @@ from tests.gpu_runs import (
     MATRIX,
     VERSIONS,
     Run,
-    filled,
     matrix,
     passed,
-    passed_by_version,
     read,
     rendered,
+    rendered_versions,
     status,
     support,
 )
@@ -54,9 +53,7 @@ def test_the_pages_are_current() -> None:
     page = MATRIX.read_text(encoding="utf-8")
     assert rendered(page, TABLE, RUNS[INSTALLED_VLLM]) == page, "run `python -m tests.gpu_runs`"
     versions = VERSIONS.read_text(encoding="utf-8")
-    assert filled(versions, "GPU runs", "\n".join(passed_by_version(RUNS))) == versions, (
-        "run `python -m tests.gpu_runs`"
-    )
+    assert rendered_versions(versions, RUNS) == versions, "run `python -m tests.gpu_runs`"
     _, _, connectors = page.partition("\n## KV connectors\n")
     assert set(re.findall(r"\b\w+Connector(?:V1)?\b", connectors)) >= CONNECTORS.keys()
     rows = re.findall(r"^\| (\d\S+) \|", versions, re.MULTILINE)
