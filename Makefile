@@ -83,14 +83,14 @@ serve: setup
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 
 test-fast: setup
-	$(PYTEST) -m "not (e2e or release or slow)" $(ARGS)
+	$(PYTEST) -m "not (e2e or release or slow or long)" $(ARGS)
 
 test: setup
 	@echo "Running the tests; the ones with a real engine take several minutes."
-	$(PYTEST) -m "not (release or slow)" $(ARGS)
+	$(PYTEST) -m "not (release or slow or long)" $(ARGS)
 
 test-release: setup
-	$(PYTEST) -m "release and not slow" $(ARGS)
+	$(PYTEST) -m "release and not (slow or long)" $(ARGS)
 
 # By hand, on a machine with one GPU or two. `python -m tests.gpu_runs gpu-run.json` merges the results into docs/.
 # For another version: make test-gpu VLLM=0.29.0 VENV=.venv-0.29
