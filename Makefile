@@ -18,8 +18,8 @@ JOBS ?= 3
 GPU_JOBS ?= 8
 
 BIN := $(VENV)/bin
-# pip shows its own progress on a terminal; elsewhere the stages alone are said.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(MAKE_TERMOUT),,-q) $(PIP_OPTIONS)
+# pip shows its own progress on a terminal; elsewhere .ci/install says every ten seconds what it does.
+PIP := .ci/install $(BIN)/python -m pip install --disable-pip-version-check $(PIP_OPTIONS)
 # Of an index that is a folder, pip warns for every package that it does not have.
 HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
