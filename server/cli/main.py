@@ -31,6 +31,7 @@ NO_READER = 128 + 13  # and for SIGPIPE
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console command; returns the exit status. With `argv`, it installs no signal handlers."""
+    is_command = argv is None
     if argv is None:
         argv = sys.argv[1:]
         if argv[:1] == ["serve"]:
@@ -43,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     except CommandError as error:
         return complain(error)
     except KeyboardInterrupt:
+        complain("interrupted.")
+        if is_command:
+            os._exit(INTERRUPTED)  # the interpreter's own end takes seconds once torch is loaded
         return INTERRUPTED
     except BrokenPipeError:
         return NO_READER

@@ -6,13 +6,14 @@ import json
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from http import HTTPStatus
 from itertools import chain
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from routed_experts.protocol.collect import Routing
@@ -77,16 +78,13 @@ class RunningServer:
 
     def ask_all(self, bodies: Iterable[tuple[Place, Body]], with_weights: bool) -> Iterator[SavedAnswer]:
         """The responses to requests and their places, in order. Some are sent ahead."""
-        executor, running = ThreadPoolExecutor(AT_ONCE), deque[Future[SavedAnswer]]()
-        try:
-            for place, body in bodies:
-                running.append(executor.submit(self.ask, place, body, with_weights))
-                if len(running) > AT_ONCE:
-                    yield running.popleft().result()
-            while running:
+        running = deque[Future[SavedAnswer]]()
+        for place, body in bodies:
+            running.append(_in_background(self.ask, place, body, with_weights))
+            if len(running) == AT_ONCE:
                 yield running.popleft().result()
-        finally:
-            executor.shutdown(wait=False, cancel_futures=True)
+        while running:
+            yield running.popleft().result()
 
     def with_texts(self, routings: Sequence[Routing]) -> list[Routing]:
         """The rows of a response with the texts of their tokens, if the server has them."""
@@ -130,6 +128,21 @@ class RunningServer:
 
     def _is_other(self, path: str) -> CommandError:
         return CommandError(f"{self.url} is not a routed-experts server: its response to {path} has another form.")
+
+
+def _in_background(call: Callable[..., SavedAnswer], *args: Any) -> Future[SavedAnswer]:
+    """Runs a call in a thread that nobody waits for: the interpreter's end waits for those of an executor, and a
+    request may take ten minutes."""
+    future: Future[SavedAnswer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:  # noqa: BLE001 raised where the result is waited for
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 def bodies_of(args: argparse.Namespace, default: Sequence[str] = ()) -> list[tuple[Place, Body]]:

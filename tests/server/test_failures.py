@@ -1,15 +1,20 @@
 """Commands that cannot do what they should: one sentence and an exit status, no traceback."""
 
 import ast
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm.entrypoints.cli.serve as vllms_command
@@ -92,3 +97,105 @@ def test_an_interrupt_while_imports_run(words: Words, command: str, module: str)
         said = [line for line in process.stderr if not line.startswith("import time:")]
         status = 0 if command.startswith("serve") else 130
         assert (process.wait(300), [line for line in said if "Traceback" in line]) == (status, [])
+
+
+# ---- Ctrl-C ----
+
+AT_ONCE_S = 2.0
+"""A second, and one for a machine that is busy with other tests."""
+
+
+class SlowServer(ThreadingHTTPServer):
+    """Says what it is, like ours, and takes a minute for every other answer, or refuses the first prompt at once."""
+
+    daemon_threads = True
+
+    def __init__(self, refuses: str = "") -> None:
+        super().__init__(("127.0.0.1", 0), _SlowHandler)
+        self.refuses = refuses
+        self.is_asked = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _SlowHandler(BaseHTTPRequestHandler):
+    server: SlowServer
+
+    def do_GET(self) -> None:
+        self._answer(200, {"model": "m", "num_layers": 5, "top_k": 4, "num_experts": 16, "layer_ids": [1, 2, 3, 4, 5]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.is_asked.set()
+        if body["prompt"] == self.server.refuses:
+            self._answer(400, {"error": {"message": "no"}})
+        else:
+            time.sleep(60)
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Logs nothing."""
+
+
+@contextmanager
+def slow_server(refuses: str = "") -> Iterator[SlowServer]:
+    with SlowServer(refuses) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def interrupted(process: "subprocess.Popen[str]") -> tuple[int, str, float]:
+    """The exit status of a command after Ctrl-C, what it says on standard error, and the seconds that it takes."""
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    return process.returncode, err, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("command", ["export -o FILES/out.npz --prompts FILES/prompts --url", "compare MODEL --url"])
+def test_ctrl_c_does_not_wait_for_requests_that_run(words: Words, command: str) -> None:
+    (file,) = words("FILES/prompts")
+    Path(file).write_text("one\ntwo\n")
+    with slow_server() as server, started(*words(command), server.url) as process:
+        assert server.is_asked.wait(300)
+        status, said, seconds = interrupted(process)
+    assert (status, said) == (130, "routed-experts: interrupted.\n")
+    assert seconds < AT_ONCE_S
+
+
+def test_a_refused_prompt_does_not_wait_for_requests_that_run(words: Words) -> None:
+    file, out = words("FILES/prompts FILES/out.npz")
+    Path(file).write_text("refused\nanother\n")
+    with slow_server(refuses="refused") as server:
+        begin = time.monotonic()
+        with started("export", "--url", server.url, "--prompts", file, "-o", out) as process:
+            _, said = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "line 1: the server returned status 400" in said
+    assert time.monotonic() - begin < 50, "it waited for the other request"
+
+
+@pytest.mark.parametrize("command", ["export - -o FILES/out.npz", "view - --no-browser", "compare MODEL --answers -"])
+def test_ctrl_c_while_standard_input_is_read(words: Words, command: str) -> None:
+    answer = Path(words("FILES/answer")[0]).read_bytes()
+    read, write = os.pipe()
+    with started(*words(command), stdin=read) as process, os.fdopen(write, "wb", 0) as pipe:
+        os.close(read)
+        for _ in range(1000):  # more than a pipe holds: the command has read the first of them
+            pipe.write(answer)
+        status, said, seconds = interrupted(process)
+    assert (status, said) == (130, "routed-experts: interrupted.\n")
+    assert seconds < AT_ONCE_S
+
+
+def test_ctrl_c_is_how_view_ends(words: Words) -> None:
+    with started(*words("view FILES/answer --no-browser")) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("Showing ")
+        status, said, seconds = interrupted(process)
+    assert (status, said) == (0, "")
+    assert seconds < AT_ONCE_S
