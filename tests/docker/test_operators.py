@@ -3,12 +3,19 @@
 import json
 import re
 import shutil
+import ssl
 import subprocess
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPResponse, HTTPSConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import httpx
 import kubernetes_validate
@@ -22,7 +29,6 @@ from tests.e2e.harness import (
     ASK,
     ONE_PROCESS,
     SMALL_KV,
-    Server,
     answers_of,
     answers_of_stream,
     free_port,
@@ -139,21 +145,23 @@ def test_the_pod_fits_the_server_and_its_image() -> None:
 
 
 def test_the_route_has_the_paths_of_nginx() -> None:
-    given = re.findall(r"location (= )?(\S+) \{ proxy_pass", (ROOT / "docker/nginx.conf").read_text())
+    """A prefix of a route is of whole segments, and includes the path that ends there."""
+    locations = re.findall(r"location (= )?(\S+) \{ proxy_pass", (ROOT / "docker/nginx.conf").read_text())
+    prefixes = {path.removesuffix("/") for exact, path in locations if not exact}
+    exact_paths = {path for exact, path in locations if exact} - prefixes
     paths = [match["path"] for match in MANIFESTS["HTTPRoute"]["spec"]["rules"][0]["matches"]]
-    assert [(path["type"] == "Exact", path["value"]) for path in paths] == [
-        (bool(at), p.rstrip("/")) for at, p in given
-    ]
+    assert {path["value"] for path in paths if path["type"] == "PathPrefix"} == prefixes
+    assert {path["value"] for path in paths if path["type"] == "Exact"} == exact_paths
 
 
 @contextmanager
-def nginx(server: Server, folder: Path) -> Iterator[str]:
-    """nginx in front of `server`, with the configuration as it is but for addresses and the certificate."""
+def nginx(server_url: str, folder: Path) -> Iterator[str]:
+    """nginx in front of a server, with the configuration as it is but for addresses and the certificate."""
     port, text = free_port(), (ROOT / "docker/nginx.conf").read_text()
     cert, key = folder / "cert.pem", folder / "key.pem"
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "1"]
     subprocess.run([*made, "-out", str(cert), "-keyout", str(key)], check=True, capture_output=True)
-    changes = {"127.0.0.1:8000": server.url.removeprefix("http://"), "listen 443": f"listen 127.0.0.1:{port}"}
+    changes = {"127.0.0.1:8000": server_url.removeprefix("http://"), "listen 443": f"listen 127.0.0.1:{port}"}
     changes |= {"/etc/nginx/tls/cert.pem": str(cert), "/etc/nginx/tls/key.pem": str(key)}
     for before, after in changes.items():
         assert text.count(before) == 1
@@ -174,13 +182,173 @@ def nginx(server: Server, folder: Path) -> Iterator[str]:
         process.wait(120)
 
 
+@dataclass(frozen=True)
+class Received:
+    """A request as it reaches the server behind nginx."""
+
+    target: str  # of the request line
+    headers: dict[str, str]
+
+    @property
+    def path(self) -> str:
+        """What uvicorn makes of the target: decoded once, and not normalised."""
+        return unquote(self.target.partition("?")[0])
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """A server that records what reaches it."""
+
+    protocol_version = "HTTP/1.1"
+    received: ClassVar[list[Received]] = []
+
+    def do_GET(self) -> None:
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        # `path` has two slashes at its begin made one.
+        self.received.append(Received(self.requestline.split()[1], headers))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def recording() -> Iterator[str]:
+    """The address of such a server."""
+    Recorder.received.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Recorder) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """nginx in front of a server that records what reaches it."""
+    with recording() as server_url, nginx(server_url, tmp_path_factory.mktemp("nginx")) as url:
+        yield url
+
+
+@contextmanager
+def connected(url: str) -> Iterator[HTTPSConnection]:
+    context = ssl._create_unverified_context()
+    connection = HTTPSConnection(url.removeprefix("https://"), context=context, timeout=60)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def connection(proxy: str) -> Iterator[HTTPSConnection]:
+    with connected(proxy) as to_proxy:
+        yield to_proxy
+
+
+def get(connection: HTTPSConnection, target: str, **headers: str) -> HTTPResponse:
+    """The response to a request line as it is here: other clients normalise the path."""
+    connection.putrequest("GET", target, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    response = connection.getresponse()
+    response.read()
+    return response
+
+
+INNER = ("/metrics", "/metricsX", "//metrics", "/%6detrics", "/%256detrics", "/metrics%3f", "/metrics%23", "/tokenize")
+PUBLISHED = ("v1/models", "v1/", "routed_experts", "routed_experts/page.js", "invocations", "health")
+UP = ("..", "%2e%2e", ".%2e", "%2E.", "%252e%252e", "..;", "...", "..%00", "..%20")
+SLASH = ("/", "%2f", "%2F", "//", "/./", "%5c", "%252f")
+CONFUSING = [
+    target
+    for inner, slash, up, path in product(INNER, SLASH, UP, PUBLISHED)
+    for target in (
+        f"{inner}{slash}{up}{slash}{path}",
+        f"/{path}{slash}{up}{inner}",
+        f"/{path}{slash}{up}{slash}{up}{inner}",
+    )
+]
+CONFUSING += [f"{slash}{path}" for slash in ("//", "///", "/./", "/%2f", "/x/../", "/x/..//") for path in PUBLISHED]
+CONFUSING += [
+    f"https://localhost{path}" for path in ("", "/metrics", "/metrics/../v1/models", "//metrics/../v1/models")
+]
+CONFUSING += [f"/v1/models{mark}/../../metrics" for mark in ("?", "#", ";", "&", "\\")]
+CONFUSING += [f"/metrics{mark}/../v1/models" for mark in ("?", "#", ";", "&", "\\")]
+CONFUSING += ["/v1", "/V1/models", "/routed_expertsX", "/routed_experts.js", "/healthX", "/health/", "/invocations/"]
+CONFUSING += [
+    "/inference/v1/generateX",
+    "/inference/v1/generate/..",
+    "/inference/v1/generate/%2e%2e/%2e%2e/%2e%2e/metrics",
+]
+"""Request targets that one parser may take for something published, and another one for something else."""
+
+
+@needs_nginx
+def test_nginx_passes_on_the_path_that_it_matched(connection: HTTPSConnection) -> None:
+    """What reaches the server is published, and is the same path to whoever normalises it."""
+    is_published = re.compile(r"/(v1/.*|inference/v1/generate|invocations|routed_experts(/.*)?|health)").fullmatch
+    for target in CONFUSING:
+        Recorder.received.clear()
+        status = get(connection, target).status
+        assert Recorder.received or status in (301, 400, 404), (target, status)
+        for received in Recorder.received:
+            segments = received.path.split("/")
+            assert is_published(received.path), (target, received)
+            assert not {".", ".."}.intersection(segments), (target, received)
+            assert "" not in segments[1:-1], (target, received)
+
+
+@needs_nginx
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("/v1/models", "/v1/models"),
+        ("/v1/models/a%20b%3Fc%25d", "/v1/models/a b?c%d"),
+        ("/v1/models/org%2Fmodel", "/v1/models/org/model"),
+        ("/v1/models/%C3%A4", "/v1/models/ä"),
+        ("/inference/v1/generate", "/inference/v1/generate"),
+        ("/invocations", "/invocations"),
+        ("/routed_experts", "/routed_experts"),
+        ("/routed_experts/page.js", "/routed_experts/page.js"),
+        ("/health", "/health"),
+    ],
+)
+def test_nginx_passes_on_what_is_published(connection: HTTPSConnection, target: str, path: str) -> None:
+    query = "a=%2e%2e%2f&b=c%20d"
+    Recorder.received.clear()
+    assert get(connection, f"{target}?{query}").status == 200
+    (received,) = Recorder.received
+    assert (received.path, received.target.partition("?")[2]) == (path, query)
+
+
+@needs_nginx
+def test_nginx_says_itself_who_asks(connection: HTTPSConnection) -> None:
+    Recorder.received.clear()
+    assert get(connection, "/health", X_Forwarded_For="203.0.113.7", X_Forwarded_Proto="http").status == 200
+    (received,) = Recorder.received
+    assert received.headers["x-forwarded-for"] == "127.0.0.1"
+    assert received.headers["x-forwarded-proto"] == "https"
+
+
+@needs_nginx
+@pytest.mark.parametrize("target", ["/v1", "/routed_experts", "/invocations/"])
+def test_nginx_redirects_to_no_other_host(connection: HTTPSConnection, target: str) -> None:
+    response = get(connection, target, Host="other.example.org")
+    assert response.status in (200, 301, 404)
+    assert "other.example.org" not in (response.getheader("Location") or "")
+
+
 @needs_nginx
 @pytest.mark.e2e
 def test_behind_nginx(tiny_model: Path, tmp_path: Path) -> None:
     body = {"model": "tiny", "prompt": "Hello" * 50, "max_tokens": 40, "temperature": 0, **ASK}
     with (
         serving(tiny_model, "--api-key", "a-key", "--enable-scale-out") as server,
-        nginx(server, tmp_path) as url,
+        nginx(server.url, tmp_path) as url,
         httpx.Client(base_url=url, verify=False, timeout=300, trust_env=False) as client,
     ):
         assert client.get("/health").status_code == 200
@@ -197,6 +365,11 @@ def test_behind_nginx(tiny_model: Path, tmp_path: Path) -> None:
         assert client.post("/v1/routed_experts/texts", **texts, headers=KEY).json() == {"texts": ["H"]}
         for path in ("/metrics", "/tokenize", "/scale_elastic_ep", "/v1x", "/docs"):
             assert client.get(path, headers=KEY).status_code == 404, path
+        with connected(url) as connection:
+            for target in CONFUSING[:: len(CONFUSING) // 200]:
+                response = get(connection, target, **KEY)
+                assert response.status in (200, 301, 307, 400, 404, 405), target
+                assert not (response.getheader("Content-Type") or "").startswith("text/plain"), target  # as metrics are
         large = client.post("/v1/completions", json={**body, "prompt": "x" * (100 << 20)}, headers=KEY)
         assert (large.status_code, large.json()["error"]["type"]) == (400, "BadRequestError"), "not 413 of nginx"
 
