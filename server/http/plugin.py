@@ -19,6 +19,7 @@ from routed_experts.server.http import unsupported_routes
 from routed_experts.server.http.drain import DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.metrics import show_store, watch_buffers
+from routed_experts.server.http.paths import settle_paths
 from routed_experts.server.http.recording import start_recording
 from routed_experts.server.http.routes import generate_router, router
 from routed_experts.server.http.selftest import probe
@@ -72,6 +73,7 @@ class RoutedExpertsPlugin:
         replace_routes(app)
         app.state.routed_experts = ours = ServerState()
         app.add_middleware(DrainMiddleware, drain=ours.drain)
+        settle_paths(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Runs before the server listens. Raises if the self-test fails."""
