@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -116,20 +117,25 @@ def _asked(router: Any, layer: "_Layer") -> Iterator[None]:
     closure = getattr(hook, "__closure__", None) or ()
     if any(type(cell.cell_contents).__name__ == "EpRouterParallel" for cell in closure):
         raise ReplayError("with ep_router, each rank has ids of its own: replay needs an ep_plan without it")
+    replaying = _replaying(of, family)  # type: ignore[arg-type]
+    # accelerate keeps the class's method on the router, and calls it while the router's offloaded weights are there.
+    original = getattr(of, family.method)
+    inner = [name for name, value in vars(router).items() if getattr(value, "__func__", None) is original]
+    before = {name: vars(router)[name] for name in (inner or [family.method]) if hook is not None}
     router._replay = layer
     try:
         if hook is None:
-            router.__class__ = _replaying(of, family)  # type: ignore[arg-type]
+            router.__class__ = replaying
+        elif inner:
+            vars(router).update({name: MethodType(getattr(replaying, family.method), router) for name in inner})
         else:
-            replaying = lambda *args, **kwargs: layer.route(router, family, args, hook(*args, **kwargs))  # noqa: E731
-            setattr(router, family.method, replaying)
+            around = lambda *args, **kwargs: layer.route(router, family, args, hook(*args, **kwargs))  # noqa: E731
+            setattr(router, family.method, around)
         yield
     finally:
         del router._replay
-        if hook is None:
-            router.__class__ = of
-        else:
-            setattr(router, family.method, hook)
+        router.__class__ = of
+        vars(router).update(before)
 
 
 def _flat(rows: Any, device: torch.device | None = None) -> Tensor:

@@ -91,7 +91,7 @@ class Reference:
             return
         logits = max(floats, key=lambda part: part.shape[-1])
         scores = logits.float().reshape(-1, logits.shape[-1])
-        given = (getattr(module, "e_score_correction_bias", None), *args[1:], *kwargs.values())
+        given = (_bias_of(module), *args[1:], *kwargs.values())
         for bias in given:
             if getattr(bias, "shape", None) == scores.shape[1:]:
                 scores = scores.sigmoid() + bias.float()
@@ -99,6 +99,17 @@ class Reference:
         others = [part for part in floats if part is not logits and part.shape[-1] == top_k]
         weights = others[0].float().reshape(-1, top_k).cpu().numpy() if others else None
         self._take(name, chosen[0].reshape(-1, top_k).cpu().numpy(), scores.cpu().numpy(), weights)
+
+
+def _bias_of(router: Any) -> Any:
+    """What a router adds to scores before it chooses, if it has that itself."""
+    bias = getattr(router, "e_score_correction_bias", None)
+    if bias is None or not bias.is_meta:
+        return bias
+    from accelerate.utils import align_module_device  # without it, nothing is offloaded
+
+    with align_module_device(router):  # weights that are offloaded are there in a forward pass only, which is over
+        return router.e_score_correction_bias
 
 
 def _check_device(device: str) -> None:

@@ -16,6 +16,7 @@ from routed_experts.server.cli.main import main
 from routed_experts.server.tools import running
 from routed_experts.server.tools.differences import LayerCount
 from routed_experts.server.tools.reference import Reference
+from tests.clients.test_replay import last_layer_on_disk
 from tests.e2e.harness import Oracle, Server, free_port, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
 from tests.protocol.forms import encode
@@ -273,6 +274,18 @@ def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
     reference.score(tokens, lambda place, ids, scores, weights: chosen.__setitem__(place, ids))
     got = np.stack([chosen[place] for place in range(len(shape.layer_ids))], axis=1)
     assert np.array_equal(np.sort(got, axis=2), HookOracle(tmp_path, shape).rows(tokens))
+
+
+def test_offloaded_weights(tmp_path: Path) -> None:
+    """As with `--device auto`, when memory is short: a router's bias is there in its own forward pass only."""
+    make_model(shape_named("deepseek-v3, plain"), tmp_path)
+    reference = Reference(str(tmp_path), "float32", "cpu")
+    seen: list[np.ndarray] = []
+    for _ in range(2):
+        reference.score(prompt_of(30, seed=2), lambda place, ids, scores, weights: seen.extend((ids, scores)))
+        last_layer_on_disk(reference._model, tmp_path)
+    expected, found = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert all(map(np.allclose, found, expected))
 
 
 def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 from transformers import AutoModelForCausalLM
@@ -334,6 +335,44 @@ def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
         assert replay.asked == [1] * 3
         assert router.forward is hook
     assert hook.call_count == 2
+
+
+def last_layer_on_disk(model: Any, folder: Path) -> None:
+    """As with a `device_map` that has `disk` in it."""
+    *others, last = (name for name, _ in model.named_modules() if re.fullmatch(r"model\.layers\.\d+", name))
+    rest = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
+    places = dict.fromkeys(("lm_head", *rest, *others), "cpu") | {last: "disk"}
+    dispatch_model(model, places, offload_dir=folder, offload_buffers=True, force_hooks=True)
+
+
+def all_weights(model: Any, folder: Path) -> None:
+    cpu_offload(model, offload_buffers=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "offload"),
+    [
+        *((model_type, last_layer_on_disk) for model_type in FAMILIES),
+        *((model_type, all_weights) for model_type in FAMILIES if model_type != "llama4_text"),
+        ("gemma4_text", disk_offload),
+    ],
+)
+def test_weights_that_are_offloaded(
+    model_type: str, offload: Callable[[Any, Path], Any], load: Callable[..., Any], tmp_path: Path
+) -> None:
+    """They are there within a module's own forward pass, and at no other time. Without all of its weights, Llama 4 does
+    not run at all."""
+    shape, model = FAMILIES[model_type], load(model_type)
+    rows, tokens = given_rows(shape), batch()
+    with torch.no_grad(), replayed(model, rows, layer_ids=shape.layer_ids):
+        expected = log_probabilities(model, tokens)
+    offload(model, tmp_path)
+    assert any(weight.is_meta for name, weight in model.named_parameters() if re.search(ROUTER, name))
+    before = [(type(module), vars(module).get("_old_forward")) for module in model.modules()]
+    with torch.no_grad(), replayed(model, rows, layer_ids=shape.layer_ids) as replay:
+        assert torch.allclose(log_probabilities(model, tokens), expected, rtol=1e-4, atol=1e-4)
+    assert replay.replayed == (rows >= 0).all(dim=-1).sum()
+    assert [(type(module), vars(module).get("_old_forward")) for module in model.modules()] == before
 
 
 def test_scores_that_are_almost_nothing(load: Callable[..., Any]) -> None:
