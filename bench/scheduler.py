@@ -33,7 +33,7 @@ from bench.played_executor import Player
 from bench.shapes import QWEN3_30B_A3B
 from routed_experts.capture import SCHEDULER
 from routed_experts.capture.engine.scheduler import SchedulerCapture
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, request_of_prompt
+from routed_experts.capture.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, RowsOutput
 
 BLOCK = 16
 CHUNK = 8192
@@ -114,7 +114,8 @@ class Steps:
         seconds += time.perf_counter() - began
         cpu_seconds += time.thread_time() - cpu_began
         outputs = [output for message in messages.values() for output in message.outputs]
-        sent = {request_of_prompt(output.request_id) for output in outputs} - {None}
+        brought = filter(None, map(RowsOutput.of, outputs))
+        sent = {brings.request_id for brings in brought if brings.kind == PROMPT_ROWS}
         num_bytes = sum(output.routed_experts.nbytes for output in outputs if output.routed_experts is not None)
         return Step(seconds, cpu_seconds, self._ours, sent, num_bytes)
 

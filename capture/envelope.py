@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from routed_experts.protocol.codec import Rows
 
 ENVELOPE_ID = "routed_experts"
-"""Request id of the envelope, which vLLM does not know and ignores. `routed_experts` has what `pack` gave, and
-`kv_transfer_params` may have CAUSES and STATS."""
+"""Request id of the envelope, and its `stop_reason`: a client may choose the same request id, but vLLM's engine puts
+nothing of clients into `stop_reason`. `routed_experts` has what `pack` gave, and `kv_transfer_params` may have CAUSES
+and STATS."""
 
 CAUSES, STATS = "causes", "stats"
 """A list of `UnknownRows`: why rows of this message and of later ones are unknown. The fields of an `EngineStats`."""
@@ -101,7 +102,7 @@ class Unpacker:
         tells messages apart, so that what is left of one is never taken for another's."""
         if message != self._message:
             self._message, self._entries, self._num_outputs = message, {}, 0
-        if not outputs or outputs[0].request_id != ENVELOPE_ID:
+        if not outputs or outputs[0].stop_reason != ENVELOPE_ID:
             return {}
         envelope = outputs.pop(0)
         self._entries = {} if envelope.routed_experts is None else _entries(envelope.routed_experts)

@@ -13,7 +13,7 @@ OPT_IN_ARG = "routed_experts.opt_in"
 @dataclass(frozen=True, slots=True)
 class OptIn:
     """Opts a request in: its rows are to be sent. All requests of one prompt (`n` > 1) carry the same one, and its rows
-    come once, before the first tokens of any of them (`prompt_output_id`)."""
+    come once, before the first tokens of any of them (`PROMPT_ROWS`)."""
 
     prompt_start: int  # position of the first prompt row to send
     prompt_id: bytes  # 16 random bytes, which tell prompts apart
@@ -46,27 +46,35 @@ class OptIn:
         return cls.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
 
 
-_PROMPT_OF, _ROWS_OF = "routed-experts-prompt-of-", "routed-experts-rows-of-"
+PROMPT_ROWS = "routed_experts.prompt"
+"""Kind of outputs that bring rows of a prompt, before the first token of any of its requests."""
+
+GENERATED_ROWS = "routed_experts.rows"
+"""Kind of outputs that bring generated rows of a request, before its last output."""
 
 
-def prompt_output_id(request_id: str) -> str:
-    """Id of outputs that bring rows of a prompt before a request's first token. vLLM ignores unknown request ids."""
-    return _PROMPT_OF + request_id
+class RowsOutput(NamedTuple):
+    """Whose rows an output brings that has no tokens.
 
+    Clients choose request ids, and may use one again. So the kind is in `stop_reason`, into which vLLM's engine puts
+    nothing of theirs, and the output's own id begins with random bytes: no request has it, and vLLM ignores it.
+    """
 
-def rows_output_id(request_id: str) -> str:
-    """Id of outputs that bring generated rows of a request, and no tokens, before its last output."""
-    return _ROWS_OF + request_id
+    kind: str  # PROMPT_ROWS or GENERATED_ROWS
+    prompt_id: bytes  # of the request's `OptIn`; tells it from an earlier request of the same id
+    request_id: str
 
+    @property
+    def output_id(self) -> str:
+        return f"{self.prompt_id.hex()}-{self.request_id}"
 
-def request_of_prompt(output_id: str) -> str | None:
-    """The request id in a `prompt_output_id`; None for any other id."""
-    return output_id[len(_PROMPT_OF) :] if output_id.startswith(_PROMPT_OF) else None
-
-
-def request_of_rows(output_id: str) -> str:
-    """The request id in a `rows_output_id`; any other id as it is."""
-    return output_id.removeprefix(_ROWS_OF)
+    @classmethod
+    def of(cls, output: Any) -> "RowsOutput | None":
+        """What an `EngineCoreOutput` brings; None for an output of a request."""
+        if output.stop_reason not in (PROMPT_ROWS, GENERATED_ROWS):
+            return None
+        prompt_id, _, request_id = output.request_id.partition("-")
+        return cls(output.stop_reason, bytes.fromhex(prompt_id), request_id)
 
 
 class PlacedRows(NamedTuple):
@@ -79,6 +87,7 @@ class PlacedRows(NamedTuple):
 class UnknownRows(NamedTuple):
     """Why some of a request's rows are unknown."""
 
+    prompt_id: bytes  # of the request's `OptIn`
     request_id: str  # of a prompt's rows, the request that they are sent with
     is_prompt: bool  # whether they are the prompt's
     cause: int  # a `Cause` other than `FAULT`

@@ -39,6 +39,8 @@ class Step:
     blocks: Mapping[str, Sequence[Any]]  # block tables (vLLM's objects), where rows before the step's are needed
     loads: Sequence[KVLoad | OffloadLoad] = ()  # before or during it
     stores: Sequence[OffloadStore] = ()  # before or after it runs
+    # Ids that are other requests' by now: the requests that it ran were aborted, and the ids have come again.
+    reused_ids: set[str] = field(default_factory=set)
     # Set when its output arrives.
     rows: Rows = field(init=False)
     offsets: NDArray[np.int64] = field(init=False)  # first row of each request in `rows`, in batch order
@@ -108,7 +110,8 @@ class RowSource:
         for cause in (Cause.KV_STORE, Cause.KV_TRANSFER):
             if num_rows := int(np.count_nonzero(causes == cause)):
                 is_prompt = first < state.num_prompt
-                self._unknown.append((state.client, UnknownRows(state.request_id, is_prompt, int(cause), num_rows)))
+                unknown = UnknownRows(state.opt_in.prompt_id, state.request_id, is_prompt, int(cause), num_rows)
+                self._unknown.append((state.client, unknown))
 
     def pop_unknown(self) -> list[tuple[int, UnknownRows]]:
         """Why rows are unknown that were read since the last call, and the API processes to tell."""
@@ -148,12 +151,13 @@ class RowDistributor:
         self._streams: dict[str, RequestRows] = {}
         self._prefilling: dict[str, RequestRows] = {}  # rows before their next sampling step are in the host cache
         self._ended: dict[str, RequestRows] = {}  # in this step, or since
-        self._sent_prompts: dict[bytes, None] = {}  # those with several requests, oldest first
+        self._sent_prompts: dict[object, None] = {}  # by `prompt_id`, those with several requests, oldest first
         self._weights_epoch = 0  # raised when weights may have changed
 
     # ---- what happens to requests ----
 
     def add(self, request: Request, opt_in: OptIn | None) -> None:
+        self._forget_ended()  # one of them may have had this id
         if opt_in is None:
             return
         state = RequestRows(
@@ -199,15 +203,21 @@ class RowDistributor:
         others = []
         for request in requests:
             state = self._ended.get(request.request_id)
-            is_owed = state is not None and state.opt_in.final_only
             reason = RequestStatus.get_finished_reason(request.status)
-            if reason is not None and (is_owed or (not is_asked and self.queue.is_waiting(request.request_id))):
-                last_rows = self._last_rows(state) if state is not None else None
-                self.queue.end(request.client_index, request.request_id, reason, last_rows)
+            is_owed = state is not None and (state.opt_in.final_only or (not is_asked and self.queue.is_waiting(state)))
+            if state is not None and reason is not None and is_owed:
+                self.queue.end(state, reason, self._last_rows(state))
             else:
                 others.append(request)
         self._forget_ended()
         return others
+
+    def leave(self, request_id: str) -> None:
+        """Called when an API process has aborted a request, also one that has ended and whose outputs wait here. Its id
+        may be another request's from now on."""
+        if (prompt := self.queue.leave(request_id)) is not None:
+            # What was sent of it went with this request. Another of the prompt's requests sends it again.
+            self._sent_prompts.pop(prompt, None)
 
     # ---- steps ----
 
@@ -235,7 +245,7 @@ class RowDistributor:
             for output in message.outputs if self._ended else ():
                 state = self._ended.get(output.request_id)
                 if state is not None and output.finish_reason is not None:
-                    self.queue.send_last(output.request_id, self._last_rows(state))
+                    self.queue.send_last(state, self._last_rows(state))
         self._forget_ended()
         self.queue.fill(messages)
         return singles
@@ -286,32 +296,33 @@ class RowDistributor:
         if state.is_last_only and state.request_id not in self._prefilling:
             # Once preempted, it is not scheduled again before the output of all earlier steps has come, or is dropped.
             del self._open[state.request_id]
-        elif not (state.is_last_only or self.queue.is_waiting(state.request_id)):
+        elif not (state.is_last_only or self.queue.is_waiting(state)):
             self._open.pop(state.request_id, None)
             self._streams[state.request_id] = state
 
     def _send_prompt(self, state: RequestRows, step: Step, start: int) -> None:
         """Sends a prompt's rows, unless they were sent with another of its requests."""
         first = min(state.opt_in.prompt_start, state.num_prompt)
-        request_id, key = state.request_id, state.opt_in.prompt_id
+        key: object = state.opt_in.prompt_id
         if first == state.num_prompt:
             return
         if state.weights_epoch != self._weights_epoch:
-            key = request_id.encode()  # for this request alone
+            key = state  # for this request alone
         elif state.opt_in.shared:
             if key in self._sent_prompts:
-                self.queue.follow(request_id, key)
+                self.queue.follow(state, key)
                 return
             self._sent_prompts[key] = None
             if len(self._sent_prompts) > _SENT_PROMPTS:
                 del self._sent_prompts[next(iter(self._sent_prompts))]
         rows = self.source.of_step(state, step, start, first, state.num_prompt)
-        self.queue.send_prompt(state.client, request_id, key, rows)
+        self.queue.send_prompt(state, key, rows)
 
     def _forget_ended(self) -> None:
-        for request_id in self._ended:
-            self._open.pop(request_id, None)
-            self._streams.pop(request_id, None)
+        for request_id, state in self._ended.items():
+            for requests in (self._open, self._streams):
+                if requests.get(request_id) is state:  # and not of a later request of this id
+                    del requests[request_id]
         self._ended.clear()
 
     # ---- rows that stay in the host cache ----

@@ -1,6 +1,7 @@
 """Takes prompt rows off requests that come with KV of a prefill instance, and adds them to prefills that end."""
 
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 from routed_experts.capture import prefill_rows
 from routed_experts.capture.engine.distributor import RowSource, block_ids
 from routed_experts.capture.engine.kv_transfer import transfer_params
-from routed_experts.capture.engine.kv_transfer.pulls import Pulls
+from routed_experts.capture.engine.kv_transfer.pulls import Arrival, Pulls
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OptIn
 from routed_experts.capture.prefill_rows import PARAM
@@ -31,6 +32,14 @@ def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> Non
         sampling.extra_args = {**(sampling.extra_args or {}), _TRANSFER_PARAMS: params}
 
 
+@dataclass
+class TakenParams:
+    """What `kv_transfer_params` had for this capture, until vLLM has accepted the request."""
+
+    asks_for_rows: bool = False  # whether its rows are to go with its KV
+    arrival: Arrival | None = None  # if it came with rows
+
+
 class PrefillRowsExchange:
     """The prompt rows in `kv_transfer_params` on the schedulers' sides of both instances."""
 
@@ -40,44 +49,58 @@ class PrefillRowsExchange:
         self._has_weights = source.cache.has_weights
         self._to_export: set[str] = set()  # requests whose rows go with their KV
 
-    def receive(self, request: Request, config: KVTransferConfig | None) -> None:
+    def receive(self, request: Request, config: KVTransferConfig | None) -> TakenParams:
         """Strips `routed_experts` from `kv_transfer_params` before the connector and the workers see it. Ignores params
-        that would end the engine. Over HTTP such params get 400; programs can set any object."""
-        params = request.kv_transfer_params
+        that would end the engine. Over HTTP such params get 400; programs can set any object.
+
+        Keeps nothing of the request before `add`, because vLLM may refuse it.
+        """
+        taken, params = TakenParams(), request.kv_transfer_params
         if params is None:
-            return
+            return taken
         try:
             transfer_params.check(params, config)
         except transfer_params.TransferParamsError as error:
             logger.warning("Request %r: its kv_transfer_params are ignored: %s.", request.request_id, error)
             _set_transfer_params(request, None)
-            return
+            return taken
         if PARAM not in params:
-            return
+            return taken
         value, params = params[PARAM], {key: value for key, value in params.items() if key != PARAM}
         _set_transfer_params(request, params)
         opt_in = OptIn.of(request.sampling_params)
         is_asked = opt_in is not None and not opt_in.allow_missing
         if self.pulls.lease_s is None:
-            return
+            return taken
         if value is True and is_asked:
-            self._to_export.add(request.request_id)
+            taken.asks_for_rows = True
         elif params.get("do_remote_prefill") and (rows := prefill_rows.decode(value)) is not None:
             needs_weights = self._has_weights and is_asked and opt_in is not None and opt_in.weights
             lacks_weights = needs_weights and not rows.has_weights
-            if lacks_weights or not self._add_pull(request, opt_in, self._fitting(rows)):
+            if not lacks_weights:
+                taken.arrival = self._arrival(request, opt_in, self._fitting(rows))
+            if taken.arrival is None or taken.arrival.pull is None:
                 _set_transfer_params(request, None)  # so that it computes the prompt
+        return taken
 
-    def _add_pull(self, request: Request, opt_in: OptIn | None, rows: prefill_rows.PrefillRows) -> bool:
+    def add(self, request: Request, taken: TakenParams) -> None:
+        """Called when vLLM has accepted a request, with what `receive` took off it."""
+        if taken.asks_for_rows:
+            self._to_export.add(request.request_id)
+        if taken.arrival is not None:
+            self.pulls.add(request, taken.arrival)
+
+    def _arrival(self, request: Request, opt_in: OptIn | None, rows: prefill_rows.PrefillRows) -> Arrival:
         params = request.kv_transfer_params or {}
         is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # vLLM's name
         source = params.get("remote_engine_id"), params.get("remote_request_id")
-        if not (is_added := self.pulls.add(request, rows, source, is_first)):
+        arrival = self.pulls.arrival(request, rows, source, is_first)
+        if arrival.pull is None:
             logger.info(
                 "Request %r: its KV may have been freed, or pulled by another request, or clocks differ.",
                 request.request_id,
             )
-        return is_added
+        return arrival
 
     def _fitting(self, rows: prefill_rows.PrefillRows) -> prefill_rows.PrefillRows:
         """The rows as this engine uses them; none of another model's, and as long as no step has run."""

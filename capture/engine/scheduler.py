@@ -63,6 +63,13 @@ class SchedulerConnector(ConnectorSlot):
             what,
         )
 
+    def add(self, request: Request) -> None:
+        """Called when vLLM has accepted a request."""
+        for step in self._steps.values():
+            if request.request_id in step.scheduled.num_scheduled_tokens:
+                step.reused_ids.add(request.request_id)
+        self.distributor.add(request, OptIn.of(request.sampling_params))
+
     def request_finished(self, request: Request, *more: Any, **options: Any) -> None:
         """Called when a request ends, and when it is preempted, which restarts its prefill."""
         if request.is_finished():
@@ -128,7 +135,8 @@ class SchedulerConnector(ConnectorSlot):
             message = messages.setdefault(client, EngineCoreOutputs())
             rows = pack(message.outputs, singles.get(client, ()))
             if rows is not None or client in notes:
-                envelope = EngineCoreOutput(ENVELOPE_ID, [], routed_experts=rows, kv_transfer_params=notes.get(client))
+                envelope = EngineCoreOutput(ENVELOPE_ID, [], stop_reason=ENVELOPE_ID, routed_experts=rows)
+                envelope.kv_transfer_params = notes.get(client)
                 message.outputs.insert(0, envelope)
 
 
@@ -159,17 +167,28 @@ class SchedulerCapture(ConnectedScheduler):
 
     def add_request(self, request: Request) -> None:
         connector = self.aux_output_connector
-        connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
+        is_more = request.request_id in self.requests  # of a prompt that is streamed in
+        prompt_rows = connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
-        connector.distributor.add(request, OptIn.of(request.sampling_params))
+        # Not before, as vLLM may refuse it.
+        if not is_more:
+            connector.prefill_rows.add(request, prompt_rows)
+            connector.add(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        finished = super().finish_requests(request_ids, finished_status)
+        # Iterated over twice.
+        ids = list(request_ids) if request_ids is not None and not isinstance(request_ids, str) else request_ids
+        finished = super().finish_requests(ids, finished_status)
         if finished_status is not RequestStatus.FINISHED_ABORTED:
             return finished  # vLLM tells the API process of an error with the step's outputs
-        others = self.aux_output_connector.distributor.end_aborted(finished, is_asked=request_ids is not None)
-        # At a pause or the engine's end vLLM tells clients at once that the requests returned here have ended.
-        return finished if request_ids is not None else others
+        distributor = self.aux_output_connector.distributor
+        others = distributor.end_aborted(finished, is_asked=ids is not None)
+        if ids is None:
+            # At a pause or the engine's end vLLM tells clients at once that the requests returned here have ended.
+            return others
+        for request_id in [ids] if isinstance(ids, str) else ids:
+            distributor.leave(request_id)
+        return finished
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
@@ -183,6 +202,10 @@ class SchedulerCapture(ConnectedScheduler):
         step = connector.receive(scheduler_output, model_runner_output)
         if (arrived := model_runner_output.kv_connector_output) is not None:
             connector.prefill_rows.fail_late_pulls(arrived)
+        for request_id in step.reused_ids:
+            # vLLM would give the tokens of the request that was aborted to the one that has its id now, or fail. Needed
+            # as long as VLLM_DISABLE_REQUEST_ID_RANDOMIZATION exists.
+            del scheduler_output.num_scheduled_tokens[request_id]
         messages = super().update_from_output(scheduler_output, model_runner_output)
         connector.distribute(step, messages, is_idle=not self.requests)
         return messages

@@ -10,7 +10,7 @@ import numpy as np
 
 from routed_experts.capture.envelope import CAUSES, SMALL_ARRAY_BYTES, STATS, Unpacker
 from routed_experts.capture.host_cache import Cause
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, UnknownRows, request_of_prompt, request_of_rows
+from routed_experts.capture.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, RowsOutput, UnknownRows
 from routed_experts.capture.stats import EngineStats
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.server.outputs.prefill_param import put_rows
@@ -22,6 +22,7 @@ from routed_experts.server.vllm_api import (
     OutputProcessorOutput,
     RequestState,
     SamplingParams,
+    VLLMValidationError,
     get_logger,
 )
 
@@ -260,18 +261,34 @@ class RowBuffers:
     ) -> None:
         """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the engine."""
         put_rows(request, request_index)
-        states, record = self._processor.request_states, None
-        is_new = request.request_id not in states  # else more of a prompt that is streamed in
-        if is_new:
-            record = self.recorder.begin(request, parent_req)
+        states = self._processor.request_states
+        if (running := states.get(request.request_id)) is not None:
+            self._check_is_more(running)
+            self._add(request, prompt, parent_req, request_index, *args, **kwargs)
+            return
+        record = self.recorder.begin(request, parent_req)
         self._add(request, prompt, parent_req, request_index, *args, **kwargs)
         asked = OptIn.of(request.sampling_params)
         state = states[request.request_id]
         state.final_only = asked is not None and asked.final_only
-        if is_new and asked is not None:
+        state.prompt_id = None if asked is None else asked.prompt_id
+        if asked is not None:
             # Before any output: of those that vLLM merges for a slow reader, up to 0.30 the first one's buffer stays.
             buffer = RowBuffer(state.external_req_id) if record is None or record.client_asks else None
             BufferedRequestState.give(state, buffer, record)
+
+    def _check_is_more(self, running: RequestState) -> None:
+        """Raises unless a request with the id of a running one is more of its prompt, which is streamed in.
+
+        vLLM gives each request an id of its own, unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set. Then two of one
+        id would end its engine. One that was aborted runs until the engine has sent the rows of its end.
+        """
+        if not running.streaming_input:
+            raise VLLMValidationError(
+                f"The request id {running.external_req_id!r} is in use by a request that has not ended, or is ending. "
+                "Use another id.",
+                parameter="request_id",
+            )
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
         """vLLM's `abort_requests`. Choices whose rows come at the end do not end here, but with the engine's answer to
@@ -303,11 +320,15 @@ class RowBuffers:
             self._take_notes(notes)
         states = self._processor.request_states
         for output, start, rows in self._unpacker.rows(engine_core_outputs):
-            if (state := states.get(request_of_rows(output.request_id))) is not None:
+            state = states.get(output.request_id)
+            if state is None and (brings := RowsOutput.of(output)) is not None:
+                if brings.kind == PROMPT_ROWS:
+                    self._take_prompt(brings.prompt_id, brings.request_id, start, rows)
+                else:
+                    state = self._state(brings.prompt_id, brings.request_id)
+            if state is not None:
                 for buffer in _buffers_of(state):
                     buffer.push(start, rows)
-            elif (sender := request_of_prompt(output.request_id)) is not None:
-                self._take_prompt(sender, start, rows)
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
         if self.every_request is not None:  # LLMEngine returns its outputs
             for output in processed.request_outputs:
@@ -325,34 +346,39 @@ class RowBuffers:
                 logger.exception("A report of the engine cannot be read. Further ones are counted only.")
             self.num_failed_reports += 1
 
-    def _take_prompt(self, sender: str, start: int, rows: Rows) -> None:
+    def _take_prompt(self, prompt_id: bytes, sender: str, start: int, rows: Rows) -> None:
         """Gives a prompt's rows to the choice `sender`, and to all other choices of the prompt. They share one array.
 
         `sender` may have been aborted, and the others not. With data parallelism the rows arrive once from each engine,
         and after new weights again with choices that start later.
         """
         rows = owned_copy(rows)
-        for each, buffer in self._buffers_of_prompt(sender):
+        for each, buffer in self._buffers_of_prompt(prompt_id, sender):
             buffer.push_prompt(sender, each == sender, start, rows)
 
-    def _buffers_of_prompt(self, sender: str) -> Iterator[tuple[str, RowBuffer]]:
+    def _buffers_of_prompt(self, prompt_id: bytes, sender: str) -> Iterator[tuple[str, RowBuffer]]:
         """The id and buffer of each running choice of the prompt of `sender`."""
         states, parents = self._processor.request_states, self._processor.parent_requests
         state = states.get(sender)
         # vLLM names a choice of `n` > 1 `<index>_<parent>`.
         parent = state.parent_req if state is not None else parents.get(sender.partition("_")[2])
         for each in (sender,) if parent is None else parent.child_requests:
-            if (state := states.get(each)) is not None:
+            if (state := self._state(prompt_id, each)) is not None:
                 for buffer in _buffers_of(state):
                     yield each, buffer
+
+    def _state(self, prompt_id: bytes, request_id: str) -> RequestState | None:
+        """The state of a running choice of this prompt; None if another request has its id by now."""
+        state = self._processor.request_states.get(request_id)
+        return state if state is not None and state.prompt_id == prompt_id else None
 
     def _take_causes(self, causes: Any) -> None:
         for unknown in itertools.starmap(UnknownRows, causes):
             found = Counter({Cause(unknown.cause): unknown.num_rows})
             if unknown.is_prompt:  # with data parallelism, each engine sends it
-                for _, buffer in self._buffers_of_prompt(unknown.request_id):
+                for _, buffer in self._buffers_of_prompt(unknown.prompt_id, unknown.request_id):
                     buffer.prompt_causes = buffer.prompt_causes | found
-            elif (state := self._processor.request_states.get(unknown.request_id)) is not None:
+            elif (state := self._state(unknown.prompt_id, unknown.request_id)) is not None:
                 for buffer in _buffers_of(state):
                     buffer.own_causes = buffer.own_causes + found
 

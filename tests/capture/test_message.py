@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routed_experts.capture.envelope import CAUSES, ENVELOPE_ID, SMALL_ARRAY_BYTES, SingleRows, Unpacker, pack
-from routed_experts.capture.message import (
-    OptIn,
-    PlacedRows,
-    prompt_output_id,
-    request_of_prompt,
-    request_of_rows,
-    rows_output_id,
-)
+from routed_experts.capture.message import GENERATED_ROWS, PROMPT_ROWS, OptIn, PlacedRows, RowsOutput
 from routed_experts.capture.rows import ids_of, joined
 from routed_experts.protocol.codec import Rows
 
@@ -30,6 +23,11 @@ class Output:
     routed_experts: Any
     request_id: str = field(default="a")
     kv_transfer_params: Any = None
+    stop_reason: str | None = None
+
+
+def envelope(packed: Any, notes: Any = None) -> Output:
+    return Output(packed, ENVELOPE_ID, notes, stop_reason=ENVELOPE_ID)
 
 
 def rows_of(count: int, seed: int, has_weights: bool = False) -> Rows:
@@ -49,7 +47,7 @@ def message(*specs: int | None, weights: Sequence[bool] = ()) -> tuple[list[Outp
 def sent(outputs: list[Output], singles: Sequence[SingleRows] = ()) -> list[Output]:
     """What the engine sends."""
     packed = pack(outputs, singles)
-    return outputs if packed is None else [Output(packed, ENVELOPE_ID), *outputs]
+    return outputs if packed is None else [envelope(packed), *outputs]
 
 
 def received(unpacker: Unpacker, outputs: list[Output], message: object) -> list[Any]:
@@ -115,7 +113,7 @@ def test_ids_are_sent_as_if_no_weights_were_captured() -> None:
 
 
 def test_what_else_an_envelope_has() -> None:
-    outputs: list[Output] = [Output(None, ENVELOPE_ID, {CAUSES: [1]}), Output(None)]
+    outputs: list[Output] = [envelope(None, {CAUSES: [1]}), Output(None)]
     unpacker = Unpacker()
     assert unpacker.open(outputs, 1) == {CAUSES: [1]}
     assert list(unpacker.rows(outputs)) == []
@@ -139,7 +137,7 @@ def test_an_array_at_an_odd_address() -> None:
     packed = pack(outputs)
     assert packed is not None
     odd = np.frombuffer(b"x" + packed.tobytes(), dtype=np.int16, offset=1)
-    check(received(Unpacker(), [Output(odd, ENVELOPE_ID), *outputs], 1), expected)
+    check(received(Unpacker(), [envelope(odd), *outputs], 1), expected)
 
 
 @settings(database=None, derandomize=True)
@@ -154,8 +152,9 @@ def test_no_json_value_is_an_opt_in() -> None:
         assert OptIn.decode(value) is None
 
 
-def test_the_output_of_a_prompt_names_the_request() -> None:
-    assert request_of_prompt(prompt_output_id("3_cmpl-x-0")) == "3_cmpl-x-0"
-    assert request_of_prompt("3_cmpl-x-0") is None
-    assert request_of_prompt(rows_output_id("3_cmpl-x-0")) is None
-    assert request_of_rows(rows_output_id("3_cmpl-x-0")) == request_of_rows("3_cmpl-x-0") == "3_cmpl-x-0"
+@settings(database=None, derandomize=True)
+@given(st.sampled_from([PROMPT_ROWS, GENERATED_ROWS]), st.binary(min_size=16, max_size=16), st.text())
+def test_an_output_of_rows_says_whose(kind: str, prompt_id: bytes, request_id: str) -> None:
+    brings = RowsOutput(kind, prompt_id, request_id)
+    assert RowsOutput.of(Output(None, brings.output_id, stop_reason=kind)) == brings
+    assert RowsOutput.of(Output(None, brings.output_id)) is None  # of a client that has chosen this id

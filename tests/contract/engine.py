@@ -57,7 +57,7 @@ from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.envelope import CAUSES, STATS, Unpacker
 from routed_experts.capture.host_cache import Cause
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, UnknownRows, request_of_prompt, request_of_rows
+from routed_experts.capture.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, RowsOutput, UnknownRows
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.rows import WEIGHTS_KEY, captures_weights, ids_of, joined, weights_of
 from routed_experts.capture.stats import EngineStats
@@ -430,6 +430,7 @@ class Client:
         self.engines = engines
         self.received: dict[str, Received] = {}
         self.prompts: dict[bytes, dict[str, Rows]] = defaultdict(dict)  # by id, and the request that they came with
+        self.starts: dict[bytes, int] = {}  # of prompts, by id: the first row that is to be sent
         self.messages: list[list[str]] = []  # the ids of the outputs in each, but for that with the engine's numbers
         self.stats: list[EngineStats] = []
         self.causes: Counter[Cause] = Counter()  # why rows are unknown
@@ -454,6 +455,7 @@ class Client:
         """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives their ids. The first
         prompt row to send is `start`; None for no opt-in."""
         opt_in = OptIn(start or 0, os.urandom(16), n > 1, weights, at_end, allow_missing)
+        self.starts[opt_in.prompt_id] = start or 0
         extra_args: dict[str, Any] = {} if start is None else {OPT_IN_ARG: opt_in.encode()}
         if kv_transfer_params is not None:
             extra_args["kv_transfer_params"] = kv_transfer_params
@@ -562,20 +564,21 @@ class Client:
             self.explained[unknown.request_id] += unknown.num_rows
         unpacked = list(unpacker.rows(message.outputs))
         for output, start, rows in unpacked:
-            output.routed_experts = start, self._ids(output.request_id, rows)
-        self.messages.append([output.request_id for output in message.outputs])
+            brings = RowsOutput.of(output)
+            output.routed_experts = start, self._ids(brings.request_id if brings else output.request_id, rows)
+        self.messages.append([_said(output) for output in message.outputs])
         for output in message.outputs:
-            if (sender := request_of_prompt(output.request_id)) is not None:
-                self._take_prompt(self.received[sender], output)
-            elif (name := request_of_rows(output.request_id)) != output.request_id:
+            if (brings := RowsOutput.of(output)) is None:
+                self.received[output.request_id].take(output)
+            elif brings.kind == PROMPT_ROWS:
+                self._take_prompt(brings, output)
+            elif brings.prompt_id == (request := self.received[brings.request_id]).prompt_id:
                 assert not output.new_token_ids
-                self.received[name].take_rows(*output.routed_experts)
-            else:
-                self.received[name].take(output)
+                request.take_rows(*output.routed_experts)
 
-    def _ids(self, output_id: str, rows: Rows) -> Rows:
+    def _ids(self, request_id: str, rows: Rows) -> Rows:
         """Those of `rows`, whose weights are checked if the request asks for them; others are sent ids alone."""
-        if (request_of_prompt(output_id) or request_of_rows(output_id)) not in self._weighed:
+        if request_id not in self._weighed:
             assert rows.shape[1:] == (L, K)
             return rows
         ids, weights = ids_of(rows), weights_of(rows)
@@ -587,15 +590,25 @@ class Client:
         assert np.array_equal(weights[known].view(np.int32), weights_for(ids[known]).view(np.int32))
         return ids
 
-    def _take_prompt(self, request: Received, output: EngineCoreOutput) -> None:
+    def _take_prompt(self, brings: RowsOutput, output: EngineCoreOutput) -> None:
         """Each request sends a prompt once, in parts that follow each other."""
         assert not output.new_token_ids
         assert output.finish_reason is None
         start, rows = output.routed_experts
-        of_prompt = self.prompts[request.prompt_id]
-        before = of_prompt.get(request.request_id, rows[:0])
-        assert start == (request.start or 0) + len(before)
-        of_prompt[request.request_id] = np.concatenate([before, rows])
+        of_prompt = self.prompts[brings.prompt_id]
+        before = of_prompt.get(brings.request_id, rows[:0])
+        assert start == self.starts[brings.prompt_id] + len(before)
+        of_prompt[brings.request_id] = np.concatenate([before, rows])
+
+
+def rows_of_prompt(request_id: str) -> str:
+    """What stands in `Client.messages` for an output with rows of a prompt that come with this request."""
+    return f"rows of the prompt of {request_id}"
+
+
+def _said(output: EngineCoreOutput) -> str:
+    brings = RowsOutput.of(output)
+    return rows_of_prompt(brings.request_id) if brings and brings.kind == PROMPT_ROWS else output.request_id
 
 
 def requests_at_random(

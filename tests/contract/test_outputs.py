@@ -16,9 +16,10 @@ from routed_experts.capture.engine.output_queue import OutputQueue
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.engine.v1 import OutputWithRows
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import prompt_output_id
+from routed_experts.capture.message import PROMPT_ROWS, OptIn
 from routed_experts.capture.pending_rows import PendingRows
 from routed_experts.capture.pipeline import Pipeline
+from routed_experts.capture.request_rows import RequestRows
 
 KV = KVConnectorOutput(finished_sending={"r"})
 
@@ -64,7 +65,9 @@ def test_tokens_of_others_come_with_8_mib_of_a_prompt_at_most() -> None:
     cache = HostCache(num_blocks=1, block_size=1)
     cache.write(np.zeros(1, dtype=np.int64), rows[:1])
     pending = PendingRows(cache, 0, [rows], np.empty(0, dtype=np.int64), lambda *_: None)
-    queue.send_prompt(0, "long", b"prompt", pending)
+    opt_in = OptIn(0, bytes(16), shared=False)
+    long = RequestRows("long", 0, opt_in, len(rows), weights_epoch=0, is_last_only=False, next_row=len(rows) - 1)
+    queue.send_prompt(long, opt_in.prompt_id, pending)
     queue.fill({0: message})
-    (part,) = (output for output in message.outputs if output.request_id == prompt_output_id("long"))
+    (part,) = (output for output in message.outputs if output.stop_reason == PROMPT_ROWS)
     assert part.routed_experts.rows.nbytes == 8 << 20

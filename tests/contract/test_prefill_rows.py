@@ -168,7 +168,9 @@ def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
     def comes(name: str, source: int, seconds: float) -> bool:
         request = cast(Request, SimpleNamespace(request_id=name))
         rows = prefill_rows.PrefillRows(np.zeros((1, L, K), dtype=np.uint8), False, clock.time() + seconds)
-        return pulls.add(request, rows, ("engine", source), is_first=True)
+        arrival = pulls.arrival(request, rows, ("engine", source), is_first=True)
+        pulls.add(request, arrival)
+        return arrival.pull is not None
 
     assert not comes("too far", 0, 1e9)
     assert comes("far", 0, 30)
@@ -216,6 +218,20 @@ def test_choices_in_several_engines(pair: Pair) -> None:
     both = Client(pair.core, engine_with_store(PULL, is_async=pair.kept.is_async))
     both.add("n", PROMPT, start=100, n=4, kv_transfer_params=pair.export_rows(PROMPT), max_tokens=9)
     both.finish()
+    assert pair.kept.num_loaded == 1
+
+
+def test_a_request_that_vllm_refuses_leaves_nothing(pair: Pair) -> None:
+    """The KV that it came for is still there for the request that comes instead of it."""
+    params = pair.export_rows(PROMPT)
+    pair.decode.add("runs", tokens(20, seed=1), max_tokens=20)
+    running = pair.decode.received["runs"]
+    pair.decode.steps(3)
+    with pytest.raises(AssertionError, match="duplicate request id"):
+        pair.decode.add("runs", PROMPT, kv_transfer_params=params)
+    pair.decode.received["runs"] = running
+    assert not pair.core.capture.prefill_rows.pulls
+    assert pair.missing(PROMPT, params) == []
     assert pair.kept.num_loaded == 1
 
 

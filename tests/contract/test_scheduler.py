@@ -15,7 +15,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
 from routed_experts.capture.engine import distributor, output_queue
-from routed_experts.capture.message import prompt_output_id
+from routed_experts.capture.envelope import ENVELOPE_ID
+from routed_experts.capture.message import PROMPT_ROWS
 from tests.contract.engine import (
     BLOCK,
     PART_BYTES,
@@ -30,6 +31,7 @@ from tests.contract.engine import (
     Tokens,
     engine,
     requests_at_random,
+    rows_of_prompt,
     tokens,
 )
 
@@ -51,8 +53,8 @@ def test_long_prompts_come_in_parts_beside_the_tokens_of_others() -> None:
             seen.append(added)
     assert len(seen) == 4
     assert max(seen) * L * K * 2 <= PART_BYTES
-    (first,) = [message for message in client.messages if prompt_output_id("short") in message]
-    assert {prompt_output_id("short"), "short", prompt_output_id("long"), "running"} == set(first)
+    (first,) = [message for message in client.messages if rows_of_prompt("short") in message]
+    assert {rows_of_prompt("short"), "short", rows_of_prompt("long"), "running"} == set(first)
     client.finish()
 
 
@@ -60,7 +62,7 @@ def test_a_long_prompt_comes_at_once_where_nobody_else_waits() -> None:
     client = Client(engine(chunk=512))
     client.add("long", tokens(400))
     client.finish()
-    long = prompt_output_id("long")
+    long = rows_of_prompt("long")
     assert [message for message in client.messages if long in message] == [[long, "long"]]
 
 
@@ -173,7 +175,7 @@ def test_a_prompt_holds_up_its_own_requests_only(warm: Warm) -> None:
     assert len(warm.core.capture.output_queue) == 1
     warm.let_go()
     warm.finish()
-    sent = {prompt_output_id(request_id) for request_id in ids}
+    sent = {rows_of_prompt(request_id) for request_id in ids}
     *parts, last = [message for message in warm.messages if sent & set(message)]
     assert len(parts) == 3
     assert all(len(part) == 2 and part[0] in sent and part[1] == "running" for part in parts)
@@ -227,6 +229,58 @@ def test_while_rows_wait(warm: Warm, happens: Callable[[Warm, list[str]], None],
     warm.let_go()
     warm.finish(but={*late} - {*stay})
     assert warm.times_sent(*stay) == 1
+
+
+# ---- ids that clients choose ----
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20], ids=["ended", "running"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_id_that_comes_again_right_after_an_abort(warm: Warm, max_tokens: int, n: int) -> None:
+    """Without vLLM's random end of ids: the rows of the first request's prompt wait, and its steps are under way."""
+    ids = warm.hold("again", steps=6, n=n, max_tokens=max_tokens)
+    warm.abort(*ids)
+    warm.add("again", tokens(190, seed=9), n=n, max_tokens=9)
+    warm.let_go()
+    warm.finish()
+    assert warm.times_sent(*ids) == 1
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+@pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])
+def test_an_id_that_comes_again_while_steps_are_under_way(is_async: bool, steps: int, at_end: bool) -> None:
+    """vLLM alone would give the first request's tokens to the second, or fail."""
+    client = Client(engine(is_async, chunk=48, stages=2))
+    client.add("again", tokens(60), max_tokens=20)
+    client.steps(steps)
+    client.abort("again")
+    client.add("again", tokens(70, seed=1), max_tokens=9, at_end=at_end)
+    client.finish()
+
+
+def test_choices_of_a_prompt_whose_other_choices_have_left(warm: Warm) -> None:
+    """Those that had a token waited for its rows, and are aborted: the others bring the rows again."""
+    add, late = warm.core.add_request, []
+    with patch.object(warm.core, "add_request", lambda *args: late.append(args) if late_comes(args) else add(*args)):
+        first, second = warm.hold("g", steps=6, n=2, max_tokens=20)
+    warm.abort(first)
+    for args in late:
+        add(*args)
+    warm.let_go()
+    warm.finish(but=first)
+    assert warm.received[second].tokens
+
+
+def late_comes(args: tuple[Any, ...]) -> bool:
+    return str(args[0].request_id).startswith("1_")
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])
+@pytest.mark.parametrize("name", [ENVELOPE_ID, PROMPT_ROWS, "routed-experts-rows-of-x", "routed-experts-prompt-of-x"])
+def test_any_id(warm: Warm, name: str, at_end: bool) -> None:
+    warm.add(name, PROMPT, max_tokens=9, at_end=at_end)
+    warm.add(f"{name} plain", PROMPT, start=None)
+    warm.finish()
 
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])

@@ -17,10 +17,10 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.capture.envelope import ENVELOPE_ID, STATS, pack
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows, prompt_output_id
+from routed_experts.capture.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, PlacedRows, RowsOutput
 from routed_experts.capture.stats import EngineStats
 from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
-from routed_experts.server.vllm_api import RequestOutput
+from routed_experts.server.vllm_api import RequestOutput, VLLMValidationError
 from tests.server.known import K, L, rows_of
 
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -42,8 +42,17 @@ def output(
 
 def prompt(request_id: str, first: int = 0, end: int = 3, value: int = 0) -> EngineCoreOutput:
     """The output with rows of the prompt that goes before the first tokens of `request_id`."""
-    rows = rows_of(first + value, end + value)
-    return EngineCoreOutput(prompt_output_id(request_id), [], routed_experts=PlacedRows(first, rows))
+    brings = RowsOutput(PROMPT_ROWS, prompt_id_of(request_id.removeprefix("0_").removeprefix("1_")), request_id)
+    return rows_output(brings, first, rows_of(first + value, end + value))
+
+
+def rows_output(brings: RowsOutput, first: int, rows: Any) -> EngineCoreOutput:
+    return EngineCoreOutput(brings.output_id, [], stop_reason=brings.kind, routed_experts=PlacedRows(first, rows))
+
+
+def prompt_id_of(name: str) -> bytes:
+    """Of the request `name`, whose choices are called `0_name` and so on."""
+    return name.encode().ljust(16)
 
 
 def first_token(request_id: str) -> EngineCoreOutput:
@@ -53,22 +62,29 @@ def first_token(request_id: str) -> EngineCoreOutput:
 def message(*outputs: EngineCoreOutput) -> list[EngineCoreOutput]:
     """What the engine makes of a step's outputs."""
     packed = pack(outputs)
-    header = [] if packed is None else [EngineCoreOutput(ENVELOPE_ID, [], routed_experts=packed)]
+    header = [] if packed is None else [envelope(routed_experts=packed)]
     return [*header, *outputs]
+
+
+def envelope(**about: Any) -> EngineCoreOutput:
+    return EngineCoreOutput(ENVELOPE_ID, [], stop_reason=ENVELOPE_ID, **about)
 
 
 class Frontend:
     """vLLM's output processor with our buffers installed, and the request "a" of three prompt tokens."""
 
-    def __init__(self, n: int = 1, kind: RequestOutputKind = DELTA, interval: int = 1) -> None:
+    def __init__(self, n: int = 1, kind: RequestOutputKind = DELTA, interval: int = 1, asks: bool = True) -> None:
         self.processor = OutputProcessor(None, log_stats=False, stream_interval=interval)
         self.buffers = RowBuffers.install(self.processor)
-        self.queue = self.add("a", n, kind)
+        params = None if asks else SamplingParams(n=n, output_kind=kind, detokenize=False)
+        self.queue = self.add("a", n, kind, params)
 
     def add(
         self, request_id: str, n: int = 1, kind: RequestOutputKind = DELTA, params: SamplingParams | None = None
     ) -> RequestOutputCollector:
-        params = params or SamplingParams(n=n, output_kind=kind, detokenize=False)
+        if params is None:
+            params = SamplingParams(n=n, output_kind=kind, detokenize=False)
+            opt_in(params, prompt_start=0, prompt_id=prompt_id_of(request_id))
         queue = RequestOutputCollector(kind, request_id)
         if n == 1:
             self.processor.add_request(request_of(request_id, params), None, queue=queue)
@@ -207,7 +223,7 @@ def test_an_aborted_choice_does_not_take_the_prompts_rows_with_it(kind: RequestO
 
 @pytest.mark.parametrize("gone", ["b", "0_b"])
 def test_prompts_rows_of_a_request_that_is_gone(gone: str) -> None:
-    frontend = Frontend()
+    frontend = Frontend(asks=False)
     frontend.step(prompt(gone), first_token(gone))
     assert len(frontend.buffers) == 0
     assert frontend.queue.get_nowait() is None
@@ -251,6 +267,50 @@ def test_parts_of_two_engines_are_not_mixed(steps: list[list[Any]], of_choice_2:
     assert frontend.taken(3) == [OWN, OTHER, of_choice_2]
 
 
+# ---- ids that clients choose ----
+
+OF_A = RowsOutput(PROMPT_ROWS, prompt_id_of("a"), "a").output_id
+
+
+@pytest.mark.parametrize("name", [ENVELOPE_ID, PROMPT_ROWS, OF_A, "routed-experts-rows-of-a"])
+def test_no_id_of_a_request_is_taken_for_an_output_of_the_captures(name: str) -> None:
+    frontend = Frontend()
+    queue, plain = frontend.add(name), frontend.add(f"{name} ", params=SamplingParams(output_kind=DELTA))
+    frontend.processor.process_outputs([output(f"{name} ", 1)])  # alone, without an envelope
+    assert len(take(plain).outputs[0].token_ids) == 1
+    frontend.step(output(name, 1, first=0, rows=3))
+    assert frontend.taken(3, queue) == [[0, 1, 2]]
+
+
+def test_an_id_that_comes_again() -> None:
+    """What the engine had sent for the request that was aborted does not reach the one with its id."""
+    frontend = Frontend()
+    frontend.processor.abort_requests(["a"], internal=True)
+    asks = SamplingParams(output_kind=DELTA, detokenize=False)
+    opt_in(asks, prompt_start=0)
+    queue = frontend.add("a", params=asks)
+    (asked,) = (OptIn.of(asks),)
+    frontend.step(prompt("a", value=100))
+    frontend.step(rows_output(RowsOutput(PROMPT_ROWS, asked.prompt_id, "a"), 0, rows_of(0, 3)), first_token("a"))
+    assert frontend.taken(3, queue) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("is_ending", [False, True], ids=["running", "ending"])
+def test_an_id_that_is_in_use_is_refused(is_ending: bool) -> None:
+    """vLLM takes the second for more of the first one's prompt, and its engine ends."""
+    frontend = Frontend()
+    asks = SamplingParams(output_kind=DELTA, detokenize=False)
+    opt_in(asks, prompt_start=0, at_end=True, prompt_id=prompt_id_of("b"))
+    queue = frontend.add("b", params=asks)
+    if is_ending:
+        frontend.processor.abort_requests(["b"], internal=True)
+    with pytest.raises(VLLMValidationError, match="The request id 'b' is in use by a request that has not ended"):
+        frontend.add("b")
+    frontend.step(prompt("b"), output("b", 1, first=3, finish=ABORT))
+    assert [positions(buffer.take(0, 4)) for buffer in buffers_of(take(queue))] == [[0, 1, 2, 3]]
+    frontend.add("b")
+
+
 # ---- what goes with them ----
 
 
@@ -284,7 +344,7 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
     frontend, seen = Frontend(), []
     other = frontend.add("b")
     stats = EngineStats(1, rows_captured=6, copy_wait_s=0.5, busiest=[2.0], routed=[4.0])
-    sent = EngineCoreOutput(ENVELOPE_ID, [], kv_transfer_params={STATS: asdict(stats)})
+    sent = envelope(kv_transfer_params={STATS: asdict(stats)})
     frontend.step(sent)  # passed over where nobody wants them
     OutputProcessor(None, log_stats=False).process_outputs([sent])  # of a process that has not got so far
     frontend.buffers.on_stats = seen.append
@@ -303,7 +363,7 @@ def test_an_abort_of_a_choice_whose_rows_come_at_its_end_waits_for_them(n: int, 
     """E4: the engine's answer brings them. Others end at once, and those whose rows come with a stop string."""
     frontend = Frontend()
     asks = SamplingParams(n=n, output_kind=DELTA, detokenize=False)
-    opt_in(asks, prompt_start=0, at_end=True)
+    opt_in(asks, prompt_start=0, at_end=True, prompt_id=prompt_id_of("b"))
     queue = frontend.add("b", n, params=asks)
     ids = ["b"] if n == 1 else ["0_b", "1_b"]
     frontend.step(prompt(ids[0]), *(output(each, 3) for each in ids))

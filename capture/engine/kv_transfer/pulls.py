@@ -14,6 +14,7 @@ Heartbeats of the decode instance only make the lease longer, so they do not mat
 import math
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.v1.request import Request, RequestStatus
 
@@ -26,11 +27,21 @@ Source = tuple[str | None, str | None]
 """The instance that keeps the KV, and that instance's request id."""
 
 
-@dataclass
-class _Pull:
+@dataclass(eq=False)
+class Pull:
+    """Of a request, whose id may be another's after it has ended."""
+
     request: Request
     rows: PrefillRows | None  # of the KV; None once the pull has begun
     until: float  # of `time.monotonic`; no limit once the pull has ended
+
+
+class Arrival(NamedTuple):
+    """A request that came with rows of KV."""
+
+    source: Source
+    pull: Pull | None = None  # if it may pull the KV
+    after: Pull | None = None  # that of the request that came first for this KV, if another did
 
 
 class Pulls:
@@ -38,9 +49,9 @@ class Pulls:
 
     def __init__(self, lease_s: float | None) -> None:
         self.lease_s = lease_s  # equal in both instances; None if unknown: then no rows come
-        self._pulls: dict[str, _Pull] = {}
-        self._came: dict[Source, tuple[str, float]] = {}  # the first request for it, and when to forget that
-        self._waits_for: dict[str, str] = {}  # later requests for the same KV, and the first one
+        self._pulls: dict[str, Pull] = {}  # by request id
+        self._came: dict[Source, tuple[Pull, float]] = {}  # of the first request for it, and when to forget that
+        self._waits_for: dict[str, Pull] = {}  # by the ids of later requests for the same KV
 
     def __len__(self) -> int:
         return len(self._pulls) + len(self._waits_for)
@@ -50,27 +61,34 @@ class Pulls:
         assert self.lease_s is not None
         return time.time() + self.lease_s * _LEASE_SHARE
 
-    def add(self, request: Request, rows: PrefillRows, source: Source, is_first: bool) -> bool:
-        """Whether a request that came with rows of KV may pull it: of a prompt's choices in all engines, the first."""
+    def arrival(self, request: Request, rows: PrefillRows, source: Source, is_first: bool) -> Arrival:
+        """What a request that came with rows of KV may do: of a prompt's choices in all engines, the first may pull it.
+        Nothing of it is kept before `add`."""
         assert self.lease_s is not None
         now, left = time.monotonic(), rows.until - time.time()
         if not 0 <= left <= self.lease_s:  # more is left only where clocks or leases differ
-            return False
+            return Arrival(source)
         while self._came and (oldest := next(iter(self._came.items())))[1][1] <= now:
             del self._came[oldest[0]]
         if source in self._came:
-            self._waits_for[request.request_id] = self._came[source][0]
-            return False
-        if not is_first:
-            return False
-        self._came[source] = request.request_id, now + self.lease_s
-        self._pulls[request.request_id] = _Pull(request, rows, now + left)
-        return True
+            return Arrival(source, after=self._came[source][0])
+        return Arrival(source, pull=Pull(request, rows, now + left) if is_first else None)
+
+    def add(self, request: Request, arrival: Arrival) -> None:
+        """Called when vLLM has accepted the request."""
+        assert self.lease_s is not None
+        if arrival.after is not None:
+            self._waits_for[request.request_id] = arrival.after
+        if arrival.pull is not None:
+            self._came[arrival.source] = arrival.pull, time.monotonic() + self.lease_s
+            self._pulls[request.request_id] = arrival.pull
 
     def must_wait(self, request_id: str) -> bool:
         """Whether another request is about to load the same KV into the prefix cache."""
-        first = self._pulls.get(self._waits_for.get(request_id, ""))
-        return first is not None and first.request.status < RequestStatus.RUNNING
+        first = self._waits_for.get(request_id)
+        if first is None or self._pulls.get(first.request.request_id) is not first:  # or that has ended
+            return False
+        return first.request.status < RequestStatus.RUNNING
 
     def is_late(self, request_id: str) -> bool:
         """Whether a request that came with rows can pull no more."""

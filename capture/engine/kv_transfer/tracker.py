@@ -177,10 +177,12 @@ class ExternalKVTracker:
         loads, self._loads = self._loads, []
         if any(self._blocks_without):
             late = {block for load in loads if load.ends_late for block in self._blocks(load.slots)}
-            for source, destination in step.kv_cache_block_copies or ():
-                for blocks in self._blocks_without:
-                    if source in blocks:
-                        blocks.add(destination)
+            copies = step.kv_cache_block_copies or ()
+            for blocks in self._blocks_without:
+                # All sources are read before any destination is written.
+                copied = {destination for source, destination in copies if source in blocks}
+                blocks.difference_update(destination for _, destination in copies)
+                blocks |= copied
             manager = self._kv_cache_manager.coordinator.single_type_managers[self._kv_group]
             for request_id, count in step.num_scheduled_tokens.items():
                 start = requests[request_id].num_computed_tokens
