@@ -10,7 +10,8 @@ SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0
 """Versions of vLLM on which `tests/gpu` passed, oldest first, and `make test-vllm` on those with a build for CPUs."""
 
 INSTALLED_VLLM = "0.32.0"
-"""What the extras install: the newest with builds for CUDA and for CPUs."""
+"""What `make setup`, the locks and the images install: the newest with builds for CUDA and for CPUs, on which the most
+tests were run. The extras allow each supported version."""
 
 UNTESTED_VLLM: tuple[str, ...] = ()
 """Versions that the code is written for, but on which not all tests were run or passed."""

