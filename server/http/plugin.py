@@ -16,6 +16,7 @@ from routed_experts.capture.seams.http import replace_routes, scales_out
 from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.server import LISTENS, PLUGIN_NAME
 from routed_experts.server.http import unsupported_routes
+from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.drain import DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.metrics import show_store, watch_buffers
@@ -85,6 +86,7 @@ class RoutedExpertsPlugin:
         for name, cls in SERVING_CLASSES.items():
             if (serving := getattr(state, name, None)) is not None:
                 rebind_class(serving, cls, ours)
+        watch_connections(self._app)  # here, as all middleware has been added
         unsupported_routes.refuse_on_other_routes(self._app)  # here, as other plugins' routes have been attached
         if ours.captured is not None:
             await self._test_and_set(ours, ours.captured, args, model)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from fastapi import HTTPException, Request
+from fastapi import HTTPException
 from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.protocol.codec import Rows
+from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.metrics import count_stored
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
@@ -38,41 +39,41 @@ class Delivery:
         inline, and why arrays could not be stored. Raises `LostRowsError`."""
         return [{} for _ in arrays], None
 
-    def mark_sent(self) -> None:
-        """Called when the response, or a part with references, has been sent."""
-
-    def delete_unsent(self) -> None:
-        """Deletes the arrays whose references were not sent."""
+    def hand_over(self) -> None:
+        """Called before the part of the response is sent that has the references made so far."""
 
 
 @dataclass(frozen=True)
 class ReferenceMaker(Delivery):
-    """Stores arrays, so that the response has references to them."""
+    """Stores arrays, so that the response has references to them. Deletes those that the client was not told of."""
 
     store: ArrayStore
-    has_left: Callable[[], bool]  # whether the client has closed its connection
+    connection: Connection
     names_files: bool = False  # whether references name the files
-    unsent_ids: list[str] = field(default_factory=list, init=False)  # ids whose references were not sent yet
+    _stored: list[str] = field(default_factory=list, init=False)  # ids whose references are not handed over
+    _handed_over: dict[str, int] = field(default_factory=dict, init=False)  # what had been sent then, by id
 
     async def run(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
-        """In the store's thread. If the client leaves meanwhile, or storing fails, the arrays are deleted."""
-        try:
-            return await asyncio.wrap_future(self.store.writer.submit(function, *args))
-        except BaseException:
-            self.delete_unsent()
-            raise
-
-    def mark_sent(self) -> None:
-        """Deletes the arrays if the client had left before."""
-        if self.unsent_ids and self.has_left():
-            self.delete_unsent()
-        else:
-            self.unsent_ids.clear()
-
-    def delete_unsent(self) -> None:
         """In the store's thread."""
-        if self.unsent_ids:
-            self.store.writer.submit(lambda: self._delete(self.unsent_ids))
+        prepared = self.store.writer.submit(function, *args)
+        self.connection.at_end(self._delete_unsent_later)
+        return await asyncio.wrap_future(prepared)
+
+    def hand_over(self) -> None:
+        for key in self._stored:
+            self._handed_over[key] = self.connection.num_sent
+        self._stored.clear()
+
+    def _delete_unsent_later(self) -> None:
+        """In the store's thread, so that it comes after everything that was submitted to it: whoever was waiting for
+        an array may have been cancelled while it was written."""
+        with suppress(RuntimeError):  # the process ends, and the thread takes no more
+            self.store.writer.submit(self._delete_unsent)
+
+    def _delete_unsent(self) -> None:
+        sent = self.connection.num_sent
+        not_told = [key for key, sent_before in self._handed_over.items() if sent == sent_before]
+        self._delete([*self._stored, *not_told])
 
     def _delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -102,22 +103,11 @@ class ReferenceMaker(Delivery):
     def _refer(self, encoder: Encoder, rows: list[Rows], start: int) -> dict[str, Any]:
         array, missing = encoder.layers_first(rows)
         stored = self.store.put(array)
-        self.unsent_ids.append(stored.id)
+        self._stored.append(stored.id)
         count_stored(succeeded=True)
         # The URL is relative to the API's base.
         reference = stored.reference(array, start, missing, url=f"{_ROWS}/{stored.id}")
         return {**reference, "path": str(stored.path)} if self.names_files else reference
-
-
-def has_left(request: Request) -> bool:
-    """Whether the client has closed its connection. Unlike `is_disconnected`, it does not yield to other tasks."""
-    message = request.receive().__await__()
-    try:
-        next(message)
-    except StopIteration as stop:
-        return bool(stop.value["type"] == "http.disconnect")
-    message.close()
-    return False
 
 
 def cannot_store(error: StoreError) -> HTTPException:

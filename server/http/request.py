@@ -22,6 +22,7 @@ from routed_experts.protocol.models import (
     check_names,
     parse_options,
 )
+from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.vllm_http import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -89,7 +90,7 @@ class RoutedRequest(RoutingFields):
     """Extension of vLLM's request models."""
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)  # None if the request does not ask for routing
-    _has_left: Callable[[], bool] = PrivateAttr()  # whether the client has closed its connection
+    _connection: Connection = PrivateAttr()  # of a request for references
 
     @model_validator(mode="wrap")
     @classmethod

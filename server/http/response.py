@@ -233,7 +233,7 @@ async def respond(answer: Any, raw_request: Request) -> Response:
 
 
 class _Response(StreamingResponse):
-    """Deletes stored arrays also where the body is not asked for, as the client left before."""
+    """Counts its rows, also where the body is not asked for, as the client left before."""
 
     answer: RoutedResponse
 
@@ -241,16 +241,18 @@ class _Response(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.answer.delivery.delete_unsent()
             self.answer.count()
 
 
 async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Other tasks run between two parts."""
-    answer.delivery.mark_sent()
-    for part in parts:
+    part = next(parts)
+    for following in parts:
         yield part
         await asyncio.sleep(0)
+        part = following
+    answer.delivery.hand_over()  # before the last one: nobody reads a part of a JSON object
+    yield part
 
 
 def wants_msgpack(accept: str) -> bool:

@@ -22,6 +22,7 @@ from routed_experts.capture.seams.http import STREAMS_CHOICES, scales_out
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from routed_experts.protocol.models import OPT_IN, PROMPT_START, WEIGHTS
+from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.encoding import LINE_BYTES
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_paths
@@ -97,6 +98,7 @@ class AppClient:
         front.root_path = ""  # as behind a proxy that strips it
         front.user_middleware = [layer for layer in app.user_middleware if _is_known(layer)]
         front.middleware_stack = None  # built anew
+        watch_connections(front)
         keys = api_keys(args)
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(front),

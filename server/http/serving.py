@@ -15,10 +15,11 @@ from routed_experts.capture.rows import WEIGHTS_FLAG
 from routed_experts.capture.seams.http import STREAMS_CHOICES, set_output_kind
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
+from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.metrics import count_stored
-from routed_experts.server.http.references import Delivery, ReferenceMaker, cannot_store, has_left
+from routed_experts.server.http.references import Delivery, ReferenceMaker, cannot_store
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
@@ -96,7 +97,8 @@ class RoutedServing:
         """
         options = options_of(request)
         if options is not None and options.by_reference and raw_request is not None:
-            request._has_left = partial(has_left, raw_request)
+            request._connection = connection_of(raw_request)
+            request._connection.reached_route = True
         _move_transfer_params(request)
         params, config = request.kv_transfer_params, self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
         try:
@@ -192,7 +194,7 @@ class RoutedServing:
     def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
         if not options.by_reference or self.server.store is None:
             return Delivery()
-        return ReferenceMaker(self.server.store, request._has_left, self.server.settings.routed_experts_store_paths)
+        return ReferenceMaker(self.server.store, request._connection, self.server.settings.routed_experts_store_paths)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         if self.captured is not None:

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
 from routed_experts.protocol.codec import read_npy_header
+from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
 from routed_experts.server.outputs.folders import MEMORY
@@ -90,14 +91,6 @@ class _ArrayResponse(StreamingResponse):
                 self.transport.abort()
 
 
-def _transport_of(request: Request) -> asyncio.Transport | None:
-    """The request's connection in uvicorn."""
-    server = getattr(request.app.state, "server", None)
-    connections = server.server_state.connections if server is not None else ()
-    mine = (each for each in connections if getattr(getattr(each, "cycle", None), "scope", None) is request.scope)
-    return getattr(next(mine, None), "transport", None)
-
-
 async def stored_array(
     request: Request, store: ArrayStore | None, key: str, layers: str | None, tokens: str | None
 ) -> Response:
@@ -126,7 +119,7 @@ async def stored_array(
                 response.num_sent += len(piece)
 
         response = _ArrayResponse(chunks(), status, headers, _BYTES)
-        response.file, response.transport = file, _transport_of(request)
+        response.file, response.transport = file, connection_of(request).transport
         opened.pop_all()
         return response
 

@@ -143,13 +143,11 @@ class SSERewriter:
                     values = await self._values(state, arrays) if is_last else {}
                     async for line in self._lines(chunk, values, arrays):
                         yield line
-                    self.delivery.mark_sent()
         except Exception as error:
             is_ours = isinstance(error, LostRowsError | StreamLimitError)
             logger.error("The stream ended with an error: %s", error, exc_info=not is_ours)
             failure += [f"{_DATA}{self.error_event(error)}\n\n", f"{_DATA}[DONE]\n\n"]
         finally:
-            self.delivery.delete_unsent()
             count_response(self.encoder, *(self._lost() if self.encoder.counts.missing else (0, Counter())))
             self._choices.clear()  # the traceback of a cancelled stream keeps this object alive
             close = getattr(chunks, "aclose", None)  # aborts a running request in the engine
@@ -259,6 +257,7 @@ class SSERewriter:
                 yield _with_texts(blank, texts)
             else:
                 added = {name: f'"{name}":{msgspec.json.encode(value).decode()},' for name, value in values.items()}
+                self.delivery.hand_over()
                 yield _with_texts(chunk, added | texts)
             if num_bytes > _PAUSE_BYTES:  # others wait meanwhile
                 num_bytes = 0

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +12,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from routed_experts.protocol.models import RoutingOptions, parse_options
+from routed_experts.server.http.connection import connection_of, watch_connections
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.references import ReferenceMaker, has_left
+from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.response import CollectedRows, RoutedResponse, respond
 from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.http.vllm_http import with_cancellation
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
@@ -47,24 +48,25 @@ class Edge:
     def app(self) -> FastAPI:
         app = FastAPI()
         app.state.args = SimpleNamespace()
-        app.add_api_route("/long", self.long, methods=["POST"])
+        app.add_api_route("/long", with_cancellation(self.long), methods=["POST"])
+        watch_connections(app)
         return app
 
-    async def long(self, request: Request) -> Response:
+    async def long(self, raw_request: Request) -> Response:
         """An answer of all rows."""
-        body = await request.json()
+        body = await raw_request.json()
         options = parse_options({"return_routed_experts": True, "routed_experts_delivery": "reference"})
         assert options is not None
-        references = ReferenceMaker(self.store, partial(has_left, request))
+        references = ReferenceMaker(self.store, connection_of(raw_request))
         outputs = self._outputs(body["generated"], at_once=not body["stream"])
         if body["stream"]:
             aligner = SSERewriter(options, encoder_of(options), 1, str, delivery=references)
-            return await respond(aligner.rewrite(_chunks(aligner.watch(outputs))), request)
+            return await respond(aligner.rewrite(_chunks(aligner.watch(outputs))), raw_request)
         collected = CollectedRows(options, (L, K))
         async for _ in collected.collect_from(outputs):
             pass
         answer = RoutedResponse(_Completion(), collected, encoder_of(options), False, references)
-        return await respond(answer, request)
+        return await respond(answer, raw_request)
 
     async def _outputs(self, generated: int, at_once: bool) -> AsyncIterator[RequestOutput]:
         """The prompt's rows in one piece, and `generated` that come one by one; one output for all or one a token."""

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Event, get_ident
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI, Request
+from starlette.types import Message
 
 from examples import dataset
 from routed_experts.protocol.fetch import FetchError, Range, fetch
@@ -26,6 +27,7 @@ from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.cli.serve import prepared_folders
 from routed_experts.server.http import references
 from routed_experts.server.http import stored_arrays as route
+from routed_experts.server.http.connection import Connection, watch_connections
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.references import ReferenceMaker
@@ -203,6 +205,7 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
     array = np.random.default_rng(15).integers(0, 1 << 14, (6, 120_001, 7), dtype=np.int16)
     app = FastAPI()
     app.include_router(router)
+    watch_connections(app)
     app.state.routed_experts = ServerState(store=store)
 
     async def fetch_all() -> None:
@@ -271,6 +274,39 @@ def test_two_ranks_fetch_their_own_layers_of_several_turns(api: Server) -> None:
         assert np.array_equal(cut, expected[:, :20])
 
 
+LOGGED = "VLLM_DEBUG_LOG_API_SERVER_RESPONSE"
+OF_OPERATORS = ("passes", "Passes", "holds_back", LOGGED)
+
+
+@pytest.mark.parametrize("name", OF_OPERATORS)
+def test_references_behind_the_middleware_of_operators(
+    tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = () if name == LOGGED else ("--middleware", f"tests.contract.middleware.{name}")
+    if name == LOGGED:
+        monkeypatch.setenv(LOGGED, "true")
+    body = {"prompt": prompt_of(20, 17), "max_tokens": 3, **ASK, **REFERENCE}
+    with serving(tiny_model, *flags) as server:
+        answer = server.complete(**body)
+        chunks = list(server.stream(COMPLETIONS, **body))
+        tokens = answer["choices"][0]["token_ids"]
+        expected = rows_of([*body["prompt"], *tokens[:-1]]).swapaxes(0, 1)
+        for prompt, own in (
+            (answer["prompt_routed_experts"], answer["choices"][0]["routed_experts"]),
+            references_in(chunks),
+        ):
+            assert np.array_equal(get(server, prompt), expected[:, :20])
+            assert np.array_equal(get(server, own), expected[:, 20:])
+
+
+def references_in(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The reference to the rows of a stream's prompt, and that to those of its choice."""
+    (prompt,) = (chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    (own,) = (choice["routed_experts"] for choice in choices if "routed_experts" in choice)
+    return prompt, own
+
+
 def limited(model: Path, folder: Path, num_bytes: int, *more: str) -> AbstractContextManager[Server]:
     """A server with a store of so many bytes."""
     return serving(model, "--routed-experts-store", str(folder), "--routed-experts-store-bytes", str(num_bytes), *more)
@@ -323,53 +359,51 @@ def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_pat
         assert len(stored_in(tmp_path / "store")) == 2
 
 
-def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
-    store, goes_on = ArrayStore(tmp_path / "store", 1 << 20), Event()
-    maker, encoder = ReferenceMaker(store, lambda: False), Encoder("object", "int16", (L, K), 1 << 15)
+def connection_of_nobody() -> Connection:
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
 
-    def prepare() -> None:
-        maker.references(encoder, [("routed_experts", 0, [])])
-        goes_on.wait(60)
-        maker.references(encoder, [("routed_experts", 0, [])])
+    async def send(message: Message) -> None:
+        pass
 
-    async def leave() -> None:
-        task = asyncio.create_task(maker.run(1, prepare))
-        while not maker.unsent_ids:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        goes_on.set()
+    return Connection(receive, send)
 
-    asyncio.run(leave())
-    store.writer.submit(lambda: None).result(60)
-    assert len(maker.unsent_ids) == 2
+
+ENCODER = Encoder("object", "int16", (L, K), 1 << 15)
+
+
+def test_what_is_stored_after_the_request_has_ended_is_deleted(tmp_path: Path) -> None:
+    """vLLM does not wait for the task that it cancels because the client has left."""
+    connection = connection_of_nobody()
+    maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20), connection)
+    connection.end()
+    made, failure = asyncio.run(maker.run(1, maker.references, ENCODER, [("routed_experts", 0, [])]))
+    assert ("id" in made[0]["routed_experts"], failure) == (True, None)
     wait_until_empty(tmp_path / "store")
 
 
 def test_a_client_that_leaves_before_the_response_begins(tmp_path: Path) -> None:
     """Behind a middleware in which sending takes turns, the body is then never asked for."""
-    maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20), lambda: True)
-    encoder = Encoder("object", "int16", (L, K), 1 << 15)
+    connection = connection_of_nobody()
+    maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20), connection)
+    stored = []
 
     class Answer(RoutedResponse):
         def encode(self, packed: bool) -> bytes:
-            self.delivery.references(self.encoder, [("routed_experts", 0, [])])
+            stored.append(self.delivery.references(self.encoder, [("routed_experts", 0, [])]))
             return b"{}"
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.disconnect"}
 
     async def leave() -> None:
         app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace()))
         request = Request({"type": "http", "asgi": {"spec_version": "2.3"}, "headers": [], "app": app})
         rows = CollectedRows(RoutingOptions(), (L, K))
-        answer = Answer(SimpleNamespace(kv_transfer_params=None), rows, encoder, False, maker)  # type: ignore[arg-type]
+        answer = Answer(SimpleNamespace(kv_transfer_params=None), rows, ENCODER, False, maker)  # type: ignore[arg-type]
         response = await respond(answer, request)
-        await response(request.scope, receive, lambda message: asyncio.sleep(0))
+        await response(request.scope, connection.receive, lambda message: asyncio.sleep(0))
+        connection.end()
 
     asyncio.run(leave())
-    assert len(maker.unsent_ids) == 1
+    assert len(stored) == 1
     wait_until_empty(tmp_path / "store")
 
 

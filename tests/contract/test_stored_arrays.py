@@ -3,12 +3,16 @@
 import asyncio
 import json
 import os
+import random
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,10 +23,11 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message
 
 from routed_experts.server.http import stored_arrays
+from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.engine import ServerState
-from routed_experts.server.http.references import ROWS_PATH
+from routed_experts.server.http.references import ROWS_PATH, ReferenceMaker
 from routed_experts.server.http.routes import router
-from routed_experts.server.outputs.array_store import ArrayStore, StoreError
+from routed_experts.server.outputs.array_store import ArrayStore, StoredArray, StoreError
 from routed_experts.server.outputs.folders import default_folder
 from tests.contract.edge import Edge
 from tests.e2e.harness import wait_until
@@ -32,12 +37,8 @@ LIMIT = 5 * ARRAY.nbytes
 
 
 @contextmanager
-def serving(store: ArrayStore) -> Iterator[uvicorn.Server]:
-    """Our route in uvicorn, as vLLM runs it; its address is that of the only server."""
-    app = FastAPI()
-    app.include_router(router)
-    app.state.routed_experts = ServerState(store=store)
-    app.state.server = server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+def running(app: FastAPI) -> Iterator[uvicorn.Server]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = Thread(target=server.run)
     thread.start()
     try:
@@ -46,6 +47,17 @@ def serving(store: ArrayStore) -> Iterator[uvicorn.Server]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def serving(store: ArrayStore) -> Iterator[uvicorn.Server]:
+    """Our route in uvicorn, as vLLM runs it; its address is that of the only server."""
+    app = FastAPI()
+    app.include_router(router)
+    watch_connections(app)
+    app.state.routed_experts = ServerState(store=store)
+    with running(app) as server:
+        yield server
 
 
 def connect(server: uvicorn.Server, method: str, key: str) -> socket.socket:
@@ -135,70 +147,180 @@ class Client:
 
     Attributes:
         taken: what it was sent before it left.
+        disconnected: whether it has left, as uvicorn's object for a request says it.
     """
 
     def __init__(self, message: int | None = None, step: int | None = None) -> None:
         self.taken: list[dict[str, Any]] = []
+        self.disconnected = False
         self._message, self._step = message, step
         self._has_left = asyncio.Event()
+        self._bodies: list[bytes] = []
 
     async def ask(self, app: ASGIApp, **asked: Any) -> None:
-        bodies = [json.dumps({"generated": 20, **asked}).encode()]
-
-        async def receive() -> Message:
-            if bodies:
-                return {"type": "http.request", "body": bodies.pop()}
-            await self._has_left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Message) -> None:
-            if len(self.taken) == self._message:
-                self._has_left.set()
-            if not self._has_left.is_set():
-                self.taken.append(dict(message))
-
+        self._bodies = [json.dumps({"generated": 20, **asked}).encode()]
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/long", "headers": headers, "query_string": b""}
-        leaving = asyncio.create_task(self._leave())
-        await app({**scope, "asgi": {"spec_version": "2.3"}}, receive, send)
+        leaving = asyncio.create_task(self._leave_after_steps())
+        await app({**scope, "asgi": {"spec_version": "2.3"}}, self.receive, self.send)
         leaving.cancel()
 
-    async def _leave(self) -> None:
+    async def receive(self) -> Message:
+        if self._bodies:
+            return {"type": "http.request", "body": self._bodies.pop()}
+        await self._has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if len(self.taken) == self._message:
+            self.leave()
+        if not self.disconnected:
+            self.taken.append(dict(message))
+
+    def leave(self) -> None:
+        self.disconnected = True
+        self._has_left.set()
+
+    async def _leave_after_steps(self) -> None:
         if self._step is not None:
             for _ in range(self._step):
                 await asyncio.sleep(0)
-            self._has_left.set()
+            self.leave()
 
     @property
     def is_told(self) -> bool:
-        return any(b'"url"' in message.get("body", b"") for message in self.taken)
+        """Whether a reference can be read in what it was sent: in a line of a stream, or in a whole JSON object."""
+        text = b"".join(message.get("body", b"") for message in self.taken).decode()
+        if not text.startswith("data: "):
+            return text.count("{") == text.count("}") and '"url"' in text
+        return any('"url"' in line for line in text.splitlines())
 
     @property
     def has_all(self) -> bool:
         return bool(self.taken) and not self.taken[-1].get("more_body", "status" in self.taken[-1])
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory, as that of a server."""
+    path = default_folder(f"test-{os.getpid()}")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
 @pytest.mark.parametrize("rows", [40, 3000], ids=["one line", "many lines"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_s5_clients_that_leave_around_the_end_leave_nothing(rows: int, stream: bool) -> None:
+def test_s5_clients_that_leave_around_the_end_leave_nothing(folder: Path, rows: int, stream: bool) -> None:
     """Wherever they leave; arrays stay for those who were told of them."""
-    folder = default_folder(f"test-{os.getpid()}")
     edge = Edge(rows, folder)
     edge.store.open()
     if rows > 40:  # the prompt does not fit: it comes in lines
         edge.store.max_bytes = 30 * 48 * 8 * 2
-    try:
-        for moment in range(500):
-            client = Client(message=moment) if stream else Client(step=moment)
-            asyncio.run(client.ask(edge.app(), stream=stream))
-            edge.store.writer.submit(lambda: None).result(60)
-            files = [*folder.rglob("*.npy")]
-            assert client.is_told == bool(files), f"{moment}: {client.taken[-1:]}"
-            if client.has_all:
-                break
-            for path in files:
-                edge.store.delete(path.parent.name + path.stem)
-        assert client.is_told
-        assert moment > 5
-    finally:
-        shutil.rmtree(folder)
+    for moment in range(500):
+        client = Client(message=moment) if stream else Client(step=moment)
+        asyncio.run(client.ask(edge.app(), stream=stream))
+        edge.store.writer.submit(lambda: None).result(60)
+        files = [*folder.rglob("*.npy")]
+        assert client.is_told == bool(files), f"{moment}: {client.taken[-1:]}"
+        if client.has_all:
+            break
+        for path in files:
+            edge.store.delete(path.parent.name + path.stem)
+    assert client.is_told
+    assert moment > 5
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("array", [0, 1])
+def test_clients_that_leave_while_an_array_is_written_leave_nothing(
+    folder: Path, stream: bool, array: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is one of which nobody has the id before it is written."""
+    edge, client = Edge(40, folder), Client()
+    write = edge.store._write
+    written: list[StoredArray] = []
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+
+        def write_slowly(*args: Any) -> StoredArray:
+            if len(written) == array:
+                loop.call_soon_threadsafe(client.leave)
+                time.sleep(0.1)  # nobody waits for the array any more
+            written.append(write(*args))
+            return written[-1]
+
+        monkeypatch.setattr(edge.store, "_write", write_slowly)
+        await client.ask(edge.app(), stream=stream)
+
+    asyncio.run(ask())
+    edge.store.writer.submit(lambda: None).result(60)
+    assert len(written) == 2
+    assert not client.is_told
+    assert held_bytes(folder) == edge.store.used_bytes == 0
+
+
+def ask_and_leave(server: uvicorn.Server, stream: bool, leave: Callable[[], Any]) -> bytes:
+    """What a client was sent that closes its connection after `leave`; it does not wait for more."""
+    body = json.dumps({"generated": 20, "stream": stream}).encode()
+    head = f"POST /long HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(server.servers[0].sockets[0].getsockname()) as sock:
+        sock.sendall(head.encode() + body)
+        leave()
+        sock.setblocking(False)
+        received = bytearray()
+        with suppress(BlockingIOError):
+            while part := sock.recv(1 << 16):
+                received += part
+    return bytes(received)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_whose_leaving_the_event_loop_has_not_read(
+    folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection takes what is sent, and nobody reads it."""
+    edge, is_ready, has_left = Edge(40, folder), Event(), Event()
+    hand_over = ReferenceMaker.hand_over
+
+    def hand_over_late(maker: ReferenceMaker) -> None:
+        is_ready.set()
+        assert has_left.wait(60)
+        hand_over(maker)
+
+    monkeypatch.setattr(ReferenceMaker, "hand_over", hand_over_late)
+    with running(edge.app()) as server:
+        assert b'"url"' not in ask_and_leave(server, stream, is_ready.wait)
+        has_left.set()
+    edge.store.writer.submit(lambda: None).result(60)
+    assert held_bytes(folder) == edge.store.used_bytes == 0
+
+
+def test_of_hundreds_of_clients_that_leave_at_any_time_nothing_is_left(folder: Path) -> None:
+    """But the arrays of those who were told of them."""
+    edge = Edge(40, folder)
+    dice = random.Random(3)
+    moments = [dice.random() * 0.4 for _ in range(300)]
+    with running(edge.app()) as server, ThreadPoolExecutor(20) as clients:
+        asked = [
+            clients.submit(ask_and_leave, server, number % 2 == 0, partial(time.sleep, moment))
+            for number, moment in enumerate(moments)
+        ]
+        received = b"".join(client.result(60) for client in asked)
+    edge.store.writer.submit(lambda: None).result(60)
+    assert [path for path in folder.rglob("*.npy") if path.stem.encode() not in received] == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_leave_after_any_step_leave_nothing(folder: Path, stream: bool) -> None:
+    """In each step of the event loop, the request is cancelled at another place."""
+    edge = Edge(40, folder)
+    for step in range(2000):
+        client = Client(step=step)
+        asyncio.run(client.ask(edge.app(), stream=stream))
+        edge.store.writer.submit(lambda: None).result(60)
+        if client.is_told:
+            break
+        assert held_bytes(folder) == edge.store.used_bytes == 0, step
+    assert client.is_told
+    assert step > 10
