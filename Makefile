@@ -6,6 +6,8 @@ VENV ?= .venv
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 # Further options of pip, such as --extra-index-url for an index that has PyTorch's CPU build.
 PIP_OPTIONS ?=
+# Another version of transformers, for test-transformers.
+TRANSFORMERS ?= 5.24.0
 PORT ?= 8000
 # The repository's address, for `make release`: the README with absolute links is then the page on a package index.
 URL ?=
@@ -25,7 +27,7 @@ HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
 CODE := server capture protocol tests bench examples
 
-.PHONY: help setup serve test test-fast test-release test-gpu test-vllm test-next check format spec bench bench-gpu bench-http lock release sbom clean
+.PHONY: help setup serve test test-fast test-release test-gpu test-vllm test-transformers test-next check format spec bench bench-gpu bench-http lock release sbom clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +37,7 @@ help:
 	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
 	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
+	@echo "make test-transformers  run the tests of replay on a newer transformers than vLLM's (or TRANSFORMERS=5.21.0)"
 	@echo "make test-next     list what the newest vLLM for CUDA lacks (or VLLM=0.33.0), and run the tests that need no engine"
 	@echo "make check         check formatting, lint, types and the API description"
 	@echo "make format        format the code"
@@ -102,6 +105,11 @@ test-gpu: setup
 # VLLM="0.27.1 0.30.0" names versions; all with a build for CPUs otherwise.
 test-vllm: setup
 	$(BIN)/python -m tests.vllm_versions $(VLLM) $(ARGS)
+
+# Trainers have newer versions than vLLM allows. This one lies apart, and comes first on the path.
+test-transformers: setup
+	@$(PIP) --no-deps --upgrade --target $(VENV)/transformers transformers==$(TRANSFORMERS) $(HUSH)
+	PYTHONPATH=$(VENV)/transformers $(PYTEST) -m "not e2e" tests/clients/test_replay.py $(ARGS)
 
 test-next: setup
 	$(BIN)/python -m tests.next_vllm --version=$(VLLM) $(ARGS)

@@ -8,12 +8,14 @@ chooses by itself.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
 
@@ -21,6 +23,10 @@ _DECODER_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _TWICE = (
     "the routers of decoder layers {} were asked in a second forward pass, whose tokens may be others: "
     "a block is for one forward pass and its backward pass"
+)
+_BOTH = (
+    "the module has several routers in decoder layer {}, and {} were both asked, as those of a policy and of its "
+    "reference are: take a block for each forward pass, and give `replayed` the model that runs in it, with its rows"
 )
 
 
@@ -35,24 +41,27 @@ class Replay:
     Attributes:
         layer_ids: decoder layers of the replayed routers.
         known: rows that each of them has.
-        asked: forward passes of each of them so far; recomputed ones do not count.
     """
 
     layer_ids: list[int]
     known: list[int]
-    asked: list[Tensor]  # one number each, which torch.compile would compile anew for if it were an int
+    _layers: "list[_Layer]"
+
+    @property
+    def asked(self) -> list[int]:
+        """Forward passes of each layer's routers so far; recomputed ones do not count."""
+        return [layer.asked for layer in self._layers]
 
     @property
     def replayed(self) -> int:
         """Rows that were replayed so far, counted in each layer."""
-        return sum(int(asked) * known for asked, known in zip(self.asked, self.known, strict=True))
+        return sum(asked * known for asked, known in zip(self.asked, self.known, strict=True))
 
     def check(self) -> None:
         """Raises `ReplayError` if a router was never asked, or for more than one forward pass."""
-        if silent := [layer for layer, asked in zip(self.layer_ids, self.asked, strict=True) if not asked]:
+        if silent := [layer.decoder_layer for layer in self._layers if not layer.asked]:
             raise ReplayError(f"the routers of decoder layers {silent} were never asked: nothing was replayed there")
-        if often := [layer for layer, asked in zip(self.layer_ids, self.asked, strict=True) if asked > 1]:
-            raise ReplayError(_TWICE.format(often))
+        _check_one_pass(self._layers)
 
 
 @contextmanager
@@ -84,32 +93,31 @@ def replayed(
     if factors is not None and (factors.shape[-2:] != ids.shape[-2:] or factors.numel() != ids.numel()):
         raise ReplayError(f"weights of shape {[*factors.shape]} for rows of shape {[*ids.shape]}")
     routers = _routers(model)
-    places = _places(list(dict.fromkeys(layer for layer, _ in routers)), ids, layer_ids)
-    others = sorted(set(range(ids.shape[1])) - set(places.values()))
-    if (ids[:, others] > 0).any():
-        raise ReplayError(f"the model has no router for layers {others} of the rows: it is not the server's")
+    places = _places(list(dict.fromkeys(layer for _, layer, _ in routers)), ids, layer_ids)
+    _check_others(ids, places, layer_ids)
     most = int(ids.max()) if ids.numel() else -1
-    experts = min(getattr(router, "num_experts", None) or router.config.num_experts for _, router in routers)
+    experts = min(getattr(router, "num_experts", None) or router.config.num_experts for _, _, router in routers)
     if most >= experts:
         raise ReplayError(f"expert {most} in the rows of a model with {experts}")
     _check_distinct(ids[:, sorted(places.values())])
-    if any("_replay" in vars(router) for _, router in routers):
+    if any("_replay" in vars(router) for _, _, router in routers):
         raise ReplayError("the model is being replayed already")
-    known = (ids >= 0).all(dim=2).sum(dim=0).tolist()
-    asked = {layer: torch.zeros((), dtype=torch.int64) for layer in places}
-    replay = Replay(list(places), [known[at] for at in places.values()], list(asked.values()))
+    layers: dict[int, _Layer] = {}
+    for layer, at in places.items():
+        recorded = None if factors is None else factors.reshape(ids.shape)[:, at]
+        layers[layer] = _Layer(layer, ids[:, at].clone(), (ids[:, at] < 0).any(dim=1, keepdim=True), recorded)
+    known = [int((~layer.is_unknown).sum()) for layer in layers.values()]
+    replay = Replay(list(layers), known, list(layers.values()))
     with ExitStack() as stack:
-        for layer, router in routers:
-            at = places[layer]
-            own = None if factors is None else factors.reshape(ids.shape)[:, at]
-            stack.enter_context(_asked(router, _Layer(layer, ids[:, at], own, asked[layer])))
+        for name, layer, router in routers:
+            stack.enter_context(_asked(router, _Router(name, layers[layer])))
         yield replay
         replay.check()
 
 
 @contextmanager
-def _asked(router: Any, layer: "_Layer") -> Iterator[None]:
-    """Within, `layer` is asked for what the router returns."""
+def _asked(router: Any, replaying: "_Router") -> Iterator[None]:
+    """Within, `replaying` is asked for what the router returns."""
     of: type[Module] = type(router)
     family = _family(of)
     assert family is not None
@@ -117,19 +125,19 @@ def _asked(router: Any, layer: "_Layer") -> Iterator[None]:
     closure = getattr(hook, "__closure__", None) or ()
     if any(type(cell.cell_contents).__name__ == "EpRouterParallel" for cell in closure):
         raise ReplayError("with ep_router, each rank has ids of its own: replay needs an ep_plan without it")
-    replaying = _replaying(of, family)  # type: ignore[arg-type]
+    replaying_class = _replaying(of, family)  # type: ignore[arg-type]
     # accelerate keeps the class's method on the router, and calls it while the router's offloaded weights are there.
     original = getattr(of, family.method)
     inner = [name for name, value in vars(router).items() if getattr(value, "__func__", None) is original]
     before = {name: vars(router)[name] for name in (inner or [family.method]) if hook is not None}
-    router._replay = layer
+    router._replay = replaying
     try:
         if hook is None:
-            router.__class__ = replaying
+            router.__class__ = replaying_class
         elif inner:
-            vars(router).update({name: MethodType(getattr(replaying, family.method), router) for name in inner})
+            vars(router).update({name: MethodType(getattr(replaying_class, family.method), router) for name in inner})
         else:
-            around = lambda *args, **kwargs: layer.route(router, family, args, hook(*args, **kwargs))  # noqa: E731
+            around = lambda *args, **kwargs: replaying.route(router, family, args, hook(*args, **kwargs))  # noqa: E731
             setattr(router, family.method, around)
         yield
     finally:
@@ -144,7 +152,8 @@ def _flat(rows: Any, device: torch.device | None = None) -> Tensor:
     if ids.dim() < 3 or ids.is_floating_point():
         raise ReplayError(f"rows must be integers [..., L, K], not {ids.dtype} {[*ids.shape]}")
     ids = ids.flatten(0, -3)
-    return ids if ids.dtype.is_signed else ids.to(torch.int32)
+    # The router's own choice takes the place of unknown rows, so the type has room for it.
+    return ids.to(torch.int32) if ids.dtype in (torch.uint8, torch.int8) or not ids.dtype.is_signed else ids
 
 
 def _check_distinct(ids: Tensor) -> None:
@@ -168,16 +177,41 @@ def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None)
     return {layer: named.index(layer) for layer in layers}
 
 
+def _check_others(ids: Tensor, places: dict[int, int], layer_ids: Sequence[int] | None) -> None:
+    """Refuses rows with experts for layers that the model does not have. Zeros are those of layers without experts."""
+    others = sorted(set(range(ids.shape[1])) - set(places.values()))
+    if (ids[:, others] > 0).any():
+        lacking = others if layer_ids is None else [int(layer_ids[at]) for at in others]
+        raise ReplayError(
+            f"the rows have experts of decoder layers {lacking} too, but the model has routers of {sorted(places)} "
+            "alone. If it is one stage of a pipeline, give it the rows and `layer_ids` of its own layers, as from "
+            "`protocol.ranks.stage_layers`; if not, the rows are of another model"
+        )
+
+
 def _is_recomputed() -> bool:
     """Whether this forward pass is a part of a backward pass, as gradient checkpointing has it."""
     return torch._C._current_graph_task_id() != -1
 
 
-@torch.library.custom_op("routed_experts::count", mutates_args={"asked"})
-def _count(asked: Tensor) -> None:
-    """One more, unless this is recomputed. An operator, as compiled code would not ask for that when it is run."""
+@torch.library.custom_op("routed_experts::choose", mutates_args=())
+def _choose(rows: Tensor, own: Tensor, asked: Tensor) -> Tensor:
+    """The experts of `rows`. Unknown ones become the router's own, which a recomputed pass then gets again.
+
+    It counts the forward pass in `asked`, too. Both are changed by way of `data`, where autograd does not see it:
+    checkpointing within compiled code keeps them for the recomputed pass, and refuses what has been changed since.
+    An operator, as compiled code would not ask `_is_recomputed` when it is run.
+    """
     if not _is_recomputed():
-        asked.add_(1)
+        asked.data.add_(1)
+        is_unknown = (rows < 0).any(dim=-1, keepdim=True)
+        rows.data.copy_(torch.where(is_unknown, own.to(rows.device, rows.dtype), rows))
+    return rows.to(own.device, own.dtype, copy=True)
+
+
+@_choose.register_fake
+def _(rows: Tensor, own: Tensor, asked: Tensor) -> Tensor:
+    return torch.empty_like(own)
 
 
 @dataclass(frozen=True)
@@ -185,25 +219,28 @@ class _Family:
     """How routers of some classes compute weights [T, K] for ids [T, K], and what they return."""
 
     weigh: Callable[[Any, Tensor, Tensor], Tensor]
-    order: tuple[int, int, int] = (0, 1, 2)  # of logits, weights and ids in what they return
     method: str = "forward"
 
     def read(self, router: Any, args: tuple[Any, ...], output: Any) -> Sequence[Tensor]:
         """Logits [T, E], weights and ids."""
-        return [output[at] for at in self.order]
+        first, weights, last = output
+        return (first, weights, last) if first.is_floating_point() else (last, weights, first)
 
     def write(self, output: Any, weights: Tensor, ids: Tensor) -> Any:
         """`output` with these."""
-        parts = list(output)
-        parts[self.order[1]], parts[self.order[2]] = weights, ids
-        return tuple(parts)
+        first, _, last = output
+        return (first, weights, ids) if first.is_floating_point() else (ids, weights, last)
 
 
-class _Jamba(_Family):
-    """Its MoE block routes by a method that gets logits, and returns ids and weights."""
+class _JambaBlock(_Family):
+    """In older versions of transformers, Jamba's MoE block routes by a method that gets logits."""
 
     def read(self, router: Any, args: tuple[Any, ...], output: Any) -> Sequence[Tensor]:
-        return args[1], output[1], output[0]
+        ids, weights = output
+        return args[1], weights, ids
+
+    def write(self, output: Any, weights: Tensor, ids: Tensor) -> Any:
+        return ids, weights
 
 
 class _Llama4(_Family):
@@ -270,8 +307,9 @@ _FAMILIES = {
     "DeepseekV2TopkRouter": _Family(_plain_softmax),
     "Gemma4TextRouter": _Family(_gemma4),
     "GptOssTopKRouter": _Family(_softmax_of_chosen),
-    "GraniteMoeHybridTopKRouter": _Family(_softmax_of_chosen, order=(2, 1, 0)),
-    "JambaSparseMoeBlock": _Jamba(_plain_softmax, order=(-1, 1, 0), method="route_tokens_to_experts"),
+    "GraniteMoeHybridTopKRouter": _Family(_softmax_of_chosen),
+    "JambaSparseMoeBlock": _JambaBlock(_plain_softmax, method="route_tokens_to_experts"),
+    "JambaTopKRouter": _Family(_plain_softmax),
     "Lfm2MoeTopKRouter": _Family(_lfm2),
     "Llama4Router": _Llama4(_llama4),
 }
@@ -280,40 +318,78 @@ _FAMILIES = {
 
 @dataclass(eq=False)
 class _Layer:
-    """What one router replays."""
+    """What the routers of a decoder layer replay. Of several, one is asked."""
 
     decoder_layer: int
-    ids: Tensor  # [T, K]
+    ids: Tensor  # [T, K]; unknown rows become those that the forward pass chose
+    is_unknown: Tensor  # [T, 1]
     weights: Tensor | None
-    asked: Tensor  # how often, 0-d
+    routers: "list[_Router]" = field(default_factory=list)
+
+    @property
+    def asked(self) -> int:
+        """Forward passes so far; recomputed ones do not count."""
+        return sum(int(router.asked) for router in self.routers)
+
+
+def _check_one_pass(layers: "Sequence[_Layer]") -> None:
+    for layer in layers:
+        names = [router.name for router in layer.routers if router.asked]
+        if len(names) > 1:
+            raise ReplayError(_BOTH.format(layer.decoder_layer, " and ".join(names)))
+    if often := [layer.decoder_layer for layer in layers if layer.asked > 1]:
+        raise ReplayError(_TWICE.format(often))
+
+
+class _Router:
+    """What is asked in place of one router."""
+
+    def __init__(self, name: str, layer: _Layer) -> None:
+        self.name = name
+        self.layer = layer
+        self.asked = torch.zeros((), dtype=torch.int64, device="cpu")  # for an int, torch.compile would compile anew
+        layer.routers.append(self)
 
     def route(self, router: Any, family: _Family, args: tuple[Any, ...], output: Any) -> Any:
-        logits, own_weights, own_ids = family.read(router, args, output)
-        _count(self.asked)
-        if not torch.compiler.is_compiling() and not _is_recomputed():  # `Replay.check` finds compiled second passes
-            self.check(router, family, logits, own_weights, own_ids)
-        if self.ids.shape != own_ids.shape:
-            raise ReplayError(f"rows [T, K] of {[*self.ids.shape]}, but the router has {[*own_ids.shape]}")
-        given = self.ids.to(own_ids.device, own_ids.dtype)
-        is_unknown = (given < 0).any(dim=-1, keepdim=True)
-        ids = torch.where(is_unknown, own_ids, given)
-        weights = family.weigh(router, logits, ids)
-        if self.weights is not None:
-            recorded = self.weights.to(weights.device, weights.dtype)
-            recorded = torch.where(recorded.isnan(), weights.detach(), recorded)
-            weights = recorded + (weights - weights.detach())
-        return family.write(output, torch.where(is_unknown, own_weights, weights.to(own_weights.dtype)), ids)
+        """`output` with the layer's experts.
 
-    def check(self, router: Any, family: _Family, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
-        """Whether this is the only forward pass, and the router's own weights are what `family` makes of its logits:
-        other versions of transformers return probabilities in place of logits."""
-        if self.asked > 1:
-            raise ReplayError(_TWICE.format([self.decoder_layer]))
-        with torch.no_grad():
-            found = family.weigh(router, logits, ids).to(weights.dtype)
-        if not torch.allclose(found, weights, rtol=0.02, atol=1e-3, equal_nan=True):
-            name = type(router).__name__.removeprefix("Replaying")
-            raise ReplayError(f"this version of transformers has another {name} than is known: take transformers 5.19")
+        A recomputed pass does what the first one did, operation by operation: selective checkpointing hands it results
+        by the number of the call that they are of.
+        """
+        logits, own_weights, own_ids = family.read(router, args, output)
+        self.check_shape(own_ids)
+        ids = _choose(self.layer.ids, own_ids, self.asked)
+        if not torch.compiler.is_compiling():  # `Replay.check` finds compiled second passes
+            _check_one_pass([self.layer])
+            _check_weights(router, family, logits, own_weights, own_ids)
+        is_unknown = self.layer.is_unknown.to(ids.device)
+        weights = family.weigh(router, logits, ids)
+        if self.layer.weights is not None:
+            recorded = self.layer.weights.to(weights.device, weights.dtype)
+            recorded = torch.where(recorded.isnan() | is_unknown, weights.detach(), recorded)
+            weights = recorded + (weights - weights.detach())
+        is_own = is_unknown & (ids == own_ids).all(dim=-1, keepdim=True)
+        return family.write(output, torch.where(is_own, own_weights, weights.to(own_weights.dtype)), ids)
+
+    def check_shape(self, own_ids: Tensor) -> None:
+        if self.layer.ids.shape == own_ids.shape:
+            return
+        if not torch.compiler.is_compiling() and not _is_recomputed():
+            self.asked.add_(1)
+            _check_one_pass([self.layer])  # the cause, if it is the second one
+        raise ReplayError(f"rows [T, K] of {[*self.layer.ids.shape]}, but the router has {[*own_ids.shape]}")
+
+
+def _check_weights(router: Any, family: _Family, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+    """Whether the router's own weights are what `family` makes of its logits: other versions of transformers return
+    probabilities in place of logits."""
+    with torch.no_grad():
+        found = family.weigh(router, logits, ids).to(weights.dtype)
+    if not torch.allclose(found, weights, rtol=0.02, atol=1e-3, equal_nan=True):
+        name = type(router).__name__.removeprefix("Replaying")
+        raise ReplayError(
+            f"this version of transformers has another {name} than is known: take transformers 5.19 to 5.24"
+        )
 
 
 @cache
@@ -328,16 +404,18 @@ def _replaying(of: type[Module], family: _Family) -> type[Module]:
 
 
 def _family(of: type[Module]) -> _Family | None:
-    return next((_FAMILIES[base.__name__] for base in of.__mro__ if base.__name__ in _FAMILIES), None)
+    families = (_FAMILIES[base.__name__] for base in of.__mro__ if base.__name__ in _FAMILIES)
+    return next((family for family in families if hasattr(of, family.method)), None)
 
 
-def _routers(model: Module) -> list[tuple[int, Any]]:
-    """With their decoder layers. Of several in a layer one is asked: PEFT's copy that is trained, or the original."""
-    found: list[tuple[int, Any]] = []
+def _routers(model: Module) -> list[tuple[str, int, Any]]:
+    """With their names and decoder layers. Of several in a layer one is asked: PEFT's copy that is trained, or the
+    original."""
+    found: list[tuple[str, int, Any]] = []
     for name, module in model.named_modules():
         if _family(type(module)) is not None:
             numbers = _DECODER_LAYER.search(f"{name}.")
-            found.append((int(numbers[1]) if numbers else len(found), module))
+            found.append((name, int(numbers[1]) if numbers else len(found), module))
     if not found:
         raise ReplayError(f"{type(model).__name__} has none of the routers {sorted(_FAMILIES)}")
     return found
@@ -365,7 +443,9 @@ class MegatronReplay:
 
     def __init__(self, chunks: Module | Sequence[Module]) -> None:
         self.replayed = 0
-        self._chunks = [_megatron_routers(each) for each in ([chunks] if isinstance(chunks, Module) else chunks)]
+        modules = [chunks] if isinstance(chunks, Module) else chunks
+        self._chunks = [_megatron_routers(each) for each in modules]
+        self._devices = [next((weight.device for weight in each.parameters()), None) for each in modules]
         self._fed: list[int] = []  # microbatches of each chunk; none outside of the block
 
     def __enter__(self) -> "MegatronReplay":
@@ -392,7 +472,8 @@ class MegatronReplay:
         """
         if not self._fed:
             raise ReplayError("rows are replayed within `with MegatronReplay(...)` only: feed them there")
-        ids, routers = _flat(rows), self._chunks[chunk]
+        ids = _flat(rows, self._devices[chunk])
+        routers = self._chunks[chunk]
         places = _places(list(routers), ids, layer_ids)
         _check_distinct(ids[:, sorted(places.values())])
         self._check_asked(chunk)
@@ -424,32 +505,48 @@ class MegatronReplay:
 
 
 def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """In place of the method that asks a `RouterReplay` for experts. It replays all rows, as they are."""
-    peaks: list[Tensor] = []  # largest scores of tokens, of each pass to be recomputed: they tell microbatches apart
+    """In place of the method that asks a `RouterReplay` for experts. It replays all rows, as they are.
+
+    A recomputed pass does what the first one did, operation by operation, as checkpointing without `use_reentrant`
+    counts the tensors that autograd keeps, and selective checkpointing all operators.
+    """
+    peaks: list[NDArray[np.float32]] = []  # largest scores of tokens, of each pass to be recomputed
 
     def get_replay_topk(
         scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        fed, its = router.replay_backward_list, scores.detach().amax(dim=1).float()
-        if _is_recomputed():
-            apart = [(its - each).abs().sum() for each in peaks if len(each) == len(its)]
-            if not peaks or len(peaks[0]) != len(its) or (apart[1:] and apart[0] > 4 * torch.stack(apart).min()):
+        is_recomputed = _is_recomputed()
+        fed = router.replay_backward_list
+        peak = scores.detach().amax(dim=1).float().cpu().numpy()
+        if is_recomputed:
+            if not _is_first_of(peaks, peak):
                 raise ReplayError("a microbatch is recomputed that is not the next of those fed within this block")
-            ids, _ = fed.pop(0), peaks.pop(0)
+            peaks.pop(0)
+            given = fed.pop(0)
         else:
             given = router.target_topk_idx
-            most = -1 if given is None or not given.numel() else int(given.max())
-            if given is None or given.shape != (len(scores), topk) or most >= scores.shape[1]:
-                said = "none are fed" if given is None else f"they are {[*given.shape]} up to expert {most}"
-                raise ReplayError(f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}")
-            given = given.to(scores.device)
-            _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            ids = torch.where((given < 0).any(dim=1, keepdim=True), own, given)
-            fed[-1], router.target_topk_idx = ids, None  # one forward pass per microbatch
-            peaks.append(its)
+        most = -1 if given is None or not given.numel() else int(given.max())
+        if given is None or given.shape != (len(scores), topk) or most >= scores.shape[1]:
+            said = "none are fed" if given is None else f"they are {[*given.shape]} up to expert {most}"
+            raise ReplayError(f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}")
+        given = given.to(scores.device)
+        _, own = choose(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
+        ids = torch.where((given < 0).any(dim=1, keepdim=True), own, given)
+        if not is_recomputed:
+            router.target_topk_idx = None  # one forward pass per microbatch
+            fed[-1] = ids
+            peaks.append(peak)
         return scores.gather(1, ids), ids
 
     return get_replay_topk
+
+
+def _is_first_of(peaks: Sequence[NDArray[np.float32]], peak: NDArray[np.float32]) -> bool:
+    """Whether the microbatch with the scores `peak` is the first of those with `peaks`: none is much nearer to it."""
+    if not peaks or len(peaks[0]) != len(peak):
+        return False
+    apart = [float(np.abs(each - peak).sum()) for each in peaks if len(each) == len(peak)]
+    return apart[0] <= 4 * min(apart[1:], default=np.inf)
 
 
 def _megatron_routers(chunk: Module) -> dict[int, Any]:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from routed_experts.protocol.collect import Routing
 from routed_experts.protocol.ranks import stage_layers
 from routed_experts.replay import MegatronReplay, ReplayError
-from tests.clients.test_replay import ByHand
+from tests.clients.test_replay import CHECKPOINTING, ByHand
 from tests.protocol.answers import rows_of
 
 pytest.importorskip("megatron.core")
@@ -33,6 +33,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
+REENTRANT = CHECKPOINTING["reentrant"]
+
+
 class Layer(torch.nn.Module):
     """One of Megatron's routers, and experts that are a vector each."""
 
@@ -52,7 +55,7 @@ class Layer(torch.nn.Module):
 class Chunk(torch.nn.Module):
     """The layers of a stage, and a layer of multi-token prediction, whose number is one of theirs."""
 
-    def __init__(self, config: TransformerConfig, numbers: list[int], recompute: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, numbers: list[int], recompute: dict[str, Any] | None) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(Layer(config, number) for number in numbers)
         self.mtp = torch.nn.ModuleList([Layer(config, numbers[0])])
@@ -60,7 +63,7 @@ class Chunk(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in (*self.layers, *self.mtp):
-            hidden = checkpoint(layer, hidden, use_reentrant=True) if self.recompute else layer(hidden)
+            hidden = checkpoint(layer, hidden, **self.recompute) if self.recompute else layer(hidden)
         return hidden.tanh().sum()
 
 
@@ -74,7 +77,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     RouterReplay.clear_global_router_replay_instances()
 
 
-def chunk_of(numbers: list[int], recompute: bool = False, **options: Any) -> Chunk:
+def chunk_of(numbers: list[int], recompute: dict[str, Any] | None = None, **options: Any) -> Chunk:
     config = TransformerConfig(
         num_layers=4,
         hidden_size=HIDDEN,
@@ -109,15 +112,14 @@ def gradients(chunk: Chunk) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
 @pytest.mark.parametrize("router", ROUTERS)
-def test_a_stage_replays_each_microbatch(router: str, recompute: bool) -> None:
+def test_a_stage_replays_each_microbatch(router: str, kind: str) -> None:
     """Two are under way at once, as in a pipeline. Its decoder layers 2 and 3 are 3 and 4 for Megatron."""
-    chunk = chunk_of([3, 4], recompute, **ROUTERS[router])
+    chunk, recompute = chunk_of([3, 4], **ROUTERS[router]), CHECKPOINTING.get(kind)
     for seed in (0, 1):
         with ByHand(rows_for(seed)[:, 1:], EXPERTS) as by_hand:
             by_hand.rows = torch.cat([by_hand.rows, torch.full((TOKENS, 1, TOP_K), -1)], dim=1)  # that of mtp
-            chunk.recompute = False
             chunk(hidden_of(seed)).backward()
     chunk.recompute = recompute
     expected = gradients(chunk)
@@ -192,7 +194,7 @@ def test_again_and_again() -> None:
     """One object for all steps, whether layers are recomputed or not."""
     chunk = chunk_of([3, 4])
     replay = MegatronReplay(chunk)
-    for recompute in (False, True, False):
+    for recompute in (None, REENTRANT, None):
         chunk.recompute = recompute
         with pytest.raises(ReplayError, match="within `with MegatronReplay"):
             replay.feed(rows_for(0), LAYER_IDS)
@@ -218,7 +220,7 @@ def test_a_stage_without_routers() -> None:
 
 def test_a_microbatch_of_before_the_block() -> None:
     """Its layers are not recomputed with other rows."""
-    chunk, generator = chunk_of([3, 4], recompute=True), torch.Generator().manual_seed(5)
+    chunk, generator = chunk_of([3, 4], REENTRANT), torch.Generator().manual_seed(5)
     shorter = torch.randn(TOKENS - 1, 1, HIDDEN, generator=generator).requires_grad_()
 
     def step(before: torch.Tensor, is_first: bool) -> None:
@@ -236,7 +238,7 @@ def test_a_microbatch_of_before_the_block() -> None:
 
 def test_microbatches_that_are_recomputed_in_another_order() -> None:
     """As in the backward pass of a sum of losses: the tokens, as many, are those of another microbatch."""
-    chunk = chunk_of([3, 4], recompute=True)
+    chunk = chunk_of([3, 4], REENTRANT)
 
     def step(seeds: tuple[int, ...], order: slice) -> None:
         losses = []
@@ -297,7 +299,7 @@ def test_what_cannot_be_replayed() -> None:
                 replay.feed(rows, LAYER_IDS)
             if times > 1:
                 chunk(hidden_of(0))
-    chunk.recompute = True
+    chunk.recompute = REENTRANT
     with pytest.raises(ReplayError, match="decoder layer 2 recomputed 1 of 2 microbatches"):
         run(rows, LAYER_IDS, (0, 0))
     chunk(hidden_of(0)).backward()  # as before
