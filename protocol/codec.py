@@ -47,6 +47,8 @@ _NPY_HEADER = re.compile(
     rb"'shape': \((\d{1,15}), (\d{1,15}), (\d{1,15})\),? ?} *\n"
 )
 """What numpy writes of an array of three dimensions. Its own parser takes any Python literal."""
+_NPY_HEADER_BYTES = 1 << 10
+"""More than such a header has; a file may say four billion."""
 
 
 def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, int, int], np.dtype[Any], Literal["C", "F"]]:
@@ -57,7 +59,8 @@ def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, int, int], np.dtype[Any
     """
     begin = file.read(8)
     size = file.read(2 if begin[6:7] == b"\x01" else 4)  # of the header
-    header = _NPY_HEADER.fullmatch(file.read(int.from_bytes(size, "little")))
+    num_bytes = int.from_bytes(size, "little")
+    header = _NPY_HEADER.fullmatch(file.read(num_bytes)) if num_bytes <= _NPY_HEADER_BYTES else None
     if header is None or not begin.startswith(b"\x93NUMPY"):
         raise CodecError("not a .npy file of rows")
     descr, is_fortran, *shape = (each.decode() for each in header.groups())

@@ -22,10 +22,11 @@ of server-sent events.
 
 import json
 import operator
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from reprlib import repr as shown
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,10 @@ _GIVE_N = "for several prompts, give n, the choices of each prompt (for files, s
 _LARGEST = (1 << 31) - 1
 """Of indices, token ids and positions, none of which are larger in a real response."""
 _LARGEST_COUNT = (1 << 53) - 1
-_MOST_TEXTS = 1 << 24
+_TOKEN_BYTES = 8
+"""What a token takes in a tuple of ids or texts."""
+_ARRAY_BYTES = 128
+"""What an array takes besides its elements."""
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 _PLAIN = (str, bytes, bytearray, memoryview, int, float, list, tuple)
@@ -52,6 +56,44 @@ _PLAIN = (str, bytes, bytearray, memoryview, int, float, list, tuple)
 
 class RoutingError(ValueError):
     """An incomplete or impossible response."""
+
+
+class Texts(Sequence[str | None]):
+    """The texts of tokens by position. Unknown ones before the first take no memory: a response may say that its prompt
+    is longer than any is."""
+
+    def __init__(self, num_absent: int, texts: Sequence[str | None]) -> None:
+        self._num_absent = num_absent
+        self._texts = tuple(texts)
+
+    def __len__(self) -> int:
+        return self._num_absent + len(self._texts)
+
+    def __iter__(self) -> Iterator[str | None]:
+        return chain(repeat(None, self._num_absent), self._texts)
+
+    @overload
+    def __getitem__(self, at: int) -> str | None: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[str | None, ...]: ...
+    def __getitem__(self, at: int | slice) -> str | tuple[str | None, ...] | None:
+        places = range(len(self))[at]
+        if isinstance(places, range):
+            return tuple(map(self._text, places))
+        return self._text(places)
+
+    def _text(self, position: int) -> str | None:
+        return self._texts[position - self._num_absent] if position >= self._num_absent else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def known(self) -> tuple[int, tuple[str | None, ...]]:
+        """The position of the first text that came, and those from there on."""
+        return self._num_absent, self._texts
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +128,7 @@ class Routing:
     finish_reason: str | None = None
     weights: NDArray[np.float32] | None = None
     logprobs: NDArray[np.float64] | None = None
-    texts: tuple[str | None, ...] | None = None
+    texts: Sequence[str | None] | None = None
     prompt_histogram: Histogram | None = None
     histogram: Histogram | None = None
     media: tuple[str, ...] | None = None
@@ -233,28 +275,50 @@ class Collector:
         Raises:
             RoutingError: the response was cut short, or has fewer or more rows than its tokens need.
         """
-        if self._events is not None and not self._events.done:
-            raise RoutingError("the stream ended without [DONE]")
-        routings = self.so_far()
-        if not routings:
-            raise RoutingError("the answer has no choices: it is no response of an endpoint that returns routing")
-        indices = [routing.index for routing in routings]
-        if "n" in self._asked and (indices != list(range(len(indices))) or len(indices) % self._asked["n"]):
-            raise RoutingError(f"choices {indices} are not all of the answer's")
-        for routing in routings:
-            if routing.finish_reason is None:
-                raise RoutingError(f"choice {routing.index} was not finished")
-            _check_length(routing)
-        return routings
+        return list(self.each_finished())
 
     def so_far(self) -> list[Routing]:
         """The rows received so far, for streams that the caller stops early."""
-        return [self._routing_of(index) for index in sorted(self._choices)]
+        return list(self.each_so_far())
+
+    def each_finished(self) -> Iterator[Routing]:
+        """`finish`, one choice after another: the rows of a prompt, which each of its choices has, take memory once."""
+        if self._events is not None and not self._events.done:
+            raise RoutingError("the stream ended without [DONE]")
+        if not self._choices:
+            raise RoutingError("the answer has no choices: it is no response of an endpoint that returns routing")
+        indices = sorted(self._choices)
+        if "n" in self._asked and (indices != list(range(len(indices))) or len(indices) % self._asked["n"]):
+            raise RoutingError(f"choices {shown(indices)} are not all of the answer's")
+        for routing in self.each_so_far():
+            if routing.finish_reason is None:
+                raise RoutingError(f"choice {routing.index} was not finished")
+            _check_length(routing)
+            yield routing
+
+    def each_so_far(self) -> Iterator[Routing]:
+        """`so_far`, one choice after another."""
+        return map(self._routing_of, sorted(self._choices))
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has a finish reason."""
+        return all(choice.finish_reason is not None for choice in self._choices.values())
 
     @property
     def num_bytes(self) -> int:
-        """Size of the arrays of `so_far`: the rows of a prompt are in those of each of its choices."""
-        return sum(part.num_bytes for index, own in self._choices.items() for part in (own, self._prompt_of(index)))
+        """Size of what `so_far` returns: the rows and tokens of a prompt are in those of each of its choices."""
+        return sum(self._num_bytes_of(index) for index in self._choices)
+
+    def _num_bytes_of(self, index: int) -> int:
+        choice = self._choices[index]
+        prompt_token_ids = choice.prompt_token_ids or self._prompt_token_ids or ()
+        num_tokens = len(prompt_token_ids) + len(choice.token_ids or ()) + len(choice.texts)
+        return choice.num_bytes + self._prompt_of(index).num_bytes + num_tokens * _TOKEN_BYTES
 
     def _take_chunk(self, chunk: Any) -> None:
         chunk = without_envelope(chunk)
@@ -365,11 +429,6 @@ class Collector:
             raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
         shape = self._shape or (self._asked.get("num_layers", 0), self._asked.get("top_k", 0))
         rows: Rows = _joined(arrays, shape, np.int16)  # which can hold every id and -1, for any type on the wire
-        texts: tuple[str | None, ...] = ()
-        end = max(prompt_len or 0, start + len(rows))
-        # A file may say that a response is longer than any is: its tokens have no texts, and take no memory.
-        if choice.texts and end * len(self._choices) <= _MOST_TEXTS:
-            texts = choice.texts_of_all(prompt_len, start + len(rows) + 1)
         return Routing(
             rows=rows,
             start=start,
@@ -380,7 +439,7 @@ class Collector:
             finish_reason=choice.finish_reason,
             weights=_joined(weights, shape, np.float32) if weights else None,
             logprobs=np.array(choice.logprobs, dtype=np.float64) if choice.logprobs else None,
-            texts=texts if any(texts) else None,
+            texts=choice.texts_of_all(prompt_len, start + len(rows) + 1),
             prompt_histogram=prompt.histogram,
             histogram=choice.histogram,
             media=tuple(self._asked["media"]) if "media" in self._asked else None,
@@ -409,12 +468,7 @@ class _Part:
     weights: list[NDArray[np.float32] | None] = field(default_factory=list)  # of the arrays
     histogram: Histogram | None = None
     carriers: dict[str, int] = field(default_factory=dict)  # indices of the choices that a prompt came with
-
-    @property
-    def num_bytes(self) -> int:
-        """Size as int16, with float32 weights."""
-        weighed = [array.nbytes for array in self.weights if array is not None]
-        return sum(2 * array.size for array in self.arrays) + sum(weighed)
+    num_bytes: int = 0  # of all arrays, as int16 with float32 weights, and what an array takes besides
 
     def add(self, value: Any, rows: NDArray[np.integer[Any]], beside: Any, weights: NDArray[np.float32] | None) -> None:
         """Appends `rows` and their weights, which were decoded from `value` and `beside`."""
@@ -435,9 +489,12 @@ class _Part:
                 beside.get("start") != start or beside.get("missing") != count_missing(weights)
             ):
                 raise RoutingError(f"{self.name}: weights that are not of the ids beside them")
+        if self.arrays and not len(rows):
+            return  # a stream may have any number of these, and each choice has all arrays of its prompt
         self.arrays.append(rows)
         self.weights.append(weights)
         self.length += len(rows)
+        self.num_bytes += 2 * rows.size + (0 if weights is None else weights.nbytes) + _ARRAY_BYTES
 
 
 @dataclass
@@ -448,14 +505,16 @@ class _Choice(_Part):
     logprobs: list[float | None] = field(default_factory=list)
     texts: list[str | None] = field(default_factory=list)  # of tokens, in the order of the chunks
 
-    def texts_of_all(self, prompt_len: int | None, num_tokens: int) -> tuple[str | None, ...]:
-        """The texts of all tokens; none where the places of those that came are unknown."""
+    def texts_of_all(self, prompt_len: int | None, num_tokens: int) -> Texts | None:
+        """The texts of all tokens; None if there are none, or their places are unknown."""
+        if not any(self.texts):
+            return None
         if prompt_len is not None and self.token_ids is not None:
             num_tokens = prompt_len + len(self.token_ids)
         num_absent = num_tokens - len(self.texts)
         if num_absent not in (0, prompt_len):  # with `echo`, log-probabilities have the prompt's texts too
-            return ()
-        return (*[None] * num_absent, *self.texts)
+            return None
+        return Texts(num_absent, self.texts)
 
 
 def _same_end(index: int, ends: Mapping[str, int]) -> int | None:
@@ -542,6 +601,8 @@ def without_envelope(chunk: Any) -> Any:
 
 def _get(thing: Any, name: str) -> Any:
     """A field of a JSON object or of an object of the OpenAI client; also one that LiteLLM put aside."""
+    if type(thing) is dict and "provider_specific_fields" not in thing:  # the usual case, and much faster
+        return thing.get(name)
     if isinstance(thing, _PLAIN):
         raise RoutingError(f"{shown(thing)} in place of an object")
     found, aside = (

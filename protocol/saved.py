@@ -7,23 +7,39 @@ files. The field `routed_experts_info` of a response takes precedence, for that 
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import islice, zip_longest
 from reprlib import repr as shown
 from typing import Any, TextIO
 
 import numpy as np
 
 from routed_experts.protocol.codec import encode
-from routed_experts.protocol.collect import Asked, Collector, Routing, RoutingError, is_number, without_envelope
+from routed_experts.protocol.collect import Asked, Collector, Routing, RoutingError, Texts, is_number, without_envelope
 from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
 MAX_LAYERS, MAX_EXPERTS = 1 << 12, 1 << 15  # of a model; ids are int16
-MAX_POSITIONS, MAX_BYTES = 1 << 20, 1 << 29  # of a choice on the page, and of the rows of a response
+
+# What a response says of itself takes nothing before it is held against these. A real file meets none of them.
+MAX_CHARS = 1 << 31
+"""Of a response in a file: twice what a server sends unless its settings say otherwise."""
+MAX_REPEATED_BYTES = 1 << 36
+"""Of a response with the prompt of each choice, for commands, which take one choice at a time."""
+MAX_PAGE_BYTES = 1 << 29
+"""The same on the page: of a response in a file, or of all files that are uploaded at once."""
+MAX_POSITIONS = 1 << 20
+"""Of a choice on the page."""
+MAX_UPLOADED_ITEMS = 1 << 18
+"""Chunks and choices in files that are uploaded at once: a real one takes more than 128 bytes."""
+_CHUNKS_OF_ONE = 6
+"""A response counts as so many besides its own: a real one takes more than 1024 bytes."""
+_LOGPROBS_OF_ONE = 8
+"""As many log-probabilities count like a choice."""
+
 _AT_ONCE = 1 << 12  # tokens that are encoded while other threads wait
+TOO_LONG = f"a response takes more than {MAX_CHARS} characters: write one per line"
 DENSE_NEED = (
     "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
     "GET /v1/routed_experts into a file before it"
@@ -104,9 +120,17 @@ class SavedAnswer:
         """The rows of each choice, in MoE layers only.
 
         `model` has facts from another source, which take precedence. If `unfinished`, as on the page, choices may lack
-        a finish reason, and then rows too, and there is a limit of bytes.
+        a finish reason, and then rows too.
         """
-        info = self.info if model is None else model.over(self.info)
+        return list(self.choices_in(self.collected(model), model, unfinished=unfinished))
+
+    def each_routing(self, model: ModelInfo | None = None) -> Iterator[Routing]:
+        """`routings`, one after another: the rows of a prompt, which each of its choices has, take memory once."""
+        yield from self.choices_in(self.collected(model), model)
+
+    def collected(self, model: ModelInfo | None = None, most_bytes: int = MAX_REPEATED_BYTES) -> Collector:
+        """The response, before arrays of its choices are made; they may take `most_bytes`."""
+        info = self._info(model)
         asked: Asked = {"prompt_start": None}
         if info.n is not None:
             asked["n"] = info.n
@@ -116,22 +140,33 @@ class SavedAnswer:
             collector = Collector(**asked)
             for part in self.parts:
                 collector.take(part)
-            if unfinished and (size := collector.num_bytes) > MAX_BYTES:
-                raise RoutingError(
-                    f"its rows take {size} bytes with the prompt of each choice; the page shows {MAX_BYTES} at most"
-                )
-            found = collector.so_far() if unfinished else []
-            if all(routing.finish_reason is not None for routing in found):
-                found = collector.finish()
-            return [_checked(_moe_layers(routing, info), info) for routing in found]
+            if (size := collector.num_bytes) > most_bytes:
+                raise RoutingError(f"it takes {size} bytes with the prompt of each choice; {most_bytes} are allowed")
+        return collector
+
+    def choices_in(
+        self, collector: Collector, model: ModelInfo | None = None, *, unfinished: bool = False
+    ) -> Iterator[Routing]:
+        """The rows of each choice that this response was collected to."""
+        info = self._info(model)
+        is_whole = collector.is_finished or not unfinished
+        with self.located():
+            for routing in collector.each_finished() if is_whole else collector.each_so_far():
+                yield _checked(_moe_layers(routing, info), info)
+
+    def _info(self, model: ModelInfo | None) -> ModelInfo:
+        return self.info if model is None else model.over(self.info)
 
 
-def page_lines(files: Iterable[tuple[str, TextIO]], given: ModelInfo, about: ModelInfo | None = None) -> Iterator[str]:
+def page_lines(
+    files: Iterable[tuple[str, TextIO]], given: ModelInfo, about: ModelInfo | None = None, *, is_upload: bool = False
+) -> Iterator[str]:
     """The choices in files, given as names and texts, as the page shows them: a line of JSON for each, of this form.
 
         {"name": "FILE, line 3, choice 1", "file": "FILE", "model": str or null,
          "info": {num_layers, top_k, num_experts, layer_ids, weights_scale: those that are known},
-         "tokens": [{"id": int or null, "text": str or null}, one for each position from 0; the last has no row],
+         "ids": {"start": int, "values": [int, ...]} or null: token ids from a position on; the others are unknown,
+         "texts": {"start": int, "values": [str or null, ...]} or null: likewise,
          "prompt_len": int or null, "finish_reason": str, or null if it was cut off,
          "rows": of MoE layers from `start` on, prompt and generated, in the form `object`, int16,
          "weights": likewise, float32, or null}
@@ -141,25 +176,28 @@ def page_lines(files: Iterable[tuple[str, TextIO]], given: ModelInfo, about: Mod
     Args:
         given: facts about the model, which take precedence.
         about: what files before these say about the model.
+        is_upload: whether the limits hold for all files together, as on a server; else for each response.
     """
-    reader = Reader(given, about)
+    reader = Reader(given, about, MAX_UPLOADED_ITEMS if is_upload else None)
+    left = MAX_PAGE_BYTES
     try:
         for name, file in files:
             for answer in reader.read(name, file):
-                routings = answer.routings(unfinished=True)
-                yield from (_line(answer, each, len(routings) > 1) for each in routings)
+                collector = answer.collected(most_bytes=left)
+                for routing in answer.choices_in(collector, unfinished=True):
+                    line = _line(answer, routing, collector.num_choices > 1)
+                    if is_upload:
+                        left -= len(line)
+                    yield line
+                    if left < 0:
+                        raise RoutingError(f"{answer.where}: this and what is before it take too many bytes")
     except (OSError, RoutingError) as error:
         yield json.dumps({"error": {"message": str(error)}}) + "\n"
 
 
 def _line(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> str:
     check_shown(answer, routing)
-    model, weights, start = answer.parts[0].get("model"), routing.weights, routing.start
-    prompt = routing.prompt_token_ids or [None] * (routing.prompt_len or 0)
-    ids = [] if routing.prompt_len is None else [*prompt, *(routing.token_ids or ())]
-    told = zip_longest(range(routing.end + 1), ids, routing.texts or ())
-    tokens = ({"id": one, "text": text} for _, one, text in told)
-    texts = (json.dumps(some)[1:-1] for some in iter(lambda: [*islice(tokens, _AT_ONCE)], []))
+    model = answer.parts[0].get("model")
     head = {
         "name": f"{answer.where}, choice {routing.index}" if is_one_of_several else answer.where,
         "file": answer.file,
@@ -169,15 +207,38 @@ def _line(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> str
     rest = {
         "prompt_len": routing.prompt_len,
         "finish_reason": routing.finish_reason,
-        "rows": encode(routing.rows, start),
-        "weights": None if weights is None else encode(weights, start),
+        "rows": encode(routing.rows, routing.start),
+        "weights": None if routing.weights is None else encode(routing.weights, routing.start),
     }
-    return f'{json.dumps(head)[:-1]}, "tokens": [{", ".join(texts)}], {json.dumps(rest)[1:]}\n'
+    ids, texts = _known_part(*_known_ids(routing)), _known_part(*_known_texts(routing))
+    return f'{json.dumps(head)[:-1]}, "ids": {ids}, "texts": {texts}, {json.dumps(rest)[1:]}\n'
+
+
+def _known_ids(routing: Routing) -> tuple[int, Sequence[int]]:
+    """The position of the first known token id, and those from there on."""
+    if routing.prompt_len is None:  # nothing says where the generated tokens begin
+        return 0, ()
+    if routing.prompt_token_ids is None:
+        return routing.prompt_len, routing.token_ids or ()
+    return 0, [*routing.prompt_token_ids, *(routing.token_ids or ())]
+
+
+def _known_texts(routing: Routing) -> tuple[int, Sequence[str | None]]:
+    return routing.texts.known if isinstance(routing.texts, Texts) else (0, routing.texts or ())
+
+
+def _known_part(start: int, values: Sequence[Any]) -> str:
+    """What is known from a position on, as JSON."""
+    if not values:
+        return "null"
+    pieces = (values[first : first + _AT_ONCE] for first in range(0, len(values), _AT_ONCE))
+    text = ", ".join(json.dumps(piece)[1:-1] for piece in pieces)
+    return f'{{"start": {start}, "values": [{text}]}}'
 
 
 def check_shown(answer: SavedAnswer, routing: Routing) -> None:
     """Raises `RoutingError` if the page cannot show a choice, which has counts in place of rows, or too many tokens."""
-    # Whatever a file says: a token takes memory, whether anything is known of it or not.
+    # The page has something for each token, whether anything is known of it or not.
     prompt = f"a prompt of {routing.prompt_len} tokens"
     for end, what in ((routing.end, f"rows up to {routing.end}"), (routing.prompt_len or 0, prompt)):
         if end > MAX_POSITIONS:
@@ -230,20 +291,22 @@ def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[Save
 class Reader:
     """Reads one file after another."""
 
-    def __init__(self, given: ModelInfo, about: ModelInfo | None = None) -> None:
+    def __init__(self, given: ModelInfo, about: ModelInfo | None = None, most_items: int | None = None) -> None:
         self.about = about or ModelInfo()  # what the files so far say about their model
         self._given = given
+        self._num_items, self._most_items = 0, most_items
 
     def read(self, name: str, file: TextIO) -> Iterator[SavedAnswer]:
         """The responses in a file."""
         is_empty, of_file = True, ModelInfo()
-        for line, parts in _responses(name, file):
+        for line, parts in self._responses(name, file):
             is_empty = False
             answer = SavedAnswer(name, line, parts, ModelInfo())
             with answer.located():
                 parts[:] = map(without_envelope, parts)
                 if not all(isinstance(part, dict) for part in parts):
                     raise RoutingError("not a response of the server: it must be a JSON object")
+                self._count(_num_items(parts))
                 if "layer_ids" in parts[0] and "choices" not in parts[0]:
                     self.about, of_file = ModelInfo.of(parts[0]), ModelInfo()
                     continue
@@ -252,34 +315,62 @@ class Reader:
         if is_empty:
             raise RoutingError(f"{name} has no responses")
 
+    def _responses(self, name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
+        """The line of each response (or other JSON value) in a file, and its parts. Arrays yield their elements."""
+        text, number = _Text(file), 0
+        try:
+            while (begin := text.begin()) is not None:
+                number = text.number
+                self._count(1)
+                if begin.startswith(_SSE_FIELDS):
+                    if chunks := _stream(text):
+                        yield number, chunks
+                else:
+                    value = text.value()
+                    yield from ((number, [one]) for one in (value if isinstance(value, list) else [value]))
+        except UnicodeDecodeError as error:
+            raise RoutingError(f"{name} cannot be read: it is not UTF-8 text") from error
+        except EventError as error:
+            raise RoutingError(f"{name}, line {number}: {error}") from error
+        except _TooLargeError as error:
+            raise RoutingError(f"{name}, line {text.number}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise RoutingError(f"{name}, line {number} is not valid JSON, or was cut off: {error}") from error
 
-def _responses(name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
-    """The line of each response (or other JSON value) in a file, and its parts. Arrays yield their elements."""
-    text, number = _Text(file), 0
-    try:
-        while (begin := text.begin()) is not None:
-            number = text.number
-            if begin.startswith(_SSE_FIELDS):
-                chunks = _stream(text)
-                found = [chunks] if chunks else []
-            else:
-                value = text.value()
-                found = [[one] for one in (value if isinstance(value, list) else [value])]
-            yield from ((number, parts) for parts in found)
-    except UnicodeDecodeError as error:
-        raise RoutingError(f"{name} cannot be read: it is not UTF-8 text") from error
-    except EventError as error:
-        raise RoutingError(f"{name}, line {number}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise RoutingError(f"{name}, line {number} is not valid JSON, or was cut off: {error}") from error
+    def _count(self, num_items: int) -> None:
+        self._num_items += num_items
+        if self._most_items is not None and self._num_items > self._most_items:
+            raise _TooLargeError("these are more responses and choices than are read at once")
+
+
+def _num_items(parts: Iterable[Mapping[str, Any]]) -> int:
+    """What is looked at one by one in a response, in chunks and choices."""
+    count = _CHUNKS_OF_ONE
+    for part in parts:
+        choices = part.get("choices")
+        count += 1
+        for choice in choices if isinstance(choices, list) else ():
+            logprobs = choice.get("logprobs") if isinstance(choice, dict) else None
+            lists = [each for each in logprobs.values() if isinstance(each, list)] if isinstance(logprobs, dict) else []
+            count += 1 + sum(map(len, lists)) // _LOGPROBS_OF_ONE
+    return count
+
+
+class _TooLargeError(RoutingError):
+    pass
 
 
 def _stream(text: "_Text") -> list[Any]:
     """The chunks of the stream that begins here, up to `[DONE]`."""
     events = EventReader()
     chunks: list[Any] = []
+    num_chars = 0
     while not events.done and (text.begin() or "").startswith(_SSE_FIELDS):
-        chunks += events.feed(text.line().strip() + "\n")
+        line = text.line().strip()
+        num_chars += len(line)
+        if num_chars > MAX_CHARS:
+            raise _TooLargeError(TOO_LONG)
+        chunks += events.feed(line + "\n")
     if chunks and not events.done:
         raise EventError("the stream that starts here was cut off: it does not end with [DONE]")
     return chunks
@@ -299,9 +390,10 @@ class _Text:
             self._go(_SPACES.match(self._text, self._at).end())  # type: ignore[union-attr]
             if self._at < len(self._text):
                 return self._text[self._at : self._at + _SSE_LENGTH]
-            self._text, self._at = self._file.readline(), 0
+            self._text, self._at = self._file.readline(MAX_CHARS + 1), 0
             if not self._text:
                 return None
+            self._check_length()
 
     def line(self) -> str:
         """The rest of the current line."""
@@ -317,14 +409,25 @@ class _Text:
             except json.JSONDecodeError as error:
                 # Only a value that goes on beyond what was read so far needs more: twice as much each time.
                 is_cut = not self._text[error.pos :].strip()
-                rest = self._file.read(len(self._text)) + self._file.readline() if is_cut else ""
+                rest = self._more() if is_cut else ""
                 if not rest:
                     line = self.number + self._text.count("\n", self._at, error.pos)
                     raise ValueError(f"{error.msg} at line {line}") from error
                 self._text, self._at = self._text[self._at :] + rest, 0
+                self._check_length()
             else:
                 self._go(end)
                 return value
+
+    def _more(self) -> str:
+        """As much of the file again, to the end of a line."""
+        room = MAX_CHARS + 1 - (len(self._text) - self._at)
+        more = self._file.read(min(len(self._text), room))
+        return more + self._file.readline(room - len(more))
+
+    def _check_length(self) -> None:
+        if len(self._text) > MAX_CHARS:
+            raise _TooLargeError(TOO_LONG)
 
     def _go(self, end: int) -> None:
         self.number += self._text.count("\n", self._at, end)

@@ -11,15 +11,20 @@ class EventError(ValueError):
     """The stream does not consist of JSON events and a final `[DONE]`."""
 
 
+class _NotJsonError(EventError):
+    pass
+
+
 class EventReader:
     """Server-sent events from whole lines, with or without their ends.
 
-    A line without its end may be cut within its JSON: httpx takes U+2028 and the like for ends of lines.
+    A line without its end may be cut within its JSON: httpx takes U+2028 and the like for ends of lines. The event then
+    comes with the line after it, so that its pieces are parsed once, however many there are.
     """
 
     def __init__(self) -> None:
         self.done = False
-        self._cut = b""  # the JSON of an event, so far
+        self._pieces: list[bytes] = []  # of the JSON of an event that was cut
 
     def feed(self, text: str | bytes) -> Iterator[Any]:
         """The JSON of the events in a line or several."""
@@ -27,19 +32,32 @@ class EventReader:
             raise TypeError(f"text must be str or bytes, not {type(text).__name__}")
         for line in (text.encode(errors="surrogatepass") if isinstance(text, str) else text).split(b"\n"):
             name, _, payload = line.strip().partition(b":")
-            if self._cut and (not line or name == b"data"):
-                raise EventError(f"an event is not JSON: {self._cut[:80]!r}")
-            if not self._cut and name not in _FIELDS:
+            if self._pieces and line and name != b"data":
+                self._pieces.append(line)
+                continue
+            if self._pieces:  # here the next event begins
+                cut, self._pieces = b"".join(self._pieces), []
+                yield self._event(cut)
+            if name not in _FIELDS:
                 raise EventError(f"not a whole line: {line[:80]!r}")
-            payload = self._cut + line if self._cut else payload.strip()
+            payload = payload.strip()
+            if name != b"data" or not payload:
+                continue
             if payload == b"[DONE]":
                 self.done = True
-            elif payload and (self._cut or name == b"data"):
-                try:
-                    event, self._cut = json.loads(payload), b""
-                except ValueError:
-                    self._cut = payload
-                    continue
-                if self.done:
-                    raise EventError("an event after [DONE]")
-                yield event
+                continue
+            try:
+                event = self._event(payload)
+            except _NotJsonError:
+                self._pieces = [payload]
+                continue
+            yield event
+
+    def _event(self, payload: bytes) -> Any:
+        try:
+            event = json.loads(payload)
+        except ValueError as error:
+            raise _NotJsonError(f"an event is not JSON: {payload[:80]!r}") from error
+        if self.done:
+            raise EventError("an event after [DONE]")
+        return event

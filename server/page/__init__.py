@@ -59,10 +59,10 @@ def page_file(path: str, page_config: Mapping[str, str]) -> tuple[bytes, str] | 
     return page_files().get(name) if folder == PAGE_PATH and name != INDEX else None
 
 
-def read_saved(body: bytes) -> Iterator[str]:
+def read_saved(body: bytes | bytearray) -> Iterator[str]:
     """The lines of `page_lines` for files in a request's body, `[[name, text], …]`. Raises `ValueError` for another."""
     try:
         given = [(str(name), StringIO(text)) for name, text in json.loads(body)]
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError("The body must be a list of files, each [name, text].") from error
-    return page_lines(given, ModelInfo())
+    return page_lines(given, ModelInfo(), is_upload=True)

@@ -4,10 +4,10 @@ import os
 from argparse import Namespace
 
 from fastapi import APIRouter, Request
-from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.responses import RedirectResponse, Response
 
-from routed_experts.server.page import HEADERS, MAX_BYTES, PAGE_PATH, READ_PATH, TOO_LARGE, page_file, read_saved
+from routed_experts.server.page import HEADERS, PAGE_PATH, READ_PATH, page_file
+from routed_experts.server.page.reading import FilesResponse
 
 page_router = APIRouter(include_in_schema=False)
 
@@ -28,23 +28,9 @@ async def page(raw_request: Request, name: str | None = None) -> Response:
 
 
 @page_router.post(READ_PATH)
-async def read(raw_request: Request) -> Response:
-    """The responses in files that are opened in the page. They are read in a thread."""
-    body = bytearray()
-    async for chunk in raw_request.stream():  # to its end, so that the client hears of the error
-        if len(body) <= MAX_BYTES:
-            body += chunk
-    if len(body) > MAX_BYTES:
-        return _error(TOO_LARGE, 413)
-    try:
-        lines = await run_in_threadpool(read_saved, bytes(body))
-    except ValueError as error:
-        return _error(str(error), 400)
-    return StreamingResponse(lines, media_type="application/jsonl", headers=HEADERS)
-
-
-def _error(message: str, status: int) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": "BadRequestError", "code": status}}, status)
+async def read() -> Response:
+    """The responses in files that are opened in the page."""
+    return FilesResponse()
 
 
 def page_config(raw_request: Request) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -36,7 +37,7 @@ _GROUP = 1 << 18  # rows of a table in a row group of Parquet
 
 Columns = dict[str, Any]
 """For n tokens, those of `KINDS` and `experts` and `weights` [n, L, K]; no weights if they are not written."""
-Answers = Iterable[tuple[SavedAnswer, Sequence[Routing]]]
+Answers = Iterable[tuple[SavedAnswer, Iterable[Routing]]]
 
 
 @dataclass
@@ -85,24 +86,21 @@ def columns_of(answers: Answers, found: Exported, with_weights: bool) -> Iterato
 
 def _without_repeated_prompts(routings: Iterable[Routing]) -> Iterator[Routing]:
     """The rows of each choice. Those of a prompt come with the first of its choices only."""
-    prompts: list[Routing] = []
+    prompts = set[tuple[Any, ...]]()
     for routing in routings:
         prompt_len = 0 if routing.prompt_len is None else len(routing.prompt_rows)
-        if prompt_len and any(_have_same_prompt(routing, before) for before in prompts):
+        if prompt_len and (prompt := _prompt_of(routing)) in prompts:
             weights = None if routing.weights is None else routing.weights[prompt_len:]
             routing = replace(routing, rows=routing.generated_rows, weights=weights, start=routing.start + prompt_len)
         elif prompt_len:
-            prompts.append(routing)
+            prompts.add(prompt)
         yield routing
 
 
-def _have_same_prompt(one: Routing, other: Routing) -> bool:
-    """Whether it is certain: of one length, with the same rows and, as far as they are known, token ids."""
-    return (
-        None is not one.prompt_len == other.prompt_len
-        and one.prompt_token_ids == other.prompt_token_ids
-        and np.array_equal(one.prompt_rows, other.prompt_rows)
-    )
+def _prompt_of(routing: Routing) -> tuple[Any, ...]:
+    """Equal for equal prompts: of one length, with the same rows and, as far as they are known, token ids."""
+    rows = sha256(routing.prompt_rows.tobytes()).digest()
+    return routing.prompt_len, routing.start, routing.prompt_token_ids, rows
 
 
 def _columns(answer: SavedAnswer, routing: Routing, request: int) -> Columns:
@@ -262,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
     shown: Any = partial(progress, desc="exporting", unit=" responses", total=None if bodies is None else len(bodies))
     answers: Answers
     if bodies is None:
-        answers = ((each, each.routings()) for each in shown(read(opened(args.file), info_of(args))))
+        answers = ((each, each.each_routing()) for each in shown(read(opened(args.file), info_of(args))))
     else:
         server = RunningServer(args.url, args.api_key)
         asked = shown(server.ask_all(bodies, args.weights))

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TextIO
 
-from routed_experts.protocol.saved import ModelInfo, Reader, check_shown, page_lines
+from routed_experts.protocol.saved import MAX_PAGE_BYTES, ModelInfo, Reader, check_shown, page_lines
 from routed_experts.server.cli.console import CommandError, progress
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file, read_saved
 from routed_experts.server.tools.saved import STDIN, add_flags, files_in, info_of
@@ -141,7 +141,8 @@ def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> li
             with file.open(encoding="utf-8-sig") as text:
                 for answer in reader.read(name, text):
                     found = True
-                    for routing in answer.routings(unfinished=True):
+                    collector = answer.collected(most_bytes=MAX_PAGE_BYTES)
+                    for routing in answer.choices_in(collector, unfinished=True):
                         check_shown(answer, routing)
         except OSError as error:
             raise CommandError(f"{name} cannot be read: {error.strerror}.") from error

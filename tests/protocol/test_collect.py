@@ -463,7 +463,11 @@ def test_f1_a_prompt_that_is_longer_than_any() -> None:
     joined["choices"][0]["prompt_token_ids"] = [1]  # a row is far behind the prompt
     found, peak = peak_of(lambda: [collect(each, prompt_start=None)[0] for each in (body, joined)])
     assert peak < 1 << 20
-    assert [(routing.prompt_len, routing.texts) for routing in found] == [(2**28 + 9, None), (1, None)]
+    assert [routing.prompt_len for routing in found] == [2**28 + 9, 1]
+    texts = found[0].texts
+    assert len(texts) == 2**28 + 15
+    assert (texts[0], texts[2**28 + 7 : 2**28 + 11]) == (None, (None, None, "a", "b"))
+    assert found[1].texts is None, "the places of these are unknown"
 
 
 @SETTINGS

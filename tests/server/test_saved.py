@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from routed_experts.protocol import saved
 from routed_experts.protocol.codec import decode, decode_weights, encode
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.saved import ModelInfo, page_lines, read
@@ -211,10 +212,9 @@ def test_choices_that_would_take_more_memory_than_there_is() -> None:
     body = {"choices": choices, "prompt_routed_experts": encode(rows, 0)}
     (line,), peak = peak_of(lambda: shown(body))
     assert peak < 16 * rows.nbytes
-    said = (
-        f"f, line 1: its rows take {1000 * rows.nbytes} bytes with the prompt of each choice; the page shows 536870912"
+    assert line["error"]["message"] == (
+        f"f, line 1: it takes {1000 * (rows.nbytes + 128)} bytes with the prompt of each choice; 536870912 are allowed"
     )
-    assert line["error"]["message"] == f"{said} at most"
 
 
 def test_what_the_page_shows() -> None:
@@ -233,16 +233,102 @@ def test_what_the_page_shows() -> None:
         zip(lines, [(each, i) for each in prompts for i in range(2)], strict=False)
     ):
         ids = [*told.prompt_token_ids, *told.token_ids(choice)]
-        said = [None] * 9 + [*"vwxyz"] if place == 2 else [None] * len(ids)
-        assert line["tokens"] == [{"id": one, "text": text} for one, text in zip(ids, said, strict=True)]
+        assert line["ids"] == {"start": 0, "values": ids}
+        assert line["texts"] == ({"start": 9, "values": [*"vwxyz"]} if place == 2 else None)
         assert np.array_equal(decode(line["rows"]), told.whole(choice))
         assert (line["name"], line["file"]) == (f"a/several, line 1, choice {place}", "a/several")
         assert (line["model"], line["prompt_len"], line["finish_reason"], line["weights"]) == ("m", 9, "length", None)
     (last,) = lines[4:]
     assert (last["name"], last["model"], last["prompt_len"], last["finish_reason"]) == ("cut, line 2", None, None, None)
     assert (last["rows"]["start"], last["rows"]["shape"]) == (0, [10, LAYERS, TOP_K])
-    assert last["tokens"] == [{"id": None, "text": None}] * 11
+    assert (last["ids"], last["texts"]) == (None, None)
     assert error["error"]["message"].startswith("cut, line 3 is not valid JSON")
+
+
+CLAIM: dict[str, Any] = {
+    "index": 0,
+    "finish_reason": "length",
+    "routed_experts": {"data": "", "shape": [0, 5, 4], "dtype": "int16", "start": 1_048_570, "missing": 0},
+}
+"""A choice of a million tokens of which nothing is known."""
+
+
+def uploaded(text: str) -> list[Any]:
+    """What the page gets for files that a browser sends to a server."""
+    return [*map(json.loads, page_lines([("f", io.StringIO(text))], ModelInfo(), is_upload=True))]
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": {"tokens": ["a"]}}, {"token_ids": [5]}], ids=str)
+def test_tokens_that_are_only_claimed_take_nothing(more: dict[str, Any]) -> None:
+    prompt = {**CLAIM["routed_experts"], "start": 1_048_000}
+    far = {**CLAIM["routed_experts"], "start": 1_048_000}
+    body = {"choices": [{**CLAIM, **more, "routed_experts": far}], "prompt_routed_experts": prompt}
+    (line,), peak = peak_of(lambda: shown(body))
+    assert peak < 100_000
+    assert line["rows"]["start"] == 1_048_000
+    assert line["texts"] == ({"start": 1_048_000, "values": ["a"]} if "logprobs" in more else None)
+    assert line["ids"] == ({"start": 1_048_000, "values": [5]} if "token_ids" in more else None)
+
+
+def test_what_is_uploaded_at_once_has_limits_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response, a chunk and a choice each cost work, and the facts of a model stand in each line."""
+    small = json.dumps({"choices": [CLAIM]})
+    monkeypatch.setattr(saved, "MAX_UPLOADED_ITEMS", 1000)
+    chunks = "".join(f"data: {json.dumps({'choices': []})}\n\n" for _ in range(1000))
+    for text in (
+        "[]" * 1001,
+        f"{small}\n" * 200,
+        f"[{','.join([small] * 200)}]",
+        f"{json.dumps({'layer_ids': []})}\n" * 200,
+        json.dumps({"choices": [{}] * 1000}),
+        json.dumps({"choices": [{**CLAIM, "logprobs": {"content": [{}] * 8000}}]}),
+        f"{chunks}data: [DONE]\n",
+    ):
+        *lines, last = uploaded(text)
+        assert len(lines) < 200
+        assert "more responses and choices than are read at once" in last["error"]["message"]
+    assert len(uploaded(f"{small}\n" * 100)) == 100
+    monkeypatch.setattr(saved, "MAX_PAGE_BYTES", 100_000)
+    model = {"layer_ids": [*range(4000)]}
+    *lines, last = uploaded(f"{json.dumps(model)}\n{small}\n{small}\n{small}\n{small}\n{small}\n")
+    assert len(lines) == 5
+    assert last["error"]["message"] == "f, line 6: this and what is before it take too many bytes"
+
+
+def test_pieces_of_an_event_are_parsed_once() -> None:
+    """Each piece that comes was parsed with all before it."""
+    text = f'data: ["{"a" * (1 << 16)}\n' + "id:\n" * 20_000
+    begin = time.process_time()
+    (line,) = uploaded(text)
+    assert line["error"]["message"].startswith("f, line 1: ")
+    assert time.process_time() - begin < 2
+
+
+def test_a_prompt_in_empty_pieces_is_not_joined_for_each_choice() -> None:
+    piece = {"choices": [{"index": 0}], "prompt_routed_experts": {**CLAIM["routed_experts"], "start": 0}}
+    choices = {"choices": [{"index": index, "finish_reason": None} for index in range(3000)]}
+    text = sse(*[piece] * 3000, choices)
+    begin = time.process_time()
+    uploaded(text)
+    assert time.process_time() - begin < 3
+
+
+def test_a_line_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved, "MAX_CHARS", 1000)
+    whole = json.dumps({**answer(Told(rows_of(2, 1), [rows_of(1, 2)])), "text": "x" * 300})
+    assert 700 < len(whole) < 1000, "is read"
+    for begin, text in (
+        ("a line", "x" * 100_000),
+        ("spaces", " " * 100_000),
+        ("a value over lines", '{"a":\n' * 30_000),
+        ("a stream", f"data: {json.dumps({'choices': []})}\n" * 5000),
+    ):
+        file = io.StringIO(f"{whole}\n{text}")
+        responses = read([("file", file)], ModelInfo())
+        next(responses)
+        with pytest.raises(RoutingError, match=r"^file, line \d+: a response takes more than \d+ characters"):
+            next(responses)
+        assert file.tell() < 6000, begin
 
 
 def test_weights_and_what_the_page_cannot_show() -> None:
@@ -257,10 +343,6 @@ def test_weights_and_what_the_page_cannot_show() -> None:
     far["choices"][0]["routed_experts"]["start"] = 2**31 - 9  # a token each would take all memory
     (line,) = shown(far)
     assert line["error"]["message"] == "f, line 1: rows up to 2147483642, but the page shows 1048576 at most"
-    far["choices"][0]["routed_experts"]["start"] = 1 << 16
-    (text,), peak = peak_of(lambda: [*page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo())])
-    assert peak < 4 * len(text)
-    assert json.loads(text)["tokens"] == [{"id": None, "text": None}] * ((1 << 16) + 4)
     far["choices"][0]["routed_experts"]["start"] = 0
     far["choices"][0]["finish_reason"] = None  # cut off, so that rows may be absent
     far["prompt_routed_experts_histogram"] = histogram(rows_of(2), EXPERTS) | {"rows": 1 << 40}

@@ -8,11 +8,24 @@ export const UNFINISHED = "not finished";
 /** The answers in the lines of a server or of `routed-experts view`, whose `page_lines` says what they have. */
 export function read(lines) {
   return lines.split("\n").filter(Boolean).map((text) => {
-    const { error, rows: ids, weights: beside, prompt_len: promptLength, finish_reason: reason, ...about } = JSON.parse(text);
+    const { error, rows: array, weights: beside, ids, texts, prompt_len: promptLength, finish_reason: reason, ...about } = JSON.parse(text);
     if (error) throw new Error(error.message);
-    const { rows, weights, shape, start } = decode(ids, beside);
-    return { ...about, rows, weights, shape, start, promptLength, finished: reason ?? UNFINISHED };
+    const { rows, weights, shape, start } = decode(array, beside);
+    const count = Math.max(start + shape[0] + 1, promptLength ?? 0, endOf(ids), endOf(texts));
+    return { ...about, rows, weights, shape, start, tokens: tokensOf(count, ids, texts), promptLength, finished: reason ?? UNFINISHED };
   });
+}
+
+const UNKNOWN = Object.freeze({ id: null, text: null });
+const endOf = (known) => (known ? known.start + known.values.length : 0);
+
+/** {id, text} by position, of which a line has what is known. */
+function tokensOf(count, ids, texts) {
+  const tokens = Array(count).fill(UNKNOWN);
+  for (const [name, known] of Object.entries({ id: ids, text: texts })) {
+    known?.values.forEach((value, i) => (tokens[known.start + i] = { ...tokens[known.start + i], [name]: value }));
+  }
+  return tokens;
 }
 
 /** An answer as a line that everything reads that reads responses. */

@@ -1,0 +1,156 @@
+"""Reads the files that browsers send to a server: one request after another, so that other requests stay quick."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+
+from anyio import CapacityLimiter, Lock, fail_after, move_on_after
+from anyio.to_thread import run_sync
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.datastructures import State
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from routed_experts.server.page import HEADERS, MAX_BYTES, TOO_LARGE, read_saved
+
+MAX_WAITING_BYTES = 4 * MAX_BYTES
+"""Of all bodies that come or wait."""
+WAIT_S = 60.0
+"""A request waits this long for those before it."""
+STALLED_S = 30.0
+"""A client that takes no piece of its response for so long loses it, as others wait."""
+BUSY = "The server is reading other files: try again in a minute, or open these with routed-experts view."
+_PIECE_BYTES = 256 << 10
+
+
+class Reading:
+    """What an application reads at this moment."""
+
+    def __init__(self) -> None:
+        self.turn = Lock()
+        self.thread = CapacityLimiter(1)  # apart from the threads that other routes share
+        self._num_bytes = 0
+
+    @classmethod
+    def of(cls, state: State) -> "Reading":
+        if not hasattr(state, "routed_experts_reading"):
+            state.routed_experts_reading = cls()
+        reading: Reading = state.routed_experts_reading
+        return reading
+
+    @contextmanager
+    def body(self) -> Iterator["Body"]:
+        """A body, whose bytes count until it ends."""
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            body.drop()
+
+    def take(self, num_bytes: int) -> bool:
+        """Counts bytes (or fewer, if negative), unless there are too many."""
+        fits = self._num_bytes + num_bytes <= MAX_WAITING_BYTES
+        self._num_bytes += num_bytes if fits else 0
+        return fits
+
+
+class Body:
+    """The body of a request, as far as it is kept."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._bytes = bytearray()
+
+    async def receive(self, request: Request) -> Response | None:
+        """Reads the request to its end, so that the client hears of an error; returns the error."""
+        refusal: Response | None = None
+        async for chunk in request.stream():
+            if refusal is not None:
+                continue
+            if len(self._bytes) + len(chunk) > MAX_BYTES:
+                refusal = error_response(TOO_LARGE, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            elif not self._reading.take(len(chunk)):
+                refusal = busy_response()
+            else:
+                self._bytes += chunk
+            if refusal is not None:
+                self.drop()
+        return refusal
+
+    def drop(self) -> None:
+        self._reading.take(-len(self._bytes))
+        self._bytes = bytearray()
+
+    def lines(self) -> Iterator[bytes]:
+        return map(str.encode, read_saved(self._bytes))
+
+
+class FilesResponse(Response):
+    """Receives a request with files, waits for its turn, and sends a line for each response in them."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        reading = Reading.of(request.app.state)
+        with reading.body() as body:
+            try:
+                refusal = await body.receive(request)
+            except ClientDisconnect:
+                return
+            if refusal is not None:
+                await refusal(scope, receive, send)
+                return
+            with move_on_after(WAIT_S) as waited:
+                await reading.turn.acquire()
+            if waited.cancelled_caught:
+                await busy_response()(scope, receive, send)
+                return
+            try:
+                response = await _response_to(body, reading.thread)
+                await response(scope, receive, _in_time(send))
+            except TimeoutError:
+                return  # uvicorn closes the connection, as the response is not whole
+            finally:
+                reading.turn.release()
+
+
+async def _response_to(body: Body, thread: CapacityLimiter) -> Response:
+    try:
+        lines = await run_sync(body.lines, limiter=thread)
+    except ValueError as error:
+        return error_response(str(error), HTTPStatus.BAD_REQUEST)
+    return StreamingResponse(_pieces(lines, thread), media_type="application/jsonl", headers=HEADERS)
+
+
+async def _pieces(lines: Iterator[bytes], thread: CapacityLimiter) -> AsyncIterator[bytes]:
+    while text := await run_sync(_some_of, lines, limiter=thread):
+        for first in range(0, len(text), _PIECE_BYTES):
+            yield text[first : first + _PIECE_BYTES]
+
+
+def _some_of(lines: Iterator[bytes]) -> bytes:
+    """The next lines, as many as make a piece: to go to the thread for each line takes longer than a line."""
+    text = bytearray()
+    for line in lines:
+        text += line
+        if len(text) >= _PIECE_BYTES:
+            break
+    return bytes(text)
+
+
+def _in_time(send: Send) -> Send:
+    async def send_in_time(message: Message) -> None:
+        with fail_after(STALLED_S):
+            await send(message)
+
+    return send_in_time
+
+
+def busy_response() -> Response:
+    response = error_response(BUSY, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
+    response.headers["Retry-After"] = "60"
+    return response
+
+
+def error_response(message: str, status: HTTPStatus, kind: str = "BadRequestError") -> Response:
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
