@@ -41,7 +41,7 @@ class FieldError(ValueError):
     """An invalid routing field.
 
     Attributes:
-        param: the field's name, as sent.
+        param: the field's name, as sent, but cut.
     """
 
     def __init__(self, param: str, message: str) -> None:
@@ -198,12 +198,12 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def _refuse_unknown(name: str) -> NoReturn:
-    name = name.encode("utf-8", "replace").decode()  # without lone surrogates, which JSON allows and responses do not
-    shown = name[:_LONGEST_NAME]
+    # Without lone surrogates, which JSON allows and responses do not.
+    shown = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()
     fields = {_own_part(each): each for each in RoutingFields.model_fields}
     near = difflib.get_close_matches(_own_part(shown), fields, n=1)
     meant = f"did you mean {fields[near[0]]}?" if near else f"the fields are {', '.join(fields.values())}"
-    raise FieldError(name, f"{shown} is not a routing field: {meant}")
+    raise FieldError(shown, f"{shown} is not a routing field: {meant}")
 
 
 def _own_part(name: str) -> str:

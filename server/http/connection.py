@@ -22,7 +22,7 @@ class Connection:
         self.num_sent = (
             0  # messages with a part of the body that were sent to a client that was there, once there is an `at_end`
         )
-        self.reached_route = False  # whether a route of ours began to serve the request
+        self.reached_route = False  # whether a route of ours has asked for this
         self._receive = receive
         self._send = send
         self._is_disconnected = False  # as `receive` said
@@ -110,5 +110,13 @@ def watch_connections(app: FastAPI) -> None:
 
 
 def connection_of(request: Request) -> Connection:
+    """The connection, for a route of ours that serves `request`."""
     connection: Connection = request.scope[_KEY]
+    connection.reached_route = True
     return connection
+
+
+def reached_route(scope: Scope) -> bool:
+    """Whether a route of ours asked for the connection of a request that has ended."""
+    connection: Connection | None = scope.get(_KEY)
+    return connection is not None and connection.reached_route

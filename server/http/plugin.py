@@ -103,14 +103,14 @@ class RoutedExpertsPlugin:
             resolve_dtype(settings.routed_experts_default.get("routed_experts_dtype", "auto"), captured.num_experts)
         except CodecError as error:
             raise SettingsError(f"routed_experts_default: {error}") from None
-        await probe(self._app, captured, args, model)
-        ours.settings, ours.generate_returns_rows = settings, asks_for_every_request(config)
         default = default_folder(str(args.port))
         ours.store = store_with(settings, default, *rank_of_process(config))
         if ours.store.folder == default:
             remove_unused(default)  # of a process that was killed
         else:
             ours.store.open()
+        await probe(self._app, captured, ours.store, args, model)
+        ours.settings, ours.generate_returns_rows = settings, asks_for_every_request(config)
         ours.tasks.append(asyncio.create_task(sweep_forever(ours.store)))
         if settings.routed_experts_record is not None:  # before the drain, which is to come first at the end
             start_recording(captured, Path(settings.routed_experts_record), settings)

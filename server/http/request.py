@@ -23,6 +23,7 @@ from routed_experts.protocol.models import (
     parse_options,
 )
 from routed_experts.server.http.connection import Connection
+from routed_experts.server.http.misplaced import misplaced_fields
 from routed_experts.server.http.vllm_http import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -90,7 +91,7 @@ class RoutedRequest(RoutingFields):
     """Extension of vLLM's request models."""
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)  # None if the request does not ask for routing
-    _connection: Connection = PrivateAttr()  # of a request for references
+    _connection: Connection = PrivateAttr()  # of a request for routing
 
     @model_validator(mode="wrap")
     @classmethod
@@ -210,25 +211,27 @@ async def refuse_odd_values(raw_request: Request) -> None:
 
 
 def _check_places(body: Mapping[str, Any], *vllms: str) -> Mapping[str, Any]:
-    """The `sampling_params` of `body`, in which vLLM knows no routing fields but `vllms`."""
+    """Refuses routing fields below the top level of `body`.
+
+    Returns its `sampling_params`, in which vLLM knows no routing fields but `vllms`.
+    """
     if isinstance(body.get(_EXTRA_BODY), dict):
         raise VLLMValidationError(
             f"{_EXTRA_BODY} is an argument of OpenAI's Python client: put its fields at the top level",
             parameter=_EXTRA_BODY,
         )
-    params = body.get("sampling_params")
-    if not isinstance(params, dict):
-        return {}
-    try:
-        check_names(params)
-    except FieldError as error:
-        raise VLLMValidationError(str(error), parameter=f"sampling_params.{error.param}") from None
-    for name in RoutingFields.model_fields.keys() & params.keys() - {*vllms}:
+    for place, name in misplaced_fields(body):
+        if place == "sampling_params" and name in vllms:
+            continue
+        try:
+            check_names([name])
+        except FieldError as error:
+            raise VLLMValidationError(str(error), parameter=f"{place}.{error.param}") from None
         raise VLLMValidationError(
-            f"{name} belongs at the top level of the request, not in sampling_params",
-            parameter=f"sampling_params.{name}",
+            f"{name} belongs at the top level of the request, not in {place}", parameter=f"{place}.{name}"
         )
-    return params
+    params = body.get("sampling_params")
+    return params if isinstance(params, dict) else {}
 
 
 def _parse(body: Mapping[str, Any], raw_request: Request, vllms_default: Mapping[str, Any]) -> RoutingOptions | None:

@@ -5,28 +5,32 @@ import copy
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import numpy as np
 from fastapi import FastAPI
+from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
 from starlette.datastructures import State
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from routed_experts.capture.engine.kv_transfer.connectors import MISSING, on_load
 from routed_experts.capture.envelope import SMALL_ARRAY_BYTES
 from routed_experts.capture.prefill_rows import PARAM as ROWS_PARAM
 from routed_experts.capture.seams.http import STREAMS_CHOICES, scales_out
-from routed_experts.protocol.codec import UNKNOWN, Rows
+from routed_experts.protocol.codec import UNKNOWN, Rows, decode
 from routed_experts.protocol.collect import Routing, RoutingError, collect
-from routed_experts.protocol.models import OPT_IN, PROMPT_START, WEIGHTS
-from routed_experts.server.http.connection import watch_connections
+from routed_experts.protocol.models import DELIVERY, OPT_IN, PROMPT_START, WEIGHTS
+from routed_experts.server.http.connection import reached_route, watch_connections
 from routed_experts.server.http.encoding import LINE_BYTES
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_paths
 from routed_experts.server.outputs import prefill_param
+from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.page.routes import api_keys
 from routed_experts.server.vllm_api import get_logger
 
@@ -41,6 +45,14 @@ _TOKEN_IDS = 1000
 """Prompts use only the first ids of the vocabulary, because ids of image tokens are at its end."""
 _LIMIT_S = 600.0
 """Timeout of a request. The first requests may compile kernels."""
+_OURS = ("vllm.", "routed_experts.")
+_ALWAYS_THERE = (*_OURS, "starlette.middleware.cors", "prometheus_fastapi_instrumentator.")
+"""Modules of the middleware that every server of vLLM has."""
+USER_AGENT = "routed-experts-self-test"
+_FEW_BYTES = 16 << 10
+"""More than the arrays take that the self-test stores."""
+_DECISIONS = (401, 403, 407, 429)
+"""What a middleware answers that does not let a request in."""
 _AGREEMENT = 0.5
 """Required share of equal ids for equal tokens in batches of different sizes, where rounding changes a few."""
 
@@ -58,8 +70,9 @@ class SelfTestError(RuntimeError):
     """The self-test failed; the server must not start."""
 
 
-async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: str) -> None:
-    """Checks that every endpoint returns complete and valid routing, and the same experts for the same tokens.
+async def probe(app: FastAPI, captured: CapturedEngine, store: ArrayStore, args: Namespace, model: str) -> None:
+    """Checks that every endpoint returns complete and valid routing, and the same experts for the same tokens; and
+    that references come through the operator's middleware.
 
     `app` has its state already, but no server-wide defaults.
     """
@@ -68,12 +81,13 @@ async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: 
     parallel = config.parallel_config
     # With an external load balancer, this process reaches only the ranks of its own node.
     ranks = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
-    async with AppClient(app, args, model) as client:
+    async with AppClient(front_of(app, args), args, model) as client:
         try:
             endpoints = await _endpoints(client, args, config.model_config.max_model_len)
-            await _check_endpoints(client, endpoints, captured)
+            await _check_endpoints(client, endpoints, captured, other_paths(app))
             for rank in range(ranks):
                 await _Rank(client, endpoints, captured, rank if ranks > 1 else None).check()
+            await _References(app, captured, store, args, model).check()
         except SelfTestError as error:
             if captured.engine.errored:  # vLLM's own error would not help here
                 raise SelfTestError(
@@ -83,30 +97,35 @@ async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: 
     logger.info("The self-test passed in %.1f s.", time.monotonic() - began)
 
 
-class AppClient:
-    """Calls the application without a socket, with the middleware of vLLM and this server.
+def front_of(app: FastAPI, args: Namespace) -> FastAPI:
+    """`app` with the middleware of vLLM and this server.
 
     Other middleware is left out: an operator's may reject this client, and HTTP metrics should not count it.
     """
+    # With VLLM_SERVER_DEV_MODE, vLLM logs rejected requests as errors, and the self-test sends some on purpose.
+    quiet = copy.copy(args)
+    quiet.log_error_stack = False
+    front = copy.copy(app)
+    front.state = State({**app.state._state, "args": quiet})
+    front.root_path = ""  # as behind a proxy that strips it
+    front.user_middleware = [layer for layer in app.user_middleware if _module_of(layer).startswith(_OURS)]
+    front.middleware_stack = None  # built anew
+    watch_connections(front)
+    return front
 
-    def __init__(self, app: FastAPI, args: Namespace, model: str) -> None:
-        # With VLLM_SERVER_DEV_MODE, vLLM logs rejected requests as errors, and the self-test sends some on purpose.
-        quiet = copy.copy(args)
-        quiet.log_error_stack = False
-        front = copy.copy(app)
-        front.state = State({**app.state._state, "args": quiet})
-        front.root_path = ""  # as behind a proxy that strips it
-        front.user_middleware = [layer for layer in app.user_middleware if _is_known(layer)]
-        front.middleware_stack = None  # built anew
-        watch_connections(front)
+
+class AppClient:
+    """Calls an application without a socket."""
+
+    def __init__(self, app: ASGIApp, args: Namespace, model: str, root_path: str = "", raises: bool = True) -> None:
         keys = api_keys(args)
+        key = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         self._client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(front),
-            base_url="http://self-test",
-            headers={"Authorization": f"Bearer {keys[0]}"} if keys else {},
+            transport=httpx.ASGITransport(app, raise_app_exceptions=raises),
+            base_url=f"http://self-test{root_path}",
+            headers={"User-Agent": USER_AGENT, **key},
         )
         self._model = model
-        self.other_paths = other_paths(app)
 
     async def __aenter__(self) -> "AppClient":
         return self
@@ -129,9 +148,9 @@ class AppClient:
             raise SelfTestError(f"The self-test request to {path} failed: {error!r}") from error
 
 
-def _is_known(layer: Middleware) -> bool:
-    function = layer.kwargs.get("dispatch", layer.cls)
-    return str(getattr(function, "__module__", "")).startswith(("vllm.", "routed_experts."))
+def _module_of(layer: Middleware) -> str:
+    """The module of a middleware's class, or of its function."""
+    return str(getattr(layer.kwargs.get("dispatch", layer.cls), "__module__", ""))
 
 
 async def _endpoints(client: AppClient, args: Namespace, max_model_len: int) -> list[str]:
@@ -147,8 +166,10 @@ async def _endpoints(client: AppClient, args: Namespace, max_model_len: int) -> 
     return found
 
 
-async def _check_endpoints(client: AppClient, endpoints: list[str], captured: CapturedEngine) -> None:
-    """Raises `SelfTestError` unless each endpoint rejects invalid routing fields."""
+async def _check_endpoints(
+    client: AppClient, endpoints: list[str], captured: CapturedEngine, others: list[str]
+) -> None:
+    """Raises `SelfTestError` unless each endpoint rejects invalid routing fields, and each of the `others` all."""
     info = await client.send("GET", "/v1/routed_experts")
     if info.status_code != 200 or info.json() != captured.info.model_dump(mode="json"):
         raise SelfTestError("The self-test did not reach this server's routes: vLLM or another plugin replaced them.")
@@ -159,7 +180,7 @@ async def _check_endpoints(client: AppClient, endpoints: list[str], captured: Ca
         await _check_refusal(client, path, prefill_param.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"})
         if path != _GENERATE:
             await _check_refusal(client, path, OPT_IN, **asked, use_beam_search=True)
-    for path in client.other_paths:
+    for path in others:
         await _check_refusal(client, path, OPT_IN, **{OPT_IN: True})
 
 
@@ -263,6 +284,109 @@ class _Rank:
         model = self._captured.engine.vllm_config.model_config
         length = max(min(length, model.max_model_len - _NEW_TOKENS - 1), 1)
         return np.random.default_rng().integers(min(model.get_vocab_size(), _TOKEN_IDS), size=length).tolist()
+
+
+class _Door:
+    """The application as clients reach it: with all middleware."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.reached_route = False  # whether the last request reached a route of ours
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.reached_route = reached_route(scope)
+
+
+class _References:
+    """Tests references, through the operator's middleware too.
+
+    What that answers by itself is its own matter: it may need credentials that the self-test has not, or let few
+    requests in. But what our routes answer has to come out.
+    """
+
+    def __init__(self, app: FastAPI, captured: CapturedEngine, store: ArrayStore, args: Namespace, model: str) -> None:
+        names = [_module_of(layer) for layer in app.user_middleware]
+        self._others = sorted({name for name in names if not name.startswith(_ALWAYS_THERE)})
+        # Its own middleware, as it is: some must not be made twice. Without any, HTTP metrics need not count this.
+        self._door = _Door(app if self._others else front_of(app, args))
+        root_path = (app.root_path or "").rstrip("/") if self._others else ""
+        self._client = AppClient(self._door, args, model, root_path, raises=False)
+        self._captured = captured
+        self._store = store
+
+    async def check(self) -> None:
+        """Raises `SelfTestError` if responses do not come out as our routes gave them."""
+        async with self._client:
+            inline = await self._choice("inline")
+            if inline is None:
+                return
+            try:
+                await run_in_threadpool(self._store.make_room, _FEW_BYTES)
+            except StoreError as error:
+                logger.warning("The self-test asked for no reference: %s", error)
+                return
+            told = await self._choice("reference")
+            if told is not None:
+                await self._check_arrays(told, inline)
+
+    async def _choice(self, delivery: str) -> dict[str, Any] | None:
+        """The rows of a prompt and of its choice; None if a middleware let no request in."""
+        body = {"prompt": [1, 2], "max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+        form = {OPT_IN: True, "routed_experts_format": "object", "routed_experts_layout": "split"}
+        response = await self._client.post(_COMPLETIONS, **body, **form, **{DELIVERY: delivery})
+        if not self._is_let_in(response, _COMPLETIONS):
+            return None
+        try:
+            answer = response.json()
+            (choice,) = answer["choices"]
+            return {name: said[name] for said, name in ((answer, "prompt_routed_experts"), (choice, "routed_experts"))}
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._failure(_COMPLETIONS, f"without its routed experts ({error!r})") from error
+
+    async def _check_arrays(self, references: dict[str, Any], inline: dict[str, Any]) -> None:
+        try:
+            for name, reference in references.items():
+                path = f"/v1/{reference['url']}"
+                response = await self._client.send("GET", path)
+                if not self._is_let_in(response, path):
+                    return
+                num_rows, num_layers, top_k = reference["shape"]
+                rows = np.frombuffer(response.content, np.int16).reshape(num_layers, num_rows, top_k).swapaxes(0, 1)
+                if agreement(rows, decode(inline[name])) < _AGREEMENT:
+                    raise self._failure(path, "with other experts than came inline")
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._failure(_COMPLETIONS, f"without whole references ({error!r})") from error
+        finally:
+            for reference in references.values():
+                with suppress(LookupError, StoreError, TypeError):
+                    await run_in_threadpool(self._store.delete, reference["id"])
+
+    def _is_let_in(self, response: httpx.Response, path: str) -> bool:
+        """Raises `SelfTestError` if the response to a request that reached our routes is not theirs."""
+        if self._door.reached_route and response.status_code == 200:
+            return True
+        if self._others and (not self._door.reached_route or response.status_code in _DECISIONS):
+            logger.warning(
+                "The self-test was not let in by middleware (%s), which answered %s with status %d. What else that "
+                "does to responses is not tested.",
+                ", ".join(self._others),
+                path,
+                response.status_code,
+            )
+            return False
+        raise self._failure(path, f"with status {response.status_code}: {response.text:.300}")
+
+    def _failure(self, path: str, how: str) -> SelfTestError:
+        if not self._others:
+            return SelfTestError(f"The self-test got a response from {path} {how}: please report this.")
+        return SelfTestError(
+            f"Behind the middleware of {', '.join(self._others)}, the self-test got a response from {path} {how}. "
+            "Middleware must let responses with routed experts out as they are: change it, leave it out of "
+            "--middleware, or serve without routed experts (--no-enable-return-routed-experts)."
+        )
 
 
 def _tokens(choice: Routing) -> list[int]:

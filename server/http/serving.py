@@ -96,9 +96,8 @@ class RoutedServing:
         instance frees its KV.
         """
         options = options_of(request)
-        if options is not None and options.by_reference and raw_request is not None:
+        if options is not None and raw_request is not None:
             request._connection = connection_of(raw_request)
-            request._connection.reached_route = True
         _move_transfer_params(request)
         params, config = request.kv_transfer_params, self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
         try:

@@ -14,8 +14,9 @@ from starlette.datastructures import Headers
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from routed_experts.protocol.models import OPT_IN, PREFIXES, PROMPT_START, RoutingFields
+from routed_experts.protocol.models import OPT_IN, PREFIXES, PROMPT_START
 from routed_experts.server.http import routes
+from routed_experts.server.http.misplaced import misplaced_fields
 from routed_experts.server.http.request import (
     ENDPOINTS,
     RoutedChatRequest,
@@ -31,8 +32,9 @@ INVOCATIONS = "/invocations"
 """SageMaker's endpoint for all kinds of requests."""
 
 _OURS = __name__.partition(".")[0]
-_DEPTH = 3  # of objects, as far as vLLM's own nesting goes; what is deeper are users' tools and their arguments
-_NAMES = {*RoutingFields.model_fields, "routed_experts", "routed_expert_weights"}
+_DEPTH = 3  # of objects, as far as vLLM's own nesting goes
+_ROWS = ("routed_experts", "routed_expert_weights")
+_LONGEST_NAME = 64
 _PLAIN = (*(prefix.encode() for prefix in PREFIXES), b"\0")  # a NUL is in each letter of UTF-16
 _ESCAPED = re.compile(rb"\\u00[5-7]")  # a letter or underscore, which no encoder of JSON escapes
 
@@ -95,9 +97,9 @@ async def _checked(receive: Receive, media_type: str, allowed: Collection[str]) 
     for name in _routing_fields(b"".join(message.get("body", b"") for message in messages)):
         if name in allowed:
             continue
-        name = name.encode("utf-8", "replace").decode()  # without lone surrogates
+        name = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()  # without lone surrogates
         raise VLLMValidationError(
-            f"{name:.64}: this endpoint does not return routed experts: use {ENDPOINTS}", parameter=name
+            f"{name}: this endpoint does not return routed experts: use {ENDPOINTS}", parameter=name
         )
     unread = iter(messages)
 
@@ -114,21 +116,23 @@ def _routing_fields(body: bytes) -> Iterator[str]:
             parsed = json.loads(body)
             if isinstance(parsed, dict):
                 yield from (name for name in parsed if name.startswith(PREFIXES))
-            yield from _names(parsed, _DEPTH)
+            yield from (name for _, name in misplaced_fields(parsed))
+            yield from _rows(parsed, _DEPTH)
         except (ValueError, RecursionError):  # not JSON, which vLLM reports
             return
 
 
-def _names(value: Any, depth: int) -> Iterator[str]:
+def _rows(value: Any, depth: int) -> Iterator[str]:
+    """Names of rows in a response that is sent back to vLLM."""
     if isinstance(value, list):
         for item in value:
             if type(item) in (dict, list):  # of millions of token ids, none is asked
-                yield from _names(item, depth)
+                yield from _rows(item, depth)
     elif isinstance(value, dict) and depth:
         for name, item in value.items():
-            if name in _NAMES and item is not None:  # vLLM's answers have null without routing
+            if name in _ROWS and item is not None:  # vLLM's answers have null without routing
                 yield name
-            yield from _names(item, depth - 1)
+            yield from _rows(item, depth - 1)
 
 
 def _dispatching(vllms: Any) -> Any:

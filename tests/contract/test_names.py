@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 
 from routed_experts.protocol.models import PREFIXES
 from routed_experts.server.cli import serve
+from routed_experts.server.http.misplaced import misplaced_fields
 from routed_experts.server.http.unsupported_routes import refuse_on_other_routes
 from routed_experts.server.http.vllm_http import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from tests.contract.served import serving, vllms
@@ -114,6 +115,93 @@ def test_fields_of_ours_in_the_wrong_place(api: Server) -> None:
         others: list[dict[str, Any]] = [{"sampling_params": value} for value in ({"temperature": 0}, {}, None, 1)]
         for other in [*others, {"extra_body": "x"}] if path != GENERATE else ():
             assert post(api, path, **body, max_tokens=2, **other).status_code == 200
+
+
+def inside(value: Any, *names: str) -> dict[str, Any]:
+    """An object that has `value` in objects of these names, the first outermost."""
+    for name in reversed(names):
+        value = {name: value}
+    return dict(value)
+
+
+OPTION = {"options": {"routed_experts_delivery": "reference"}}
+NESTED: list[tuple[str, dict[str, Any]]] = [
+    ("vllm_xargs.return_routed_experts", inside(True, "vllm_xargs", "return_routed_experts")),
+    ("extra_args.return_routed_experts", inside(True, "extra_args", "return_routed_experts")),
+    ("stream_options.routed_experts_stream", inside("at_end", "stream_options", "routed_experts_stream")),
+    (
+        "chat_template_kwargs.return_routed_experts",
+        inside(False, "chat_template_kwargs", "return_routed_experts"),
+    ),
+    (
+        "sampling_params.extra_args.return_routed_experts",
+        inside(True, "sampling_params", "extra_args", "return_routed_experts"),
+    ),
+    (
+        "sampling_params.vllm_xargs.return_routed_expert",
+        inside(True, "sampling_params", "vllm_xargs", "return_routed_expert"),
+    ),
+    ("requests[1].options.routed_experts_delivery", {"requests": [{}, OPTION]}),
+    ("vllm_xargs.routed_experts.opt_in", inside("forged", "vllm_xargs", "routed_experts.opt_in")),
+]
+
+
+@pytest.mark.parametrize(("param", "fields"), NESTED, ids=lambda value: value if isinstance(value, str) else "")
+def test_fields_of_ours_anywhere_in_a_body_are_refused(api: Server, param: str, fields: dict[str, Any]) -> None:
+    """vLLM takes such objects, and nobody would read the fields."""
+    for path, body in ENDPOINTS:
+        message = refused(api, path, param, **{**body, **fields})
+        assert "is not a routing field" in message or "belongs at the top level" in message
+    with api.client() as client:
+        answer = client.post("/tokenize", json={"prompt": "a", **fields})
+    assert answer.status_code == 400
+    assert NAMED in answer.text
+
+
+def test_a_field_of_ours_in_a_message_is_refused_and_rows_beside_it_are_not(api: Server) -> None:
+    """Clients keep the rows of an answer beside its message, and send both."""
+    message = {"role": "user", "content": "a"}
+    batch = [[message], [{**message, "return_routed_experts": True}]]
+    refused(api, CHAT, "messages[0].return_routed_experts", messages=[{**message, "return_routed_experts": True}])
+    refused(api, "/v1/chat/completions/batch", "return_routed_experts", messages=batch)
+    kept = {**message, "routed_experts": {"data": "", "shape": [0, 8, 4]}}
+    assert post(api, CHAT, messages=[kept], max_tokens=1).status_code == 200
+
+
+def test_names_in_what_is_a_users_own_are_not_ours(api: Server) -> None:
+    """In schemas, in tools and what they are called with, in texts and in data."""
+    schema = {"type": "object", "properties": {"return_routed_experts": {"type": "boolean"}}}
+    tool = {"type": "function", "function": {"name": "ask", "parameters": schema}}
+    call = {"name": "ask", "arguments": '{"return_routed_experts": true}'}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "return_routed_experts", "return_routed_experts": 1}]},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "1", "content": "routed_experts_x"},
+    ]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": messages, "tools": [tool], "response_format": form, "metadata": {"routed_experts_run": "7"}}
+    assert [*misplaced_fields(body)] == []
+    assert [*misplaced_fields({"text": {"format": {"schema": schema}}, "structured_outputs": {"json": schema}})] == []
+    assert post(api, CHAT, messages=[messages[0]], tools=[tool], tool_choice="none", max_tokens=1).status_code == 200
+
+
+def test_deep_bodies_are_walked_to_their_end() -> None:
+    deep: dict[str, Any] = {"return_routed_experts": True}
+    for _ in range(5_000):
+        deep = {"a": [deep]}
+    ((place, name),) = misplaced_fields(deep)
+    assert (len(place), name) == (100, "return_routed_experts")
+
+
+def test_long_names_do_not_come_back(api: Server) -> None:
+    name = f"routed_experts_{'x' * 48_000}"
+    bodies: list[dict[str, Any]] = [{name: 1}, {"sampling_params": {name: 1}}, {"vllm_xargs": {name: 1}}]
+    bodies += [{"y" * 48_000: {"return_routed_experts": True}}]
+    for path, body in (*ENDPOINTS, ("/tokenize", {"prompt": "a"})):
+        for fields in bodies:
+            answer = post(api, path, **{**body, **fields})
+            assert answer.status_code == 400
+            assert len(answer.text) < 1200, answer.text
 
 
 # ---- routes that are not ours ----

@@ -8,16 +8,15 @@ import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 from prometheus_client import REGISTRY
-from starlette.responses import JSONResponse
 from vllm.entrypoints.launchers.app import build_app
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker
@@ -27,6 +26,7 @@ from routed_experts.capture.engine.worker import WorkerCapture
 from routed_experts.server import vllm_api
 from routed_experts.server.http import plugin, selftest
 from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_paths
 from routed_experts.server.outputs.row_buffer import BufferedRequestState
@@ -78,9 +78,8 @@ def again(tiny_model: Path) -> Iterator[Again]:
 # ---- servers that start ----
 
 
-async def refuse(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-    """An operator's middleware, which knows who may come in."""
-    return JSONResponse({"error": "nobody's"}, status_code=403)
+def behind(name: str) -> tuple[str, str]:
+    return "--middleware", f"tests.contract.middleware.{name}"
 
 
 DEFAULT = ("--routed-experts-default",)
@@ -88,7 +87,12 @@ DEFAULTS = {"return_routed_experts": True, "routed_experts_format": "npy", "rout
 SAMPLING = {"temperature": 0.3, "max_new_tokens": 2, "repetition_penalty": 1.2, "top_k": 5}
 STARTS = {
     "keys, behind a proxy": ("--api-key", "one", "two", "--root-path", "/llm/"),
-    "middleware": ("--middleware", "tests.contract.test_selftest.refuse"),
+    **{
+        f"middleware that {name}": behind(name)
+        for name in ("passes", "holds_back", "needs_a_header", "refuses_answers")
+    },
+    "middleware that refuses, behind a proxy": (*behind("refuses"), "--root-path", "/llm/"),
+    "middleware in a class, and keys": (*behind("Passes"), "--api-key", "one", "--root-path", "/v1"),
     "short sequences": ("--max-model-len", "8"),
     "sequences too short for a chat": ("--max-model-len", "20"),
     "small answers": ("--routed-experts-max-response-bytes", "100", "--no-enable-prefix-caching"),
@@ -116,8 +120,45 @@ def test_servers_that_start(tiny_model: Path, flags: tuple[str, ...], monkeypatc
 
     monkeypatch.setattr(plugin, "probe", probed)
     with serving(tiny_model, *flags) as server, server.client() as client:
-        assert client.get("/health").status_code in (200, 403)
+        assert client.get("/health", headers={"x-tenant": "me"}).status_code in (200, 403, 429)
         assert passed
+
+
+@pytest.mark.parametrize(("name", "how"), [("Breaks", "status 500"), ("keeps_rows", "without its routed experts")])
+def test_middleware_that_breaks_responses_is_refused_at_start(tiny_model: Path, name: str, how: str) -> None:
+    """The sentence says which, and what to do."""
+    with pytest.raises(SelfTestError) as refused, serving(tiny_model, *behind(name)):
+        pass
+    assert how in str(refused.value)
+    assert "middleware of tests.contract.middleware" in str(refused.value)
+    assert "--no-enable-return-routed-experts" in str(refused.value)
+
+
+def test_middleware_that_keeps_the_self_test_out_is_named_in_the_log(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may need credentials that the self-test has not."""
+    with serving(tiny_model, *behind("refuses")):
+        pass
+    (warning,) = [record.getMessage() for record in caplog.records if "not let in" in record.getMessage()]
+    assert "tests.contract.middleware" in warning
+    assert "status 403" in warning
+
+
+def test_references_that_do_not_work(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refer_to_nothing(maker: ReferenceMaker, *args: Any) -> dict[str, Any]:
+        made = refer(maker, *args)
+        return {**made, "url": f"{made['url'][:-4]}0000"}
+
+    refer = ReferenceMaker._refer
+    monkeypatch.setattr(ReferenceMaker, "_refer", refer_to_nothing)
+    again.fails("status 410")
+
+
+def test_nothing_is_left_in_the_store_of_a_server_that_has_tested_itself(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, "--routed-experts-store", str(tmp_path / "store")):
+        assert (tmp_path / "store").is_dir()
+        assert list(tmp_path.rglob("*.npy")) == []
 
 
 def test_what_the_probe_has_refused_is_no_error_in_the_log(
