@@ -106,6 +106,9 @@ def serve(argv: list[str]) -> int:
         check_vllm_version(allow_untested=ALLOW_UNTESTED_FLAG in argv)
     except UnsupportedConfig as error:
         return complain(error)
+    from routed_experts.server.cli.preflight import check_environment
+
+    check_environment()  # before vLLM is imported, which reads some of it
     from routed_experts.server.cli import serve as command  # other versions of vLLM may lack its imports
 
     return command.main(argv)

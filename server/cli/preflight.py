@@ -1,8 +1,12 @@
-"""What vLLM's own errors do not say: why a server cannot have its address, and what is wrong with a model's name."""
+"""What vLLM's own errors do not say: why a server cannot have its address, which variable of the environment cannot be
+read, and what is wrong with a model's name."""
 
 import errno
 import os
 import socket
+from collections.abc import Callable
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 from routed_experts.server.cli.console import CommandError
@@ -29,6 +33,43 @@ def check_address(host: str | None, port: int, uds: str | None) -> None:
         why = getattr(error, "strerror", None) or error
         hint = "; if no server uses it, remove it" if uds and getattr(error, "errno", 0) == errno.EADDRINUSE else ""
         raise CommandError(f"The server cannot listen on {where}: {why}{hint}.") from None
+
+
+_NO_NUMBER = "invalid literal for int()"
+_LONGEST_VALUE = 60
+
+
+def check_environment() -> None:
+    """Raises `CommandError` for a variable that vLLM cannot read.
+
+    vLLM reads all of them when an engine starts, and what is wrong with one ends there in a trace.
+    """
+    for name, read in _vllms_variables().items():
+        if name not in os.environ:
+            continue
+        try:
+            read()
+        except ImportError:  # of what vLLM imports to read it
+            continue
+        except Exception as error:  # whatever it raises when it parses a text
+            why = str(error).partition("\n")[0].rstrip(".")
+            if why.startswith(_NO_NUMBER):
+                why = "it must be an integer: of a switch, 1 or 0"
+            value = os.environ[name][:_LONGEST_VALUE]
+            raise CommandError(f"vLLM cannot read {name}={value!r} ({why}): change it, or unset it.") from error
+
+
+def _vllms_variables() -> dict[str, Callable[[], Any]]:
+    """What reads each variable, by its name. From its file, as importing vLLM itself reads some of them."""
+    found = find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        return {}
+    spec = spec_from_file_location("vllms_variables", Path(found.submodule_search_locations[0]) / "envs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return dict(module.environment_variables)
 
 
 NO_HUB = (

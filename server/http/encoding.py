@@ -114,6 +114,11 @@ class Encoder:
         num_bytes = num_rows * self._row_bytes + (_NPY_HEADER_BYTES if self.fmt == "npy" else 0)
         return -(-num_bytes // 3) * 4 + _ENVELOPE_BYTES
 
+    def rows_beyond(self, num_bytes: int) -> int:
+        """A number of rows whose text by `text_bytes` surely exceeds `num_bytes`, by a few rows at most."""
+        of_three = self.text_bytes(3) - self.text_bytes(0)  # base64 has whole groups then
+        return 3 * num_bytes // of_three + 3
+
     def stored_bytes(self, num_rows: int) -> int:
         """Bytes of the files of `num_rows` rows, and of their weights."""
         encoders = self.named_encoders().values()

@@ -92,6 +92,7 @@ class RoutedRequest(RoutingFields):
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)  # None if the request does not ask for routing
     _connection: Connection = PrivateAttr()  # of a request for routing
+    _most_tokens: int | None = PrivateAttr(default=None)  # in an answer, where the client does not limit them
 
     @model_validator(mode="wrap")
     @classmethod
@@ -118,6 +119,8 @@ class RoutedRequest(RoutingFields):
             # vLLM's models have the field `stream` each, and not their common base.
             at_end = self._routing.at_end or not getattr(self, "stream", False)
             opt_in(params, self._routing.prompt_start, self._routing.weights, at_end)
+            if self._most_tokens is not None and params.max_tokens is not None:
+                params.max_tokens = min(params.max_tokens, self._most_tokens)
         # Not used here. vLLM checks its own field of this name too late, after a stream has begun.
         params.routed_experts_prompt_start = 0
         return params
@@ -136,6 +139,11 @@ class RoutedChatRequest(RoutedRequest, ChatCompletionRequest):
 
 class RoutedGenerateRequest(RoutedRequest, GenerateRequest):
     """A request with token ids that may ask for routing."""
+
+    def is_sampling_param_provided(self, name: str) -> bool:
+        """vLLM sets its own default of `max_tokens` where this says no."""
+        is_ours = name == "max_tokens" and self._most_tokens is not None
+        return is_ours or super().is_sampling_param_provided(name)
 
 
 def field_of(request: Any, name: str) -> Any:

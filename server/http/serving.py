@@ -152,9 +152,12 @@ class RoutedServing:
             _reject(f"{FIELD} has rows for {count} tokens, but the prompts have {prompt_lens} tokens", FIELD)
 
     async def check_lengths(
-        self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None
+        self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None, min_tokens: int
     ) -> None:
-        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large."""
+        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large.
+
+        `max_tokens` is what the request says of it, None if nothing.
+        """
         options = options_of(request)
         if options is None:
             return
@@ -169,8 +172,25 @@ class RoutedServing:
         if options.by_reference:
             options = await self.check_store_capacity(request, options, prompt_rows)
         if options.rows and not options.by_reference:
-            own_rows = len(prompt_lens) * num_choices * max((max_tokens or 1) - 1, 0)
-            self.check_size(request, options, prompt_rows + own_rows)
+            num_answers = len(prompt_lens) * num_choices
+            known_tokens = max(max_tokens or min_tokens, 1)
+            self.check_size(request, options, prompt_rows + num_answers * (known_tokens - 1))
+            if max_tokens is None:
+                self.end_at_limit(request, prompt_rows)
+
+    def end_at_limit(self, request: Any, prompt_rows: int) -> None:
+        """Has a request that says no `max_tokens` end where its rows surely exceed the maximum size of a response.
+
+        What vLLM then allows, the rest of the context, says nothing of how long an answer will be, so that nothing can
+        be refused before. But nothing is generated for a response that cannot be sent.
+        """
+        options = options_of(request)
+        if options is None or options.by_default:  # a client that did not ask for rows gets its answer without them
+            return
+        if options.format == "list" and getattr(request, "stream", False):
+            return  # its text is shorter than `text_bytes` says; the stream ends where it becomes too long
+        # The last token has no row.
+        request._most_tokens = self.encoder(options).rows_beyond(self._max_bytes) - prompt_rows + 1
 
     async def check_store_capacity(self, request: Any, options: RoutingOptions, num_rows: int) -> RoutingOptions:
         """Rejects a request for references to a store that has no room for the rows of its prompts. If only the
@@ -286,7 +306,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         if not isinstance(rendered, ErrorResponse):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
             await self.check_prefill_rows(request, lengths)
-            await self.check_lengths(request, lengths, request.n or 1, request.max_tokens)
+            await self.check_lengths(request, lengths, request.n or 1, request.max_tokens, request.min_tokens)
         return rendered
 
     def completion_stream_generator(
@@ -329,7 +349,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered[1]]
             max_tokens = request.max_completion_tokens or request.max_tokens
             await self.check_prefill_rows(request, lengths)
-            await self.check_lengths(request, lengths, request.n or 1, max_tokens)
+            await self.check_lengths(request, lengths, request.n or 1, max_tokens, request.min_tokens)
         return rendered
 
     def chat_completion_stream_generator(
@@ -396,10 +416,21 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
                 )
                 _cannot(request, options, message, options.prompt_start_param)
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
-            await self.check_lengths(request, [len(request.token_ids)], params.n, max_tokens)
+            await self.check_lengths(request, [len(request.token_ids)], params.n, max_tokens, params.min_tokens)
+            if (most := request._most_tokens) is not None:
+                if most < self._default_max_tokens(len(request.token_ids)):
+                    params.max_tokens = most
+                else:
+                    request._most_tokens = None
             request.sampling_params = request.opt_in(params)
             set_output_kind(request.sampling_params, bool(request.stream))
         return await super().serve_tokens(request, raw_request)
+
+    def _default_max_tokens(self, prompt_len: int) -> int:
+        """What vLLM sets for a request that does not say `max_tokens`."""
+        defaults = [self.default_sampling_params.get("max_tokens"), self.override_max_tokens]
+        said = [most for most in defaults if most is not None]
+        return min([self.model_config.max_model_len - prompt_len, *said])
 
     def serve_tokens_stream_generator(
         self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any

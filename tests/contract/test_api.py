@@ -192,6 +192,39 @@ def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
         refused(server, CHAT, "return_routed_experts", **long, **ASKS)
 
 
+def test_an_answer_without_a_limit_ends_where_its_rows_are_too_many(tiny_model: Path) -> None:
+    """Not at the end of the context, hundreds of tokens later. Short ones come, and those that nobody asked rows for.
+
+    On completions, vLLM's own default are 16 tokens.
+    """
+    row = 4 * -(-L * K * 2 // 3)
+    flags = ("--routed-experts-max-response-bytes", str(100 * row), "--enable-scale-out", "--max-model-len", "400")
+    chat = {**MESSAGES, "ignore_eos": True, "temperature": 0}
+    tokens = {"token_ids": prompt_of(30, 1), "sampling_params": {"ignore_eos": True, "temperature": 0}}
+    form = {"routed_experts_format": "object", "routed_experts_layout": "split", **ASKS}
+    with serving(tiny_model, *flags) as server:
+
+        def generated() -> float:
+            return server.metric("vllm:generation_tokens_total")
+
+        for path, body in ((CHAT, chat), (GENERATE, tokens)):
+            before = generated()
+            message = refused(server, path, "return_routed_experts", **body, **form)
+            assert "--routed-experts-max-response-bytes" in message
+            assert 20 < generated() - before < 100
+        for stream_time in ("with_tokens", "at_end"):
+            before = generated()
+            assert "error" in server.stream(CHAT, **chat, **ASKS, routed_experts_stream=stream_time)[-1]
+            assert 20 < generated() - before < 110
+        stopped = server.chat(**chat, **ASKS, stop_token_ids=[*range(40)])
+        assert stopped["choices"][0]["finish_reason"] == "stop"
+        before = generated()
+        refused(server, CHAT, "return_routed_experts", **chat, **ASKS, min_tokens=100)
+        assert generated() == before
+        assert server.chat(**chat)["usage"]["completion_tokens"] > 200
+        assert len(post(server, GENERATE, **tokens).json()["choices"][0]["token_ids"]) > 200
+
+
 def test_a_default_start_behind_a_prompt(tiny_model: Path) -> None:
     default = '{"return_routed_experts": true, "routed_experts_prompt_start": 20}'
     with serving(tiny_model, "--routed-experts-default", default) as server:

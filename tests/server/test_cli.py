@@ -255,6 +255,25 @@ def test_h2_the_front_end_in_rust_is_refused(
         assert said.startswith("VLLM_USE_RUST_FRONTEND chooses a front end of vLLM that cannot")
 
 
+UNREADABLE = {
+    "VLLM_USE_RUST_FRONTEND": "true",
+    "VLLM_CONFIGURE_LOGGING": "yes",  # which vLLM reads when it is imported
+    "VLLM_ENGINE_READY_TIMEOUT_S": "10m",
+    "VLLM_PORT": "tcp://10.0.0.1:8000",  # as Kubernetes sets it beside a service called vllm
+}
+
+
+@pytest.mark.parametrize(("name", "value"), UNREADABLE.items())
+def test_a_variable_that_vllm_cannot_read_is_a_sentence(
+    words: Words, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for text in (value, ""):
+        monkeypatch.setenv(name, text)
+        said = refused(capsys, *words(SERVE))
+        assert said.startswith(f"vLLM cannot read {name}={text!r} (")
+        assert said.endswith("change it, or unset it.")
+
+
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
