@@ -334,9 +334,10 @@ class _References:
 
     async def _choice(self, delivery: str) -> dict[str, Any] | None:
         """The rows of a prompt and of its choice; None if a middleware let no request in."""
-        body = {"prompt": [1, 2], "max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
-        form = {OPT_IN: True, "routed_experts_format": "object", "routed_experts_layout": "split"}
-        response = await self._client.post(_COMPLETIONS, **body, **form, **{DELIVERY: delivery})
+        body: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+        body |= {OPT_IN: True, "routed_experts_format": "object", "routed_experts_layout": "split"}
+        body[DELIVERY] = delivery
+        response = await self._client.post(_COMPLETIONS, **body)
         if not self._is_let_in(response, _COMPLETIONS):
             return None
         try:
@@ -355,7 +356,7 @@ class _References:
                     return
                 num_rows, num_layers, top_k = reference["shape"]
                 rows = np.frombuffer(response.content, np.int16).reshape(num_layers, num_rows, top_k).swapaxes(0, 1)
-                if agreement(rows, decode(inline[name])) < _AGREEMENT:
+                if agreement(rows, decode(inline[name]).astype(np.int16)) < _AGREEMENT:
                     raise self._failure(path, "with other experts than came inline")
         except (KeyError, TypeError, ValueError) as error:
             raise self._failure(_COMPLETIONS, f"without whole references ({error!r})") from error
