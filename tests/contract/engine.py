@@ -51,6 +51,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.capture.engine.scheduler import SchedulerConnector
@@ -609,6 +610,38 @@ def rows_of_prompt(request_id: str) -> str:
 def _said(output: EngineCoreOutput) -> str:
     brings = RowsOutput.of(output)
     return rows_of_prompt(brings.request_id) if brings and brings.kind == PROMPT_ROWS else output.request_id
+
+
+SHARED = 2 * BLOCK + 5
+
+
+def share_partly(core: Core, client: Client, prompt: list[int], max_tokens: int = 4) -> list[tuple[int, int]]:
+    """Adds a request "shares" that hits SHARED tokens of "source", which is running, the last of them in a part of a
+    block.
+
+    vLLM finds such hits in hybrid models only. What follows is its own: it copies the block for the request, which
+    goes on writing into the copy. Gives the copies, as they are scheduled.
+    """
+    copies: list[tuple[int, int]] = []
+    manager, schedule = core.scheduler.kv_cache_manager, core.scheduler.schedule
+    look_up = manager.get_computed_blocks
+
+    def hit(request: Request, *limit: Any) -> Any:
+        found = look_up(request, *limit)
+        if request.request_id != "shares":
+            return found
+        (tables,) = manager.coordinator.single_type_managers
+        blocks = list(tables.req_to_blocks["source"][: -(-SHARED // BLOCK)])
+        return type(found[0])((blocks,)), SHARED, *found[2:]
+
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        step = schedule(*args, **kwargs)
+        copies.extend(step.kv_cache_block_copies or ())
+        return step
+
+    manager.get_computed_blocks, core.scheduler.schedule = hit, scheduled
+    client.add("shares", [*prompt[:SHARED], 1, 2, 3], max_tokens=max_tokens)
+    return copies
 
 
 def requests_at_random(

@@ -7,7 +7,7 @@ too. So a row is right only if a request's own forward passes read KV of that ve
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -287,6 +287,13 @@ class TracingExecutor(around.ArithmeticExecutor):
         for position, slot in enumerate(sequence.slots(0, end)):
             self.seen[request_id][position].add(self._number[slot])
         return rows
+
+    def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        pairs = list(pairs)
+        super()._copy(pairs)
+        copies = [(target, [self._number[slot] for slot in slots_of(source)]) for source, target in pairs]
+        for target, numbers in copies:
+            self._number[target * BLOCK : (target + 1) * BLOCK] = numbers
 
     def get(self, slots: Any) -> list[Slot]:
         return [(self._kv[slot], self._number[slot]) for slot in slots]

@@ -8,7 +8,7 @@ import pytest
 
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker
 from routed_experts.capture.host_cache import Cause
-from tests.contract.engine import BLOCK, Client, tokens
+from tests.contract.engine import BLOCK, SHARED, Client, share_partly, tokens
 from tests.contract.loads import NAME, TRANSFER, Store, computed_before, engine_with_store, store
 
 PROMPT = tokens(5 * BLOCK + 3)
@@ -146,3 +146,24 @@ def test_blocks_whose_load_failed_and_that_nobody_computed(warm: Warm) -> None:
     client.abort("left")
     client.answer("asks", PROMPT)
     client.finish(but="left")
+
+
+def test_a_block_without_rows_that_is_copied_over_has_those_of_its_source(is_async: bool) -> None:
+    """So that a request which asks for rows takes it as a prefix hit, and computes nothing again."""
+    with store():
+        client = computed_before(engine_with_store(is_async=is_async, num_blocks=13), PROMPT)
+        core = client.engines[0]
+        client.answer("loads", PROMPT, start=None)
+        core.empty_prefix_cache()
+        (without,) = core.capture.external_kv._blocks_without
+        client.add("takes the others", tokens(3 * BLOCK, seed=2), start=None, max_tokens=BLOCK)
+        client.add("source", prompt := tokens(SHARED + 4, seed=1), max_tokens=20)
+        client.steps(4)
+        before = set(without)
+        copies = share_partly(core, client, prompt, max_tokens=20)
+        client.run()
+        assert {target for _, target in copies} <= before
+        client.answer("hits", client.received["shares"].sequence)
+        client.finish()
+        seen = core.model_executor.seen
+        assert all(seen["hits"][position] == seen["shares"][position] for position in range(3 * BLOCK))

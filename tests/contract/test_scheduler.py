@@ -12,17 +12,15 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import Request
 
 from routed_experts.capture.engine import distributor, output_queue
 from routed_experts.capture.envelope import ENVELOPE_ID
 from routed_experts.capture.message import PROMPT_ROWS
 from tests.contract.engine import (
-    BLOCK,
     PART_BYTES,
+    SHARED,
     ArithmeticExecutor,
     Client,
-    Core,
     K,
     L,
     Received,
@@ -32,6 +30,7 @@ from tests.contract.engine import (
     engine,
     requests_at_random,
     rows_of_prompt,
+    share_partly,
     tokens,
 )
 
@@ -405,37 +404,6 @@ def test_a_known_token_that_is_computed_again(at_end: bool) -> None:
 
 
 # ---- blocks that vLLM copies ----
-
-SHARED = 2 * BLOCK + 5
-
-
-def share_partly(core: Core, client: Client, prompt: list[int]) -> list[tuple[int, int]]:
-    """Adds a request that hits SHARED tokens of "source", which is running, the last of them in a part of a block.
-
-    vLLM finds such hits in hybrid models only. What follows is its own: it copies the block for the request, which
-    goes on writing into the copy. Gives the copies, as they are scheduled.
-    """
-    copies: list[tuple[int, int]] = []
-    manager, schedule = core.scheduler.kv_cache_manager, core.scheduler.schedule
-    look_up = manager.get_computed_blocks
-
-    def hit(request: Request, *limit: Any) -> Any:
-        found = look_up(request, *limit)
-        if request.request_id != "shares":
-            return found
-        (tables,) = manager.coordinator.single_type_managers
-        blocks = list(tables.req_to_blocks["source"][: -(-SHARED // BLOCK)])
-        return type(found[0])((blocks,)), SHARED, *found[2:]
-
-    def scheduled(*args: Any, **kwargs: Any) -> Any:
-        step = schedule(*args, **kwargs)
-        copies.extend(step.kv_cache_block_copies or ())
-        return step
-
-    manager.get_computed_blocks, core.scheduler.schedule = hit, scheduled
-    client.add("shares", [*prompt[:SHARED], 1, 2, 3])
-    return copies
-
 
 def test_a_block_that_is_copied_brings_its_rows(is_async: bool) -> None:
     client = Client(engine(is_async))
