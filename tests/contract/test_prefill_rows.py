@@ -23,8 +23,8 @@ from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.capture.rows import joined
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.outputs import prefill_param
-from tests.contract.engine import BLOCK, Client, K, L, Received, engine, tokens, weights_for
-from tests.contract.loads import NAME, PULL, Clock, Store, engine_with_store, store
+from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, K, L, Received, engine, tokens, weights_for
+from tests.contract.loads import LEASE_S, NAME, PULL, Clock, Store, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADS
 from tests.contract.offloading import engine_that_offloads
 
@@ -159,6 +159,24 @@ def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, waits
     clock.passed = seconds
     leased.decode.finish()
     assert leased.kept.num_loaded == num_loaded
+
+
+@pytest.mark.parametrize(
+    ("failures", "end"), [("recompute", FinishReason.LENGTH), ("fail", FinishReason.ERROR)], ids=["recompute", "fail"]
+)
+def test_a_pull_that_ends_late(clock: Clock, failures: str, end: FinishReason, is_async: bool) -> None:
+    """The prefill instance may have given the blocks to another prompt by then, whose KV was read."""
+    with store(clock=clock) as kept:
+        pair = Pair(kept, failures=failures, is_async=is_async)
+        received = pair.add(PROMPT, pair.export_rows(PROMPT))
+        while not pair.core.model_executor.underway:
+            pair.decode.step()
+        clock.passed = 1.1 * LEASE_S
+        pair.prefill.step()  # lets go of what nobody has pulled
+        pair.prefill.answer("another", tokens((NUM_BLOCKS - 2) * BLOCK, seed=1), max_tokens=1)
+        pair.decode.finish(ends=(FinishReason.LENGTH, end))
+        assert received.finish is end
+        assert kept.num_loaded == 1
 
 
 def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
