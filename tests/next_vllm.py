@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from routed_experts.capture.engine import versions
-from routed_experts.capture.seams.required import REQUIRED
+from routed_experts.capture.seams.required import HTTP, REQUIRED, Name
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(sys.prefix) / "vllm-next"
@@ -76,8 +76,14 @@ NAMES = (sys.executable, "-c", "import json, tests.next_vllm as n; print(json.du
 
 
 def names() -> set[str]:
-    """The names that this project imports or requires, and that the vLLM which this process finds has."""
-    return {name for name in {*_imported(), *(name.replace(":", ".") for name in REQUIRED)} if _is_there(name)}
+    """The names that this project imports or requires, and that the vLLM which this process finds has, or need not."""
+    version = versions.vllm.__version__
+    required = {_dotted(name) for name in (*REQUIRED, *HTTP) if name.is_there() or not name.is_due(version)}
+    return required | {name for name in _imported() if _is_there(name)}
+
+
+def _dotted(name: Name) -> str:
+    return name.places[0].replace(":", ".")
 
 
 def _imported() -> Iterator[str]:

@@ -21,11 +21,13 @@ from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker,
 from routed_experts.capture.engine.prefill_exchange import PrefillRowsExchange
 from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.transport import detach
+from routed_experts.capture.engine.versions import check_vllm_has
 from routed_experts.capture.envelope import CAUSES, ENVELOPE_ID, STATS, pack
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OptIn
 from routed_experts.capture.rows import captures_weights
 from routed_experts.capture.seams.engine import ConnectedScheduler
+from routed_experts.capture.seams.required import SCHEDULER
 from routed_experts.capture.stats import StatsRecorder
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # a child of vLLM's logger, which is configured
@@ -147,6 +149,7 @@ class SchedulerCapture(ConnectedScheduler):
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         check_engine_config(vllm_config)
+        check_vllm_has(SCHEDULER)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.aux_output_connector = SchedulerConnector(self, vllm_config, kv_cache_config)
 

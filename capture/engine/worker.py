@@ -16,8 +16,10 @@ from routed_experts.capture.engine.binding import bind, check_weights, find_moe_
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.stage import gather_stages, join_cache
 from routed_experts.capture.engine.v1 import V1Adapter
+from routed_experts.capture.engine.versions import check_vllm_has
 from routed_experts.capture.rows import captures_weights
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
+from routed_experts.capture.seams.required import WORKER
 
 if TYPE_CHECKING or current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -40,6 +42,7 @@ class WorkerCapture(Worker):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         check_engine_config(self.vllm_config)
+        check_vllm_has(WORKER)
         super().load_model(load_dummy_weights=load_dummy_weights)
         layers = find_moe_layers(self.model_runner.get_model())
         with_weights = captures_weights(self.vllm_config)

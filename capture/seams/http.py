@@ -5,13 +5,21 @@ from http import HTTPStatus
 from importlib import import_module
 from typing import Any
 
+import vllm
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from vllm.sampling_params import RequestOutputKind
 
 
 def _first(name: str, *places: str) -> Any:
-    """`name` from the first of the modules that has it; None if none has."""
+    """`name` from the first of the modules that has it; one must have it."""
+    if (found := _first_or_none(name, *places)) is None:
+        raise ImportError(f"vLLM {vllm.__version__} has no {name} in {' or '.join(places)}")
+    return found
+
+
+def _first_or_none(name: str, *places: str) -> Any:
+    """The same for a name that older versions do not have. `required.HTTP` says since when it has to be there."""
     for place in places:
         try:
             return getattr(import_module(place), name)
@@ -29,19 +37,21 @@ _GENERATE = f"{_ENTRY}.scale_out.token_in_token_out.protocol"
 ErrorResponse = _first("ErrorResponse", _NEW_ENGINE, f"{_ENTRY}.openai.engine.protocol")
 create_error_response = _first("create_error_response", _NEW_ERRORS, f"{_ENTRY}.serve.utils.error_response")
 cli_env_setup = _first("cli_env_setup", _NEW_STARTUP, f"{_ENTRY}.serve.utils.api_utils")
-GenerateTokensChoice = _first("GenerateTokensChoice", _GENERATE) or _first("GenerateResponseChoice", _GENERATE)
-_stream_choice = _first("GenerateTokensStreamChoice", _GENERATE) or _first("GenerateResponseStreamChoice", _GENERATE)
+GenerateTokensChoice = _first_or_none("GenerateTokensChoice", _GENERATE) or _first("GenerateResponseChoice", _GENERATE)
+_stream_choice = _first_or_none("GenerateTokensStreamChoice", _GENERATE) or _first(
+    "GenerateResponseStreamChoice", _GENERATE
+)
 _IS_LAST = list(_stream_choice.model_fields)[-1] == "routed_experts"
 OWN_FIELD = ',"routed_experts":null' if _IS_LAST else '"routed_experts":null,'
 """vLLM's own field in a streamed choice of generate."""
-_tokens_response = _first("GenerateTokensResponse", _GENERATE)  # 0.32
+_tokens_response = _first_or_none("GenerateTokensResponse", _GENERATE)  # 0.32
 GenerateTokensResponse = _tokens_response or _first("GenerateResponse", _GENERATE)
-VLLMClientError: Any = _first("VLLMClientError", "vllm.exceptions") or ()
+VLLMClientError: Any = _first_or_none("VLLMClientError", "vllm.exceptions") or ()
 """As an exception to catch: none is one, where there is none."""
 
-_keep_alive = _first("with_sse_keep_alive", f"{_ENTRY}.serve.utils.sse_keep_alive")  # 0.30
-_configure_logging = _first("configure_logging_from_args", "vllm.logger")  # 0.31
-_retryable = _first("RetryableRequestError", "vllm.exceptions")  # 0.32
+_keep_alive = _first_or_none("with_sse_keep_alive", f"{_ENTRY}.serve.utils.sse_keep_alive")  # 0.30
+_configure_logging = _first_or_none("configure_logging_from_args", "vllm.logger")  # 0.31
+_retryable = _first_or_none("RetryableRequestError", "vllm.exceptions")  # 0.32
 _generation_error = _first("GenerationError", "vllm.exceptions", f"{_ENTRY}.openai.engine.protocol")
 _register_scale_out = _first("register_scale_out_api_routers", f"{_ENTRY}.scale_out.factories")
 _attach_plugins = _first("attach_endpoint_plugins", "vllm.plugins.endpoint_plugins.interface")

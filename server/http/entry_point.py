@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
+from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_has, check_vllm_version
+from routed_experts.capture.seams.required import API, HTTP
 from routed_experts.server import GO_BACK, PLUGIN_NAME
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ def make() -> "RoutedExpertsPlugin | UnavailablePlugin":
     """What vLLM calls. It logs what a plugin raises here and serves without it, so this does not raise."""
     try:
         check_vllm_version()
+        check_vllm_has((*API, *HTTP))
     except UnsupportedConfig as error:
         return UnavailablePlugin(UnsupportedConfig(f"{error} {GO_BACK}"))
     try:

@@ -45,10 +45,12 @@ def _create_engine_config(create: Any, args: Any, *positional: Any, **named: Any
 def _engine_hooks(usage_context: Any = None) -> ModuleType | None:
     """The module that puts this capture in the place of vLLM's; None beside a version or front end that is not
     supported. That is an error if VLLM_PLUGINS names the capture."""
-    from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
+    from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_has, check_vllm_version
+    from routed_experts.capture.seams.required import API
 
     try:
         check_vllm_version()
+        check_vllm_has(API)
         if (front_end := _other_front_end(usage_context)) is not None:
             raise UnsupportedConfig(f"{front_end} cannot return what routed-experts-server captures.")
     except UnsupportedConfig as error:

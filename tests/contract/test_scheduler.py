@@ -405,6 +405,7 @@ def test_a_known_token_that_is_computed_again(at_end: bool) -> None:
 
 # ---- blocks that vLLM copies ----
 
+
 def test_a_block_that_is_copied_brings_its_rows(is_async: bool) -> None:
     client = Client(engine(is_async))
     prompt = tokens(SHARED + 4)

@@ -1,9 +1,13 @@
 """Where this project holds on to vLLM, as far as can be told without running it."""
 
 import ast
+import importlib
 import inspect
+import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -13,8 +17,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+import routed_experts.capture
+import routed_experts.server
 from routed_experts.capture.engine import scheduler, v2, worker
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
+from routed_experts.capture.seams.required import API
+from routed_experts.capture.seams.required import HTTP as HTTP_NAMES
+from routed_experts.capture.seams.required import SCHEDULER as SCHEDULER_NAMES
+from routed_experts.capture.seams.required import WORKER as WORKER_NAMES
 from routed_experts.server.http import request, serving, vllm_http
 from routed_experts.server.http.engine import ServerState
 from tests.sources import nodes
@@ -80,8 +90,121 @@ def test_overridden_methods_are_vllms_and_take_its_arguments(cls: type, base: ty
         assert takes_all or len(named) == len(theirs), f"{base.__name__}.{name} has arguments that ours does not take"
 
 
+# ---- what would not be missed by itself ----
+
+LISTED = (*SCHEDULER_NAMES, *WORKER_NAMES, *API, *HTTP_NAMES)
+FOLDERS = [Path(package.__path__[0]) for package in (routed_experts.capture, routed_experts.server)]
+
+
+def test_every_method_of_vllms_that_is_overridden_is_listed() -> None:
+    """Also by a class that is mixed in. If vLLM renames one, ours is never called, and nothing says so."""
+    listed = {name.short for name in LISTED}
+    overridden = {(cls, name): bases for cls in classes_of_vllms() for name, bases in overrides(cls).items()}
+    assert len(overridden) > 25
+    unlisted = [
+        f"{cls.__name__}.{name}"
+        for (cls, name), bases in overridden.items()
+        if not any(f"{base.__name__}.{name}" in listed for base in bases)
+    ]
+    assert unlisted == []
+
+
+def classes_of_vllms() -> Iterator[type]:
+    """Our classes that derive from one of vLLM's."""
+    for package in (routed_experts.capture, routed_experts.server):
+        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if info.name.endswith(("__main__", "engine.v2")):  # which runs when it is imported; which needs Triton
+                continue
+            module = importlib.import_module(info.name)
+            for cls in vars(module).values():
+                if inspect.isclass(cls) and cls.__module__ == info.name and any(map(is_vllms, cls.__mro__)):
+                    yield cls
+
+
+def is_vllms(cls: type) -> bool:
+    return cls.__module__.startswith("vllm.")
+
+
+def overrides(cls: type) -> dict[str, list[type]]:
+    """The names of our functions in a class, and the classes of vLLM's behind them that have one of that name too."""
+    found = {}
+    for index, ours in enumerate(cls.__mro__):
+        if not ours.__module__.startswith("routed_experts."):
+            continue
+        for name, value in vars(ours).items():
+            if isinstance(value, FunctionType | property | classmethod) and name not in ("__init__", "model_post_init"):
+                bases = [base for base in cls.__mro__[index + 1 :] if is_vllms(base) and name in vars(base)]
+                found |= {name: bases} if bases else {}
+    return found
+
+
+def test_every_method_of_vllms_that_is_replaced_is_listed() -> None:
+    """On an instance, a class or a module: wherever a function is assigned to an attribute of another object."""
+    replaced = {name for file in our_files() for name in functions_assigned(file)}
+    assert {"process_outputs", "lookup", "_compute_routing", "beam_search", "create_engine_config"} <= replaced
+    assert replaced - OURS - {name.short.rpartition(".")[2] for name in LISTED} == set()
+
+
+OURS = {"_has_left"}  # an attribute of our own
+OURS |= {"__init__"}  # which every class has
+
+
+def our_files() -> Iterator[Path]:
+    """Those that have to do with vLLM."""
+    for folder in FOLDERS:
+        yield from (file for file in folder.rglob("*.py") if not {"tools", "page"} & {*file.relative_to(folder).parts})
+
+
+def functions_assigned(file: Path) -> Iterator[str]:
+    parsed = list(nodes(file))
+    functions = {node.name for node in parsed if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for node in parsed:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "replace_once":
+            yield ast.literal_eval(node.args[1])
+        if not isinstance(node, ast.Assign):
+            continue
+        value = node.value
+        last = value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else ""
+        is_function = last in functions or isinstance(value, ast.Lambda)
+        is_partial = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "partial"
+        for target in node.targets:
+            of = target.value if isinstance(target, ast.Attribute) else None
+            if (is_function or is_partial) and of is not None and not (isinstance(of, ast.Name) and of.id == "self"):
+                yield target.attr
+
+
+def test_every_attribute_of_vllms_that_is_read_with_a_default_is_listed() -> None:
+    """If vLLM renames one, the default is read for ever."""
+    read = {name for file in our_files() for name in names_with_defaults(file)}
+    assert {"_tower_model_names", "expert_substitution", "prefix_replay_tokens"} <= read
+    assert read - OTHERS - {name.short.rpartition(".")[2] for name in LISTED} == set()
+
+
+# Of our own objects, of Python's and Starlette's, and of uvicorn's.
+OTHERS = {"routed_experts_record", "final_only", "allow_untested_vllm", "routed_experts_on_load", "__dict__"}
+OTHERS |= {"_json", "_routed_experts", "strerror", "errno", "errors", "__module__", "aclose", "endpoint", "args"}
+OTHERS |= {"server", "started", "cycle", "scope", "transport", "additional_config", "__dataclass_fields__"}
+OTHERS |= {"decoder_replay_layers"}  # in a module that needs CUDA: see the next test
+# Each version has one of two: `seams/arguments.py`. A request has `stream` or is never streamed.
+OTHERS |= {"aux_output_config", "enable_return_routed_experts", "stream"}
+
+
+def test_the_model_that_replays_says_so() -> None:
+    """DeepSeek-V4.1 runs some layers on a part of a prompt only; it is refused by what it has for that."""
+    models = [*VLLM.glob("models/deepseek_v41/*/model.py")]
+    assert all("self.decoder_replay_layers" in model.read_text() for model in models if "amd" not in model.parts)
+
+
+def names_with_defaults(file: Path) -> Iterator[str]:
+    for node in nodes(file):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            is_default = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)
+            if is_default and isinstance(node.args[1], ast.Constant):
+                yield node.args[1].value
+
+
 # Methods of the connector that are called by us, or by one of the supported versions only.
-CALLED_BY_US = {"add_request", "receive", "distribute", "track_external_kv", "truncate_prefix_hit"}
+CALLED_BY_US = {"add", "receive", "distribute", "track_external_kv", "truncate_prefix_hit"}
 CALLED_BY_US |= {"max_cache_hit", "cap_external_hit", "request_loading"}  # vLLM 0.32: does not call these
 
 

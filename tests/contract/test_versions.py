@@ -26,12 +26,13 @@ from routed_experts.capture.engine.versions import (
     UnsupportedConfig,
     check_vllm_version,
 )
-from routed_experts.capture.seams import cpu_kernels, engine, http
-from routed_experts.capture.seams.required import REQUIRED
+from routed_experts.capture.seams import cpu_kernels, engine, http, required
+from routed_experts.capture.seams.required import HTTP, REQUIRED, Name
 from routed_experts.server import PLUGIN_NAME
 from routed_experts.server.http import entry_point
 from routed_experts.server.inprocess import plugin
 from tests import next_vllm
+from tests.contract.engine import engine as engine_of_tests
 
 ROOT = Path(__file__).parents[2]
 KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
@@ -46,8 +47,8 @@ SEAMS: tuple[Seam, ...] = (
         lambda: not hasattr(SpeculativeConfig, "enable_adaptive_verification"),
     ),
     ("fields after generate's own routed_experts", "0.28.0", lambda: http._IS_LAST),
-    (http._NEW_ERRORS, "0.28.0", lambda: http._first("create_error_response", http._NEW_ERRORS) is None),
-    (http._NEW_ENGINE, "0.29.0", lambda: http._first("ErrorResponse", http._NEW_ENGINE) is None),
+    (http._NEW_ERRORS, "0.28.0", lambda: http._first_or_none("create_error_response", http._NEW_ERRORS) is None),
+    (http._NEW_ENGINE, "0.29.0", lambda: http._first_or_none("ErrorResponse", http._NEW_ENGINE) is None),
     (
         *("responses of generate without the outputs before", "0.29.0"),
         lambda: "FINAL_ONLY" not in ServingTokens.serve_tokens.__code__.co_names,
@@ -55,7 +56,7 @@ SEAMS: tuple[Seam, ...] = (
     (
         "CPU kernels route with a router",
         "0.30.0",
-        lambda: http._first("select_experts", *cpu_kernels._MODULES) is not None,
+        lambda: http._first_or_none("select_experts", *cpu_kernels._MODULES) is not None,
     ),
     ("SSE keep-alive", "0.30.0", lambda: http._keep_alive is None),
     ("--enable-scale-out", "0.30.0", lambda: not http.HAS_SCALE_OUT_FLAG),
@@ -71,7 +72,7 @@ SEAMS: tuple[Seam, ...] = (
     ("GenerateTokensResponse", "0.32.0", lambda: http._tokens_response is None),
     ("generate streams several choices", "0.32.0", lambda: not http.STREAMS_CHOICES),
     ("routes of plugins replace vLLM's", "0.32.0", lambda: not http._REPLACES_ROUTES),
-    (http._NEW_STARTUP, "0.33.0", lambda: http._first("cli_env_setup", http._NEW_STARTUP) is None),
+    (http._NEW_STARTUP, "0.33.0", lambda: http._first_or_none("cli_env_setup", http._NEW_STARTUP) is None),
 )
 
 
@@ -105,24 +106,65 @@ def test_a_seam_is_needed_until_its_version(seam: Seam) -> None:
     assert min(map(Version, KNOWN)) < Version(until)
 
 
-@pytest.mark.parametrize("name", REQUIRED)
-def test_an_unknown_version_that_lacks_something(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The sentence names it, and nothing that is there."""
-    installed(monkeypatch, "0.99.0")
-    module, _, path = name.partition(":")
+HERE = vllm.__version__
+
+
+@pytest.mark.parametrize("name", [*REQUIRED, *HTTP], ids=lambda name: name.short)
+def test_a_name_is_there_since_its_version(name: Name) -> None:
+    """Also on other versions, by `make test-vllm`: what is overridden, replaced or read by a string."""
+    assert name.is_there() or not name.is_due(HERE), f"vLLM {HERE} has no {' or '.join(name.places)}"
+
+
+def take_away(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """As if vLLM called it otherwise."""
+    module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *owners, last = path.split(".")
     for part in owners:
         owner = getattr(owner, part)
+    if owner is vllm.envs:
+        monkeypatch.delitem(owner.environment_variables, last)
     if last in getattr(owner, "__dataclass_fields__", ()):
         monkeypatch.delitem(owner.__dataclass_fields__, last)
     for holder in owner.__mro__ if isinstance(owner, type) else [owner]:
         if last in vars(holder):
             monkeypatch.delattr(holder, last)
-    lacks = [other.partition(":")[2] for other in REQUIRED if other == name or other.startswith(f"{name}.")]
-    with pytest.raises(UnsupportedConfig) as refused:
+    sources = required._sources
+    monkeypatch.setattr(required, "_sources", lambda cls: [text.replace(last, "another") for text in sources(cls)])
+
+
+DUE = [name for name in REQUIRED if name.is_due(HERE)]
+
+
+@pytest.mark.parametrize("name", DUE, ids=lambda name: name.short)
+def test_an_unknown_version_that_lacks_something(monkeypatch: pytest.MonkeyPatch, name: Name) -> None:
+    """The sentence names it, and nothing that is there."""
+    monkeypatch.setattr(versions, "SUPPORTED_VLLM", [each for each in SUPPORTED_VLLM if each != HERE.split("+")[0]])
+    (place,) = name.places
+    take_away(monkeypatch, place)
+    lacks = [other.short for other in DUE if other == name or other.places[0].startswith(f"{place}.")]
+    with pytest.raises(UnsupportedConfig, match=re.escape(f". This version lacks {' and '.join(lacks)}.")):
         check_vllm_version()
-    assert str(refused.value) == f"{SENTENCE.format('0.99.0')}. This version lacks {' and '.join(lacks)}."
+
+
+def test_a_supported_version_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a build of somebody's own may: each process says so at its start, and serves nothing."""
+    here = re.escape(HERE)
+    take_away(monkeypatch, "vllm.v1.core.sched.scheduler:Scheduler._connector_finished")
+    with pytest.raises(UnsupportedConfig, match=rf"vLLM {here} lacks Scheduler\._connector_finished, which routed-ex"):
+        engine_of_tests()
+    take_away(monkeypatch, "vllm.v1.engine.output_processor:OutputProcessor.abort_requests")
+    monkeypatch.setenv("VLLM_PLUGINS", PLUGIN_NAME)
+    for start in (plugin._engine_hooks, lambda: entry_point.make().attach_router(FastAPI())):
+        with pytest.raises(UnsupportedConfig, match=rf"vLLM {here} lacks OutputProcessor\.abort_requests, which rou"):
+            start()
+
+
+def test_a_name_that_is_nowhere_is_an_error_and_no_none() -> None:
+    with pytest.raises(
+        ImportError, match=rf"vLLM {re.escape(HERE)} has no another in vllm\.exceptions or vllm\.outputs"
+    ):
+        http._first("another", "vllm.exceptions", "vllm.outputs")
 
 
 # ---- versions ----
@@ -191,7 +233,7 @@ def test_the_extras_and_the_versions_belong_together() -> None:
 
 def test_what_a_newer_version_lacks_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = next_vllm.names()
-    assert {name.replace(":", ".") for name in REQUIRED} <= before
+    assert {name.places[0].replace(":", ".") for name in (*REQUIRED, *HTTP) if name.is_due(HERE)} <= before
     monkeypatch.delattr("vllm.v1.engine.output_processor.OutputProcessor.add_request")
     assert before - next_vllm.names() == {"vllm.v1.engine.output_processor.OutputProcessor.add_request"}
 
