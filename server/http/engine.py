@@ -1,9 +1,7 @@
 """The engine of a server that captures, the dimensions of its rows, and the state of the server around it."""
 
-import asyncio
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from routed_experts.capture.rows import row_shape
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
@@ -73,4 +71,3 @@ class ServerState:
     store: ArrayStore | None = None
     generate_returns_rows: bool = False  # to all requests, as vLLM's own flag has it
     drain: Drain = field(default_factory=Drain)
-    tasks: list[asyncio.Task[Any]] = field(default_factory=list)  # asyncio may drop one that nothing refers to

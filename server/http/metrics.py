@@ -4,7 +4,6 @@ vLLM exports every metric that is registered with prometheus_client. With severa
 this is right for the metrics of an engine because only one API process receives them.
 """
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,9 +138,7 @@ class EngineMetrics:
             EXPERT_LOAD.labels(*labels, str(layer)).set(busiest * self._num_experts / routed if routed else 0)
 
 
-async def watch_buffers(buffers: RowBuffers, interval_s: float = 1.0) -> None:
-    """Updates the metrics of buffers once a second, because vLLM has no hook for the end of a request."""
-    while True:
-        BUFFERS_OPEN.labels(_model).set(len(buffers))
-        REPORTS_FAILED.labels(_model).set(buffers.num_failed_reports)
-        await asyncio.sleep(interval_s)
+async def show_buffers(buffers: RowBuffers) -> None:
+    """Updates the metrics of buffers. Called once a second, because vLLM has no hook for the end of a request."""
+    BUFFERS_OPEN.labels(_model).set(len(buffers))
+    REPORTS_FAILED.labels(_model).set(buffers.num_failed_reports)

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -15,11 +16,11 @@ from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.capture.seams.http import replace_routes, scales_out
 from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.server import LISTENS, PLUGIN_NAME
-from routed_experts.server.http import unsupported_routes
+from routed_experts.server.http import background, unsupported_routes
 from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.drain import DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine, ServerState
-from routed_experts.server.http.metrics import show_store, watch_buffers
+from routed_experts.server.http.metrics import show_buffers, show_store
 from routed_experts.server.http.paths import settle_paths
 from routed_experts.server.http.recording import start_recording
 from routed_experts.server.http.routes import generate_router, router
@@ -41,6 +42,7 @@ from routed_experts.server.vllm_api import AsyncLLM, EngineClient, VllmConfig, g
 
 logger = get_logger(__name__)
 
+_COUNT_S = 1.0
 _SWEEP_S = 15.0
 _STREAMS_PER_PROCESS = 256
 """With rows beside each token a stream takes 60 to 140 µs of an API process's CPU a token, and a step of so many
@@ -82,7 +84,7 @@ class RoutedExpertsPlugin:
         model = state.openai_serving_models.base_model_paths[0].name
         if isinstance(engine_client, AsyncLLM) and is_capturing(engine_client.vllm_config.parallel_config.worker_cls):
             ours.captured = await CapturedEngine.start(engine_client, model)
-            ours.tasks.append(asyncio.create_task(watch_buffers(ours.captured.buffers)))
+            background.repeat("Counting open buffers", _COUNT_S, partial(show_buffers, ours.captured.buffers))
         for name, cls in SERVING_CLASSES.items():
             if (serving := getattr(state, name, None)) is not None:
                 rebind_class(serving, cls, ours)
@@ -93,7 +95,7 @@ class RoutedExpertsPlugin:
         ours.drain.listens = getattr(args, LISTENS, None)
         if isinstance(engine_client, AsyncLLM):
             ours.drain.guard(engine_client, state)
-        ours.tasks.append(asyncio.create_task(announce(state, args, model)))
+        background.start("Telling the address", announce(state, args, model))
 
     async def _test_and_set(self, ours: ServerState, captured: CapturedEngine, args: Namespace, model: str) -> None:
         """Tests the server before its settings apply: defaults of requests would change the requests of the test."""
@@ -111,16 +113,15 @@ class RoutedExpertsPlugin:
             ours.store.open()
         await probe(self._app, captured, ours.store, args, model)
         ours.settings, ours.generate_returns_rows = settings, asks_for_every_request(config)
-        ours.tasks.append(asyncio.create_task(sweep_forever(ours.store)))
+        seconds = min(max(ours.store.lifetime_s / 4, 1), _SWEEP_S)
+        background.repeat("Deleting expired arrays", seconds, partial(sweep, ours.store))
         if settings.routed_experts_record is not None:  # before the drain, which is to come first at the end
             start_recording(captured, Path(settings.routed_experts_record), settings)
 
 
-async def sweep_forever(store: ArrayStore) -> None:
+async def sweep(store: ArrayStore) -> None:
     """Deletes expired arrays even if no new ones need the space."""
-    while True:
-        await asyncio.sleep(min(max(store.lifetime_s / 4, 1), _SWEEP_S))
-        show_store(await run_in_threadpool(store.sweep))
+    show_store(await run_in_threadpool(store.sweep))
 
 
 async def announce(state: State, args: Namespace, model: str) -> None:

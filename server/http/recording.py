@@ -346,13 +346,19 @@ class Recorder(NoRecorder):
                     self._write(record)
                 is_open = record is not None
             except Empty:
-                if self._is_full and self._files.have_gone():
-                    logger.info("Files of recorded routing were moved away: recording goes on.")
-                    self._is_full = False
+                self._look_for_room()
             try:
                 self._files.rotate(at_once=self._is_full or not is_open)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 the thread goes on, and the next request may succeed
                 self._log(error)
+
+    def _look_for_room(self) -> None:
+        try:
+            if self._is_full and self._files.have_gone():
+                logger.info("Files of recorded routing were moved away: recording goes on.")
+                self._is_full = False
+        except Exception as error:  # noqa: BLE001 as above
+            self._log(error)
 
     def _write(self, record: Record) -> None:
         try:

@@ -22,7 +22,7 @@ from routed_experts.capture.envelope import CAUSES, STATS
 from routed_experts.capture.host_cache import Cause
 from routed_experts.capture.stats import EngineStats
 from routed_experts.server.http import metrics
-from routed_experts.server.http.metrics import EngineMetrics, label_with, watch_buffers
+from routed_experts.server.http.metrics import EngineMetrics, label_with, show_buffers
 from tests.server.known import rows_of
 from tests.server.test_response import answer_of, answered, long_answer
 from tests.server.test_row_buffer import Frontend, message, output
@@ -137,18 +137,15 @@ def test_open_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()  # servers of other tests in this process count theirs
     monkeypatch.setattr(metrics, "BUFFERS_OPEN", Gauge("buffers_open", "", ["model_name"], registry=registry))
 
-    async def run() -> tuple[float | None, float | None]:
-        frontend = Frontend()
-        frontend.step(output("a", 1, first=0, rows=3))
-        watch = asyncio.create_task(watch_buffers(frontend.buffers, 0.01))
-        await asyncio.sleep(0.05)
-        opened = registry.get_sample_value("buffers_open", {"model_name": MODEL})
-        frontend.processor.abort_requests(["a"], internal=True)
-        await asyncio.sleep(0.05)
-        watch.cancel()
-        return opened, registry.get_sample_value("buffers_open", {"model_name": MODEL})
+    async def counted() -> float | None:
+        await show_buffers(frontend.buffers)
+        return registry.get_sample_value("buffers_open", {"model_name": MODEL})
 
-    assert asyncio.run(run()) == (1, 0)
+    frontend = Frontend()
+    frontend.step(output("a", 1, first=0, rows=3))
+    assert asyncio.run(counted()) == 1
+    frontend.processor.abort_requests(["a"], internal=True)
+    assert asyncio.run(counted()) == 0
 
 
 def test_m1_reports_that_cannot_be_read_do_not_end_the_server(caplog: pytest.LogCaptureFixture) -> None:

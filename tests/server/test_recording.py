@@ -174,3 +174,26 @@ def test_rows_that_only_the_record_needs_come_at_the_end(tmp_path: Path) -> None
         assert asked is not None
         assert (asked.prompt_start, asked.allow_missing, asked.final_only) == (0, True, stop is None)
     recorder.close()
+
+
+def test_a_failure_between_two_requests_does_not_end_the_thread_that_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotate = RecordFiles.rotate
+    errors = iter([RuntimeError("nobody expected this")])
+
+    def rotate_or_fail(files: RecordFiles, at_once: bool = False) -> None:
+        for error in errors:
+            raise error
+        rotate(files, at_once)
+
+    monkeypatch.setattr(RecordFiles, "rotate", rotate_or_fail)
+    frontend = Frontend()
+    recorder = recorder_of(frontend, tmp_path)
+    for name in ("first", "second"):
+        frontend.add(name)
+        frontend.step(prompt(name), first_token(name))
+        frontend.step(output(name, 0, finish=ABORT))
+    recorder.close()
+    (file,) = tmp_path.iterdir()
+    assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == ["first", "second"]

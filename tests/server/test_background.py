@@ -1,0 +1,63 @@
+"""What runs beside requests: a failure is logged, and does not end it."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from routed_experts.server.http import background
+from routed_experts.server.http.plugin import sweep
+from routed_experts.server.outputs.array_store import ArrayStore
+
+SECONDS = 0.01
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog
+
+
+def test_a_sweep_of_the_store_that_fails_is_logged_and_the_next_one_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    store = ArrayStore(tmp_path)
+    outcomes: Iterator[Exception | None] = iter([OSError("no such device"), OSError("again"), None])
+    swept = asyncio.Event()
+    sweep_store = store.sweep
+
+    def failing_sweep() -> int:
+        if (error := next(outcomes, None)) is not None:
+            raise error
+        loop.call_soon_threadsafe(swept.set)
+        return sweep_store()
+
+    async def run() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        task = background.repeat("Deleting expired arrays", SECONDS, partial(sweep, store))
+        await asyncio.wait_for(swept.wait(), 10)
+        task.cancel()
+
+    loop: asyncio.AbstractEventLoop
+    monkeypatch.setattr(store, "sweep", failing_sweep)
+    asyncio.run(run())
+    (record,) = log.records  # of two failures in a row, the first
+    assert record.getMessage() == "Deleting expired arrays failed; the server tries again every 0.01 s."
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "no such device"
+
+
+def test_work_that_is_done_once_is_logged_if_it_fails(log: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        raise RuntimeError("broken")
+
+    async def run() -> None:
+        await background.start("Telling the address", work())
+
+    asyncio.run(run())
+    (record,) = log.records
+    assert record.getMessage() == "Telling the address failed; the server goes on without it."
