@@ -9,5 +9,3 @@ PLUGIN_NAME = "routed_experts"
 GO_BACK = f"To get vLLM's own capture, set VLLM_PLUGINS to the plugins to load, without {PLUGIN_NAME}."
 MAX_RESPONSE_BYTES = 1 << 30
 """Default maximum of routing bytes in one response."""
-LISTENS = "routed_experts_listens"
-"""Attribute of the arguments of one of several API processes: a pipe that it closes when it no longer listens."""

@@ -98,9 +98,10 @@ WORKER: tuple[Name, ...] = (
 
 API: tuple[Name, ...] = (
     *_of(f"{_PROCESSOR}:OutputProcessor", "add_request", "process_outputs", "abort_requests"),
+    *_of(f"{_PROCESSOR}:OutputProcessor", "propagate_error"),
     *_of(f"{_PROCESSOR}:RequestState", "_new_completion_output", "streaming_input"),
     *_of(f"{_PROCESSOR}:RequestOutputCollector", "get", "get_nowait"),
-    *_of("vllm.v1.engine.async_llm:AsyncLLM", "shutdown"),
+    *_of("vllm.v1.engine.async_llm:AsyncLLM", "shutdown", "add_request"),
     *_of(f"{_ENTRY}.generate.beam_search.offline:BeamSearchOfflineMixin", "beam_search"),
     *_of(f"{_ENTRY}.generate.beam_search.online:BeamSearchOnlineMixin", "beam_search"),
     *_of("vllm.v1.engine.utils", "zmq_socket_ctx"),
@@ -137,6 +138,7 @@ HTTP: tuple[Name, ...] = (
     *_of("vllm.logger", "configure_logging_from_args", since="0.31.0"),
     *_of("vllm.exceptions", "RetryableRequestError", since="0.32.0"),
     *_of(f"{_GENERATE}.protocol", "GenerateTokensResponse", "GenerateTokensChoice", since="0.32.0"),
+    *_of(f"{_ENTRY}.launchers.launcher:NoSignalServer", "_accept", "_accept_tasks", since="0.32.0"),
     *_FLAGS,
     *_of("vllm.sampling_params:SamplingParams", "trace_decode_token_ids", since="0.29.0"),
 )

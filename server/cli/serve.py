@@ -30,9 +30,10 @@ from routed_experts.server.cli.preflight import check_address, sentence_of
 from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.inprocess import plugin as program_plugin
-from routed_experts.server.inprocess.api_processes import close_port_after_the_last
+from routed_experts.server.inprocess.api_processes import share_with_api_processes
 from routed_experts.server.outputs.folders import default_folder, private_folder, remove_unused
 from routed_experts.server.settings import HELP, KINDS, Settings, SettingsError
+from routed_experts.server.shared import ENGINE_DIED
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 
 logger = get_logger(__name__)
@@ -56,6 +57,10 @@ _ENGINE_FAILED = "Engine core initialization failed"
 ENGINE_DID_NOT_START = (
     "The engine did not start; its own error stands above. If memory ran out, lower --max-model-len, --max-num-seqs or "
     "--gpu-memory-utilization, or spread the model over more GPUs with --tensor-parallel-size."
+)
+_ENGINE_DIED = "Engine core process"
+ENGINE_HAS_DIED = (
+    "The engine has died; its own error stands above, unless it was killed, for example because memory ran out."
 )
 
 
@@ -235,7 +240,7 @@ def run(args: argparse.Namespace) -> None:
     except Exception as error:  # vLLM raises its own classes
         raise CommandError(sentence_of(error, args.model)) from error
     engine_utils.zmq_socket_ctx = _socket_until_stopped
-    close_port_after_the_last()
+    share_with_api_processes()
     try:
         with checked_configuration(args.model):
             command.cmd(args)
@@ -246,9 +251,13 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:  # for example a missing tokenizer
         raise CommandError(f"The server cannot run: {error}.") from error
     except RuntimeError as error:
+        if str(error).startswith(_ENGINE_DIED):
+            raise CommandError(ENGINE_HAS_DIED) from error
         if not str(error).startswith(_ENGINE_FAILED):
             raise
         raise CommandError(ENGINE_DID_NOT_START) from error
+    if getattr(args, ENGINE_DIED, False):
+        raise CommandError(ENGINE_HAS_DIED)
 
 
 @contextmanager

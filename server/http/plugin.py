@@ -15,7 +15,7 @@ from starlette.datastructures import State
 from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.capture.seams.http import replace_routes, scales_out
 from routed_experts.protocol.codec import CodecError, resolve_dtype
-from routed_experts.server import LISTENS, PLUGIN_NAME
+from routed_experts.server import PLUGIN_NAME
 from routed_experts.server.http import background, unsupported_routes
 from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.drain import DrainMiddleware
@@ -38,7 +38,14 @@ from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import api_keys, page_router
 from routed_experts.server.settings import Settings, SettingsError
-from routed_experts.server.vllm_api import AsyncLLM, EngineClient, VllmConfig, get_logger, rank_of_process
+from routed_experts.server.vllm_api import (
+    AsyncLLM,
+    EngineClient,
+    EngineDeadError,
+    VllmConfig,
+    get_logger,
+    rank_of_process,
+)
 
 logger = get_logger(__name__)
 
@@ -82,6 +89,7 @@ class RoutedExpertsPlugin:
         """Runs before the server listens. Raises if the self-test fails."""
         ours: ServerState = state.routed_experts
         model = state.openai_serving_models.base_model_paths[0].name
+        self._app.add_exception_handler(EngineDeadError, ours.drain.refuse_without_engine)
         if isinstance(engine_client, AsyncLLM) and is_capturing(engine_client.vllm_config.parallel_config.worker_cls):
             ours.captured = await CapturedEngine.start(engine_client, model)
             background.repeat("Counting open buffers", _COUNT_S, partial(show_buffers, ours.captured.buffers))
@@ -92,9 +100,8 @@ class RoutedExpertsPlugin:
         unsupported_routes.refuse_on_other_routes(self._app)  # here, as other plugins' routes have been attached
         if ours.captured is not None:
             await self._test_and_set(ours, ours.captured, args, model)
-        ours.drain.listens = getattr(args, LISTENS, None)
         if isinstance(engine_client, AsyncLLM):
-            ours.drain.guard(engine_client, state)
+            ours.drain.guard(engine_client, state, args)
         background.start("Telling the address", announce(state, args, model))
 
     async def _test_and_set(self, ours: ServerState, captured: CapturedEngine, args: Namespace, model: str) -> None:

@@ -1,36 +1,53 @@
-"""Several API processes that listen on one socket."""
+"""Several API processes that listen on one socket, around engines that only the first process has started."""
 
 import socket
-from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from threading import Thread
 from typing import Any
 
-from routed_experts.server import LISTENS
 from routed_experts.server.inprocess.patching import replace_once
+from routed_experts.server.shared import SHARED, Shared, close_for_all, ends_of_engines
 from routed_experts.server.vllm_api import APIServerProcessManager
 
 
-def close_port_after_the_last() -> None:
-    """Has the first process close the port as soon as no API process listens any more.
+def share_with_api_processes() -> None:
+    """Has the first process close the port as soon as no API process listens, and tell them if an engine dies.
 
-    It keeps their socket open until the engine has ended, and so may the engine: new clients would wait, and then be
-    reset. Not earlier, because a process that listens on a closed port logs tracebacks. Needed until vLLM closes it.
+    vLLM keeps their socket open until the engine has ended, and so may the engine: new clients would wait, and then be
+    reset. When an engine dies, it gives them 5 seconds to end, and they do not know why: running requests would wait,
+    and then be cut off. Needed until vLLM closes the port, and tells its API processes of engines.
     """
     replace_once(APIServerProcessManager, "__init__", _start)
 
 
 def _start(start: Any, manager: Any, **arguments: Any) -> None:
     none_listens, listens = Pipe(duplex=False)
-    setattr(arguments["args"], LISTENS, listens)  # each API process gets a copy
+    engines_live, alive = Pipe(duplex=False)
+    ends = ends_of_engines()
+    shared = Shared(arguments["sock"].dup(), listens, none_listens, engines_live)
+    setattr(arguments["args"], SHARED, shared)  # each API process gets a copy
     start(manager, **arguments)
-    listens.close()
-    delattr(arguments["args"], LISTENS)
-    Thread(target=_close_port, args=(none_listens, arguments["sock"]), name="close-port", daemon=True).start()
+    delattr(arguments["args"], SHARED)
+    shared.forget()
+    _in_thread("close-port", _close_port, none_listens, arguments["sock"])
+    if ends:
+        _in_thread("engines-live", _tell_of_death, ends, alive)
+    else:  # nobody can tell; and at its end, this pipe would say that an engine has died
+        manager.routed_experts_alive = alive
+
+
+def _in_thread(name: str, target: Any, *args: Any) -> None:
+    Thread(target=target, args=args, name=name, daemon=True).start()
 
 
 def _close_port(none_listens: Connection, listening: socket.socket) -> None:
-    none_listens.poll(None)  # until every process has closed its copy, or ended
-    with suppress(OSError):  # nobody has listened yet
-        listening.shutdown(socket.SHUT_RDWR)  # unlike `close`, for all that hold it
+    """For processes that ended without closing it."""
+    none_listens.poll(None)
+    for connection in close_for_all(listening):
+        connection.close()
+
+
+def _tell_of_death(ends: list[int], alive: Connection) -> None:
+    wait(ends)
+    alive.close()

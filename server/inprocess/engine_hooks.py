@@ -10,7 +10,7 @@ from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.seams.arguments import clear_flag, set_flag_on_engine
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
-from routed_experts.server.inprocess.api_processes import close_port_after_the_last
+from routed_experts.server.inprocess.api_processes import share_with_api_processes
 from routed_experts.server.inprocess.patching import replace_once
 from routed_experts.server.outputs.arrays import VLLM_FLAG_ENABLED, InProcessCapture, asks_for_every_request
 from routed_experts.server.outputs.row_buffer import RowBuffers
@@ -50,7 +50,7 @@ def take_over(args: Any) -> None:
     given = {name: str(value) if isinstance(value, Path) else value for name, value in args.additional_config.items()}
     args.additional_config = {**given, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
     clear_flag(args)
-    close_port_after_the_last()
+    share_with_api_processes()
     # Engines that are created from now on return arrays, as vLLM's own capture does. Both classes make their output
     # processor themselves, so it cannot be given to them; beam search drops what its requests return. Needed until
     # vLLM tells plugins of new engines.

@@ -1,21 +1,25 @@
 """What is answered while the server stops."""
 
 import asyncio
+import os
+import signal
 import socket
+import time
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe, get_context
-from multiprocessing.synchronize import Event
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import uvicorn
-from starlette.applications import Starlette
 from starlette.datastructures import State
 from starlette.responses import PlainTextResponse
 
-from routed_experts.server import LISTENS
 from routed_experts.server.http.drain import Drain, DrainMiddleware, _in_event_loop, _only_reads
 from routed_experts.server.inprocess.api_processes import _start
+from routed_experts.server.shared import SHARED, Shared, close_for_all
 from tests.e2e.harness import wait_until
 
 
@@ -39,61 +43,193 @@ def test_only_the_thread_of_the_event_loop_must_not_wait_for_requests() -> None:
     assert asyncio.run(in_both_threads()) == (True, False)
 
 
-def test_the_port_closes_with_the_last_of_several_processes() -> None:
-    """H6. Though all of them, and the first one, hold the socket still: `tests/e2e/test_stopping.py` has real ones."""
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+def shared_with(count: int, listening: socket.socket) -> tuple[list[Shared], Connection]:
+    """What so many API processes get of the first one, and the end of a pipe that says that the engine lives."""
+    none_listens, listens = Pipe(duplex=False)
+    engines_live, alive = Pipe(duplex=False)
+    copies = [Connection(os.dup(listens.fileno()), readable=False) for _ in range(count)]
+    listens.close()
+    return [Shared(listening.dup(), copy, none_listens, engines_live) for copy in copies], alive
+
+
+def test_the_last_of_several_processes_closes_the_port_for_all(listening: socket.socket) -> None:
+    address = listening.getsockname()
+    (first, last), _ = shared_with(2, listening)
+    assert not first.is_last_to_listen()
+    with socket.create_connection(address) as waiting:
+        assert last.is_last_to_listen()
+        (connection,) = close_for_all(last.listening)
+        assert not is_open(address), "clients wait for nobody"
+        connection.sendall(b"here")
+        assert waiting.recv(4) == b"here"
+    connection.close()
+
+
+def test_the_first_process_closes_the_port_of_processes_that_were_killed(listening: socket.socket) -> None:
+    """Though it holds the socket still."""
+    address = listening.getsockname()
     context = get_context("fork")
-    over, ended = context.Event(), [context.Event() for _ in range(2)]
+    processes: list[Any] = []
 
-    def serve(args: Namespace, has_ended: Event) -> None:
-        has_ended.wait()
-        getattr(args, LISTENS).close()
-        over.wait()
+    def start(manager: Any, args: Namespace, sock: socket.socket) -> None:
+        for _ in range(2):
+            processes.append(context.Process(target=time.sleep, args=(600,), daemon=True))
+            processes[-1].start()
 
-    def start(manager: list[Any], args: Namespace, sock: socket.socket) -> None:
-        for each in ended:
-            manager.append(context.Process(target=serve, args=(args, each), daemon=True))
-            manager[-1].start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address, processes = listening.getsockname(), list[Any]()
-        _start(start, processes, args=(args := Namespace()), sock=listening)
-        assert not vars(args), "the first process keeps its end of the pipe"
-        ended[0].set()
-        for _ in range(50):
-            socket.create_connection(address).close()
-        ended[1].set()
-        wait_until(lambda: not is_open(address), "clients wait for nobody")
-        assert all(process.is_alive() for process in processes)
-        over.set()
-        for process in processes:
-            process.join()
+    _start(start, SimpleNamespace(), args=(args := Namespace()), sock=listening)
+    assert not vars(args), "the first process keeps its end of the pipe"
+    processes[0].kill()
+    for _ in range(50):
+        assert is_open(address)
+    processes[1].kill()
+    wait_until(lambda: not is_open(address), "clients wait for nobody")
 
 
-def test_a_process_listens_until_its_own_server_has_closed_the_port() -> None:
-    """H6. Who listens on a port that another process has closed logs a traceback for each attempt to accept."""
-    drain = Drain()
-    none_listens, drain.listens = Pipe(duplex=False)
-    server = uvicorn.Server(uvicorn.Config(DrainMiddleware(Starlette(), drain), lifespan="on", log_config=None))
-    engine, state = SimpleNamespace(shutdown=lambda timeout: None, output_handler=None), State({"server": server})
+def test_api_processes_learn_of_an_engine_that_is_killed(listening: socket.socket) -> None:
+    """At once, though its workers live on for a while, and hold what they got of it."""
+    context = get_context("fork")
+    workers, started = Pipe(duplex=False)
 
-    async def stop(listening: socket.socket) -> None:
-        drain.guard(engine, state)  # type: ignore[arg-type]
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        while not server.started:
+    def run_engine() -> None:
+        worker = context.Process(target=time.sleep, args=(600,))
+        worker.start()
+        started.send(worker.pid)
+        time.sleep(600)
+
+    engine = context.Process(target=run_engine, name="EngineCore")
+    engine.start()
+    worker = workers.recv()
+    copies: list[Connection] = []
+
+    def start(manager: Any, args: Namespace, sock: socket.socket) -> None:
+        copies.append(Connection(os.dup(getattr(args, SHARED).engines_live.fileno()), writable=False))
+
+    _start(start, SimpleNamespace(), args=Namespace(), sock=listening)
+    (engines_live,) = copies
+    assert not engines_live.poll(0.2)
+    engine.kill()
+    told = engines_live.poll(5)
+    assert os.path.exists(f"/proc/{worker}")
+    os.kill(worker, signal.SIGKILL)
+    assert told
+
+
+def vllms_server(config: uvicorn.Config) -> uvicorn.Server:
+    """As vLLM makes it for one of several API processes: it accepts connections itself."""
+    launcher = pytest.importorskip("vllm.entrypoints.launchers.launcher")
+    server: uvicorn.Server = launcher.NoSignalServer(config, peer_loads=([0], 0))
+    return server
+
+
+class Stopping:
+    """A server that stops as vLLM's does, around an application that answers at once."""
+
+    def __init__(self, listening: socket.socket, kind: Callable[[uvicorn.Config], uvicorn.Server]) -> None:
+        self.drain = Drain()
+        app = DrainMiddleware(PlainTextResponse("here"), self.drain)
+        self.server = kind(uvicorn.Config(app, lifespan="off", log_config=None))
+        self.engine: Any = SimpleNamespace(shutdown=self._end_engine, add_request=None, output_handler=None)
+        self.engine.output_processor = SimpleNamespace(propagate_error=lambda error: None)
+        self.listening = listening
+        self.address = listening.getsockname()
+        self.was_open = False
+
+    def _end_engine(self, timeout: float) -> None:
+        self.was_open = is_open(self.address)
+
+    async def start(self) -> None:
+        (shared,), self.alive = shared_with(1, self.listening)
+        args = Namespace(**{SHARED: shared})
+        self.drain.guard(self.engine, State({"server": self.server}), args)
+        self.serving = asyncio.create_task(self.server.serve(sockets=[self.listening]))
+        while not self.server.started:
             await asyncio.sleep(0.01)
-        await asyncio.to_thread(engine.shutdown, timeout=5)
-        assert is_open(listening.getsockname())
-        assert not none_listens.poll(), "it still listens"
-        server.should_exit = True
-        await serving
 
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        asyncio.run(stop(listening))
-    assert none_listens.poll(), "nobody would close the port"
+    async def stop(self) -> None:
+        """What vLLM does on SIGTERM."""
+        await asyncio.to_thread(self.engine.shutdown, timeout=20)
+        assert self.was_open, "clients are not told to come back while the engine stops"
+        self.server.should_exit = True
+        await self.serving
+
+
+@pytest.mark.parametrize("kind", [uvicorn.Server, vllms_server])
+def test_new_clients_do_not_wait_for_one_that_is_connected_and_says_nothing(
+    listening: socket.socket, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = listening.getsockname()
+
+    async def run() -> float:
+        stopping = Stopping(listening, kind)
+        await stopping.start()
+        with socket.create_connection(address):
+            begun = time.monotonic()
+            ending = asyncio.create_task(stopping.stop())
+            while await asyncio.to_thread(is_answered, address):
+                await asyncio.sleep(0.02)
+            closed = time.monotonic() - begun
+            await ending
+            ended = time.monotonic() - begun
+        assert ended < 4, "an idle connection holds the server"
+        return closed
+
+    assert asyncio.run(run()) < 2
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("kind", [uvicorn.Server, vllms_server])
+def test_a_client_that_has_connected_when_the_port_closes_is_told_why(listening: socket.socket, kind: Any) -> None:
+    address = listening.getsockname()
+
+    async def run() -> bytes:
+        stopping = Stopping(listening, kind)
+        await stopping.start()
+        reader, writer = await asyncio.open_connection(*address)
+        ending = asyncio.create_task(stopping.stop())
+        while await asyncio.to_thread(is_open, address):
+            await asyncio.sleep(0.01)
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        await ending
+        return answer
+
+    head, _, body = asyncio.run(run()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: " in head
+    assert b"The server is stopping" in body
+
+
+def test_a_server_whose_engine_has_died_ends_by_itself(listening: socket.socket) -> None:
+    async def run() -> None:
+        stopping = Stopping(listening, uvicorn.Server)
+        await stopping.start()
+        stopping.alive.close()
+        await asyncio.wait_for(stopping.serving, 5)
+        assert not is_open(stopping.address)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_was_told_to_end_has_not_died(listening: socket.socket) -> None:
+    async def run() -> None:
+        stopping = Stopping(listening, uvicorn.Server)
+        await stopping.start()
+        await stopping.stop()
+        stopping.drain.engine_died()
+        assert not stopping.drain.has_engine_died
+
+    asyncio.run(run())
 
 
 def test_a_client_that_does_not_read_an_end_holds_nobody() -> None:
-    """H6. The response is done but for what the client would have to read; the server waited for that without end."""
+    """The response is done but for what the client would have to read; the server waited for that without end."""
     drain = Drain()
     app = DrainMiddleware(PlainTextResponse("x" * 20_000_000), drain)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
@@ -105,7 +241,7 @@ def test_a_client_that_does_not_read_an_end_holds_nobody() -> None:
         while drain.under_way:
             await asyncio.sleep(0.01)
         assert server.server_state.connections, "the client has read everything"
-        await drain._run(SimpleNamespace(output_handler=None), server, 1)  # type: ignore[arg-type]
+        await drain._close(server)
         async with asyncio.timeout(60):
             await server.shutdown()
 
@@ -116,6 +252,16 @@ def test_a_client_that_does_not_read_an_end_holds_nobody() -> None:
         client.connect(listening.getsockname())
         client.setblocking(False)
         asyncio.run(stop(listening, client))
+
+
+def is_answered(address: Any) -> bool:
+    """Whether a new client gets an answer; False if it is not let in. Whoever has to wait fails the test."""
+    try:
+        with socket.create_connection(address, timeout=2) as client:
+            client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            return client.recv(12).startswith(b"HTTP/1.1 ")
+    except ConnectionRefusedError:
+        return False
 
 
 def is_open(address: Any) -> bool:

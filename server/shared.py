@@ -1,0 +1,70 @@
+"""What the first process shares with each of several API processes: its port, and whether its engines live."""
+
+import multiprocessing
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+SHARED = "routed_experts_shared"
+"""Attribute of the arguments of one of several API processes: its `Shared`."""
+ENGINE_DIED = "routed_experts_engine_died"
+"""Attribute of the arguments of a server's only API process once its engine has died."""
+
+
+@dataclass
+class Shared:
+    """Each API process has a copy."""
+
+    listening: socket.socket  # of all of them
+    listens: Connection  # which a process closes when it no longer listens
+    none_listens: Connection  # at its end once every process has closed `listens`, or ended
+    engines_live: Connection  # at its end once an engine has died, or the first process
+
+    def is_last_to_listen(self) -> bool:
+        """Tells the others that this process no longer listens. The last one has to close the port for all.
+
+        Not earlier: a process that listens on a closed port logs tracebacks. Not later: clients
+        would wait for somebody to accept their connection, and then be reset.
+        """
+        self.listens.close()
+        return self.none_listens.poll()
+
+    def forget(self) -> None:
+        """Closes the copy of the first process, once each API process has its own."""
+        self.listening.close()
+        self.listens.close()
+        self.engines_live.close()
+
+
+def close_for_all(listening: socket.socket) -> list[socket.socket]:
+    """Closes a port for all processes that hold it, unlike `close`. Returns the connections that nobody has accepted:
+    the system would reset them."""
+    connections = []
+    with suppress(OSError):  # nobody has listened yet, or it is closed, or nobody waits
+        listening.setblocking(False)
+        while True:
+            connections.append(listening.accept()[0])
+    with suppress(OSError):
+        listening.shutdown(socket.SHUT_RDWR)
+    return connections
+
+
+def ends_of_engines() -> list[int]:
+    """For each engine that this process has started, a file descriptor that is readable once the engine has ended.
+
+    Engines that Ray started, or another node, are not among them.
+    """
+    children = multiprocessing.active_children()
+    return [_end_of(child) for child in children if child.name.startswith("EngineCore")]
+
+
+def _end_of(child: BaseProcess) -> int:
+    """A descriptor of its own, as `multiprocessing` closes the child's."""
+    if child.pid is not None:
+        with suppress(OSError, AttributeError):  # before Linux 5.3, or forbidden in a container
+            return os.pidfd_open(child.pid)
+    # Workers that the engine forked hold this one, too: it may be readable only when they have ended.
+    return os.dup(child.sentinel)
