@@ -39,7 +39,8 @@ FREEZE = ("python3", "-m", "pip", "list", "--format=freeze", "--disable-pip-vers
 # Which of pip's settings say where packages come from.
 PIP_SETTINGS = ("index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "proxy", "cert")
 PIP_SETTINGS += ("timeout", "default-timeout")
-# A container's process with nothing to write to but what `--tmpfs` and a volume give it: `READ_ONLY ROOT COMMAND …`.
+# A container's process with nothing to write to but what `--tmpfs` and a volume give it, without capabilities and new
+# privileges: `READ_ONLY ROOT COMMAND …`.
 # What a container engine puts into every container is put there too.
 READ_ONLY = f"""
 set -e
@@ -54,7 +55,8 @@ mount --rbind /sys "$root/sys"
 mount --rbind /dev "$root/dev"
 mount --bind /etc/hosts "$root/etc/hosts"
 mount --bind /etc/resolv.conf "$root/etc/resolv.conf"
-exec chroot --userspec={USER_ID}:0 "$root" "$@"
+exec chroot "$root" setpriv --no-new-privs --bounding-set=-all --inh-caps=-all \
+    --reuid={USER_ID} --regid=0 --clear-groups -- "$@"
 """
 MISSING_TOOLS = [tool for tool in ("buildah", "debootstrap") if shutil.which(tool) is None]
 
@@ -195,7 +197,8 @@ def checked_config(builder: Builder, image: str) -> dict[str, Any]:
 
 
 def in_container(builder: Builder, container: str, config: dict[str, Any], argv: list[str]) -> list[str]:
-    """`argv` as a container engine runs it for `--read-only --tmpfs /tmp --tmpfs /home/vllm`, but for namespaces.
+    """`argv` as a container engine runs it, but for namespaces, with `--read-only --tmpfs /tmp --tmpfs /home/vllm
+    --cap-drop ALL --security-opt no-new-privileges`.
 
     The command becomes `argv`'s process, so that a signal to the one is a signal to the other.
     """
@@ -252,6 +255,10 @@ def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, 
             processes = [main, *main.children(recursive=True)]
             assert main.name() == "routed-experts"
             assert {p.uids().real for p in processes} == {USER_ID}
+            for p in processes:
+                status = Path(f"/proc/{p.pid}/status").read_text()
+                assert "\nNoNewPrivs:\t1\n" in status
+                assert set(re.findall(r"\nCap(?:Inh|Prm|Eff|Bnd|Amb):\t0*(\w*)", status)) == {""}
             assert {c.laddr.ip for c in main.net_connections() if c.laddr.port == port} >= {"0.0.0.0"}
 
             body = {"model": "tiny-moe", "prompt": "Hello", "max_tokens": 8, "ignore_eos": True}
@@ -282,6 +289,18 @@ def test_gpu_image_adds_only_this_project_and_orjson(builder: Builder, vllm_stan
         assert "tests" not in builder.run(container, "ls", "-A", "/src").split()
     assert before <= after
     assert {line.partition("==")[0] for line in after - before} == {"orjson", "routed-experts-server"}
+
+
+def test_whatever_runs_the_image_gives_it_no_privileges() -> None:
+    """And publishes its port where only the host's own programs reach it, unless told otherwise."""
+    service = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]["server"]
+    assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+    assert service["read_only"] is True
+    assert service["ports"] == [f"${{ADDRESS:-127.0.0.1}}:${{PORT:-{PORT}}}:{PORT}"]
+    _, *runs = (ROOT / "docker/README.md").read_text().split("docker run --rm")
+    for options in runs:
+        assert " --cap-drop ALL --security-opt no-new-privileges " in options.partition("routed-experts")[0]
+        assert f" -p 127.0.0.1:{PORT}:{PORT} " in options.partition("routed-experts")[0]
 
 
 def test_whatever_runs_the_image_waits_for_the_server() -> None:
