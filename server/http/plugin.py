@@ -20,6 +20,7 @@ from routed_experts.server.http import background, unsupported_routes
 from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.drain import DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine, ServerState
+from routed_experts.server.http.errors import format_framework_errors
 from routed_experts.server.http.metrics import show_buffers, show_store
 from routed_experts.server.http.paths import settle_paths
 from routed_experts.server.http.recording import start_recording
@@ -84,6 +85,7 @@ class RoutedExpertsPlugin:
         app.state.routed_experts = ours = ServerState()
         app.add_middleware(DrainMiddleware, drain=ours.drain)
         settle_paths(app)
+        format_framework_errors(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Runs before the server listens. Raises if the self-test fails."""

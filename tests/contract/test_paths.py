@@ -117,3 +117,10 @@ def test_other_paths_are_what_they_were(app: FastAPI, target: str) -> None:
 @pytest.mark.parametrize("target", ["/v1/models/a..b", "/...", "/routed_experts/.js", "/v1/..a/b", "/a/.../b", "/x"])
 def test_dots_in_names_are_no_segments(app: FastAPI, target: str) -> None:
     assert "segments" not in answer_to(app, target)[2].decode()
+
+
+@pytest.mark.parametrize("target", ["/x", "/v1/x", "/routed_experts/a/b"])
+def test_a_path_without_a_route_gets_an_error_as_others_do(app: FastAPI, target: str) -> None:
+    status, _, body = answer_to(app, target)
+    assert status == 404
+    assert json.loads(body)["error"] == {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}
