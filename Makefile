@@ -16,6 +16,9 @@ VLLM ?=
 ARGS ?=
 # Files of tests at once.
 JOBS ?= 3
+# The same in long runs, whose engines are busy.
+LONG_JOBS ?= 2
+TIMES ?= 1
 # The same on GPUs; their engines are small, and what they wait for is their start.
 GPU_JOBS ?= 8
 
@@ -27,7 +30,7 @@ HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
 CODE := server capture protocol tests bench examples
 
-.PHONY: help setup serve test test-fast test-release test-gpu test-vllm test-transformers test-next check format spec bench bench-gpu bench-http lock release sbom clean
+.PHONY: help setup serve test test-fast test-release test-long test-gpu test-vllm test-transformers test-next check format spec bench bench-gpu bench-http lock release sbom clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +38,7 @@ help:
 	@echo "make test-fast     run the tests that start no server, engine or browser"
 	@echo "make test          run all tests of behaviour"
 	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
+	@echo "make test-long     run the long runs, about half an hour on two cores, and write a table of them (or ARGS='-k hostile')"
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
 	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
 	@echo "make test-transformers  run the tests of replay on a newer transformers than vLLM's (or TRANSFORMERS=5.21.0)"
@@ -82,7 +86,8 @@ serve: setup
 	@echo "Starting the server on port $(PORT); the first answer takes about half a minute."
 	$(BIN)/routed-experts serve $(ARGS) --port $(PORT)
 
-# Several processes of pytest share the cores: none computes in threads. Tests marked `slow` run only with -m slow.
+# Several processes of pytest share the cores: none computes in threads. Tests marked `slow` run only with -m slow, those
+# marked `long` in test-long.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 
 test-fast: setup
@@ -94,6 +99,12 @@ test: setup
 
 test-release: setup
 	$(PYTEST) -m "release and not (slow or long)" $(ARGS)
+
+# TIMES=10 has ten times as many requests and examples. The table of what ran is in long-run.md, too.
+test-long: export LONG_TIMES = $(TIMES)
+test-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -p tests.long_runs --long-report=long-run.md \
+		--numprocesses=$(LONG_JOBS) --dist=loadfile --no-loadscope-reorder --durations=0 --durations-min=60 $(ARGS)
 
 # By hand, on a machine with one GPU or two. `python -m tests.gpu_runs gpu-run.json` merges the results into docs/.
 # For another version: make test-gpu VLLM=0.29.0 VENV=.venv-0.29

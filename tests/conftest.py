@@ -13,8 +13,10 @@ from vllm.envs import disable_envs_cache
 from routed_experts.capture.seams.http import HAS_SCALE_OUT_FLAG
 from tests.documentation import run_by
 from tests.e2e.harness import ASYNC, ONE_PROCESS, SMALL_KV, Oracle, Server, serving
+from tests.long_runs import CASES
 
 VLLM_PORT = 8000
+LONG_LIMIT_S = 2 * 3600
 BLOCK_SIZE = 32
 CHUNK = 64
 ON_THE_SERVER = (
@@ -51,6 +53,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_LIMIT_S))
+
     def order(item: pytest.Item) -> tuple[int, bool]:
         group = group_of(item.nodeid)
         rank = FIRST.index(group) if group in FIRST else len(FIRST)
@@ -81,6 +87,23 @@ def no_default_port(monkeypatch: pytest.MonkeyPatch) -> None:
         bind(sock, address)
 
     monkeypatch.setattr(socket.socket, "bind", bind_another)
+
+
+class Cases:
+    """How many cases a test has tried, for the report of `make test-long`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, count: int = 1) -> None:
+        self.count += count
+
+
+@pytest.fixture
+def cases(request: pytest.FixtureRequest) -> Iterator[Cases]:
+    counted = Cases()
+    yield counted
+    request.node.user_properties.append((CASES, counted.count))
 
 
 @pytest.fixture(scope="session")

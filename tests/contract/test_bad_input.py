@@ -1,12 +1,11 @@
 """Requests with any values in any fields: no 500, no answer that is not JSON, nothing that hangs or ends the engine.
 
-The same in every run; `BAD_INPUT_REQUESTS=10000` sends others, and more, to each kind of server.
+The same in every run; the long run sends others, and more, to each kind of server.
 """
 
 import base64
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,25 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from routed_experts.capture.engine.versions import INSTALLED_VLLM
 from routed_experts.server.vllm_api import VLLM_VERSION
+from tests.conftest import Cases
 from tests.contract.engine import K, L, Tokens, _digest
 from tests.contract.hostile import PULL, SPEC, VALID, Hostile, check_response
 from tests.contract.loads import TracingExecutor, _Metadata
 from tests.contract.offloading import NAME, OffloadingExecutor
 from tests.contract.served import DECODER_LAYERS, SIZES, ServedExecutor, served
 from tests.e2e.harness import prompt_of, wait_until
+from tests.long_runs import times
 
-COUNT = int(os.environ.get("BAD_INPUT_REQUESTS", "0"))
-pytestmark = pytest.mark.timeout(max(600, COUNT))
 SETTINGS = settings(
-    max_examples=COUNT or 150,
+    max_examples=150,
     deadline=None,
     database=None,
-    derandomize=not COUNT,
+    derandomize=True,
     # An engine that has ended fails every other request too: there is nothing to shrink.
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
+MANY = settings(SETTINGS, max_examples=times(1500), derandomize=False)
 LIMIT_S = 120
 IS_DESCRIBED = VLLM_VERSION.split("+")[0] == INSTALLED_VLLM
 """Whether `openapi.yaml` is made with this vLLM."""
@@ -144,7 +144,26 @@ def body_of(**params: Any) -> tuple[str, dict[str, Any]]:
 @example(body_of(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens="1"))
 def test_no_request_is_the_servers_fault(client: httpx.Client, asked: tuple[str, dict[str, Any]]) -> None:
     """And nothing that it holds ends the engine."""
-    path, body = asked
+    check_request(client, *asked)
+
+
+@pytest.mark.long
+@MANY
+@given(Hostile((L, K), LEFT_OUT).requests())
+def test_many_hostile_requests(client: httpx.Client, cases: Cases, asked: tuple[str, dict[str, Any]]) -> None:
+    cases.add()
+    check_request(client, *asked)
+
+
+@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("content", [b"\xff", b'{"prompt": "\xff"}', b"\x00", b"{", b"", b"5", b"[" * 5000])
+def test_what_is_no_json_is_refused_in_the_form_of_others(client: httpx.Client, path: str, content: bytes) -> None:
+    response = client.post(path, content=content, headers={"Content-Type": "application/json"}, timeout=LIMIT_S)
+    assert response.status_code == 400
+    check_response(response)
+
+
+def check_request(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     content = json.dumps(body)  # with NaN, integers of any size and lone surrogates
     response = client.post(path, content=content, headers={"Content-Type": "application/json"}, timeout=LIMIT_S)
     try:

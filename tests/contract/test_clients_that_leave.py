@@ -16,8 +16,10 @@ import pytest
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer
+from tests.conftest import Cases
 from tests.contract.served import check, serving
 from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, read_events, wait_until
+from tests.long_runs import times
 
 KEPT = (RowBuffer, BufferedRequestState, SSERewriter, CollectedRows)
 LIMIT_S = 240
@@ -71,10 +73,11 @@ def at_most(count: Callable[[], int], limit: int) -> None:
     wait_until(lambda: count() <= limit, lambda: f"{count()}, not {limit}", LIMIT_S)
 
 
-def vanish(server: Server, seed: int) -> None:
+def vanish(server: Server, seed: int, **fields: str) -> None:
     """A client that ends its connection: in its request, before the answer, or anywhere in it; sometimes rudely."""
     dice = random.Random(seed)
     body = {"n": dice.choice((1, 1, 1, 1, 1, 3)), "stream": dice.random() < 0.7, "max_tokens": dice.choice((1, 3, 20))}
+    body |= fields
     sent = request(prompt=prompt_of(dice.choice((1, 20, 60)), seed), temperature=1, ignore_eos=True, **body)
     with connect(server) as sock:
         if dice.random() < 0.5:  # the server is told by a reset, not by an end
@@ -88,23 +91,49 @@ def vanish(server: Server, seed: int) -> None:
             wanted -= len(data)
 
 
-def test_hundreds_of_clients_vanish(api: Server, idle: dict[str, float]) -> None:
+def check_many_vanish(server: Server, idle: dict[str, float], count: int, **fields: str) -> None:
     me = psutil.Process()
     before = kept()
 
-    def round_of(first: int, count: int) -> None:
-        for seed in range(first, first + count):
-            vanish(api, seed)
-        settled(api, idle)
+    def round_of(first: int, last: int) -> None:
+        for seed in range(first, last):
+            vanish(server, seed, **fields)
+        settled(server, idle)
 
     round_of(0, 100)
     files, threads = me.num_fds(), me.num_threads()
-    round_of(100, 400)
+    round_of(100, count)
     at_most(me.num_fds, files + 3)
     at_most(me.num_threads, threads + 10)  # the web framework has up to 40 for what blocks
     at_most(kept, before)
-    (answer,) = answers_of(api.complete(**ASK, prompt=prompt_of(40, 1), max_tokens=5))
+    (answer,) = answers_of(server.complete(**ASK, prompt=prompt_of(40, 1), max_tokens=5))
     check(answer, tokens=5)
+
+
+def test_hundreds_of_clients_vanish(api: Server, idle: dict[str, float]) -> None:
+    check_many_vanish(api, idle, 500)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fields", "records"),
+    [
+        pytest.param({}, False, id="inline"),
+        pytest.param({"routed_experts_stream": "at_end"}, False, id="at the end"),
+        pytest.param({"routed_experts_delivery": "reference"}, False, id="reference"),
+        pytest.param({}, True, id="recorded"),
+    ],
+)
+def test_thousands_of_clients_vanish(
+    tiny_model: Path, tmp_path: Path, cases: Cases, fields: dict[str, str], records: bool
+) -> None:
+    """Of each way of delivery, and recorded, which begins to write when an answer ends."""
+    flags = ("--routed-experts-record", str(tmp_path)) if records else ()
+    count = 100 + times(2400)
+    with serving(tiny_model, "--max-num-batched-tokens", "256", *flags) as server:
+        check_many_vanish(server, state_of(server), count, **fields)
+    cases.add(count)
+    assert records == any(file.stat().st_size for file in tmp_path.glob("*.jsonl"))
 
 
 def test_readers_that_stop(api: Server, idle: dict[str, float]) -> None:

@@ -3,10 +3,9 @@
 Each row that is sent is of the very computation whose KV its request read (`loads.TracedReceived`), or is unknown, with
 a cause and only where a setting or the request allows it; each request ends; nothing is left in the engine.
 
-The same in every run; `KV_EXAMPLES=1000` tries others, and more, of each case.
+The same in every run; the long run tries others, and more, of each case.
 """
 
-import os
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,21 +21,23 @@ from vllm.v1.engine import FinishReason
 from routed_experts.capture.engine.kv_transfer import pulls
 from routed_experts.capture.engine.kv_transfer.pulls import Pulls
 from routed_experts.capture.prefill_rows import PARAM
+from tests.conftest import Cases
 from tests.contract.engine import BLOCK, Client, tokens
 from tests.contract.loads import LEASE_S, NAME, NOTHING, PULL, engine_with_store, slots_of, store
 from tests.contract.offloading import NAME as OFFLOADING
 from tests.contract.offloading import check_keys, engine_that_offloads, num_loaded
+from tests.long_runs import times
 
-EXAMPLES = int(os.environ.get("KV_EXAMPLES", "0"))
 SETTINGS = settings(
-    max_examples=EXAMPLES or 4,
+    max_examples=4,
     stateful_step_count=30,
     deadline=None,
     database=None,
-    derandomize=not EXAMPLES,
+    derandomize=True,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],
 )
+MANY = settings(SETTINGS, max_examples=times(60), derandomize=False)
 FEW, ENOUGH = {"num_blocks": 24, "max_num_seqs": 4}, {"num_blocks": 48, "max_num_seqs": 4}
 """Blocks. With fewer, vLLM 0.32 may wait for ever for those of a request whose pull failed."""
 
@@ -267,10 +268,10 @@ class Machine(RuleBasedStateMachine):
             self._happened["less than nothing"] += self.kept.num_negative
 
 
-def run_at_random(case: Case, is_async: bool) -> Counter[str]:
+def run_at_random(case: Case, is_async: bool, examples: settings = SETTINGS) -> Counter[str]:
     """What happened, and how often."""
     happened: Counter[str] = Counter()
-    run_state_machine_as_test(lambda: Machine(case, is_async, happened), settings=SETTINGS)
+    run_state_machine_as_test(lambda: Machine(case, is_async, happened), settings=examples)
     return happened
 
 
@@ -278,3 +279,11 @@ def run_at_random(case: Case, is_async: bool) -> Counter[str]:
 def test_at_random(case: Case, is_async: bool) -> None:
     happened = run_at_random(case, is_async)
     assert happened[case.happens] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_kv_machine_often_at_random(case: Case, is_async: bool, cases: Cases) -> None:
+    happened = run_at_random(case, is_async, MANY)
+    assert happened[case.happens] > 0
+    cases.add(MANY.max_examples)

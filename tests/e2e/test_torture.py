@@ -1,15 +1,18 @@
-"""The torture test, short: by hand it runs for thousands of requests (see `tests.e2e.torture`).
+"""The torture test, short, and for thousands of requests in the long run (see `tests.e2e.torture`).
 
 `tests/e2e/test_completions.py` has the profile of asynchronous scheduling, on the server that it shares.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import Cases
 from tests.e2e.harness import ASK, Oracle, Server, answer_of, check, one, prompt_of
-from tests.e2e.torture import REQUESTS, Torture, serving_profile
+from tests.e2e.torture import PROFILES, REQUESTS, Torture, serving_profile
+from tests.long_runs import times
 
 pytestmark = pytest.mark.e2e
 
@@ -24,6 +27,17 @@ def profile(request: pytest.FixtureRequest) -> str:
 def engine(profile: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving_profile(tiny_model, tmp_path_factory.mktemp(profile) / "log", profile) as server:
         yield server
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("each_profile", PROFILES)
+def test_torture_by_random_load(each_profile: str, tiny_model: Path, tmp_path: Path, cases: Cases) -> None:
+    seed = time.time_ns() % 1_000_000
+    print(f"profile {each_profile}, seed {seed}")
+    with serving_profile(tiny_model, tmp_path / "log", each_profile) as server:
+        torture = Torture(server, Oracle(tiny_model), each_profile, 100 + times(900), seed)
+        assert torture.run() == []
+    cases.add(torture.counts["requests"])
 
 
 def test_torture(engine: Server, profile: str, tiny_model: Path) -> None:

@@ -12,7 +12,6 @@ Forms and layouts of the arrays are another matter (`tests/contract/test_api.py`
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 import tempfile
@@ -63,7 +62,8 @@ FLAGS = (
     *("--max-num-seqs", "16", "--max-model-len", str(MAX_MODEL_LEN), "--enable-prompt-tokens-details"),
     *("--enable-return-routed-expert-weights", *ONE_PROCESS),
 )
-REQUESTS = int(os.environ.get("TORTURE_REQUESTS", "100"))
+REQUESTS = 100
+"""Of a test; the long run has more."""
 ENV = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache and /server_info
 COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",

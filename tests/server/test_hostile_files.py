@@ -5,7 +5,6 @@ What a single value may take of memory is in `tests/protocol`.
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from hypothesis import strategies as st
 
 from routed_experts.server.cli.main import main
 from routed_experts.server.tools.view import ViewServer
+from tests.conftest import Cases
+from tests.long_runs import times
 from tests.protocol.answers import EXPERTS, JSON, LAYERS, TOP_K, Told, answer, histogram, rows_of, stream
 
 ONE = Told(rows_of(6, 1), [rows_of(3, 2), rows_of(2, 3)])
@@ -87,15 +88,31 @@ def ask_for_all(server: ViewServer, *_: Any) -> None:
             json.loads(line.encode())
 
 
-@settings(
-    max_examples=int(os.environ.get("HOSTILE_FILES", "120")),
+SETTINGS = settings(
+    max_examples=120,
     deadline=None,
     database=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
+MANY = settings(SETTINGS, max_examples=times(2000), derandomize=False)
+
+
+@SETTINGS
 @given(text=files())
 def test_f1_any_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) -> None:
+    check_file(tmp_path, capsys, text)
+
+
+@pytest.mark.long
+@MANY
+@given(text=files())
+def test_many_hostile_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], cases: Cases, text: bytes) -> None:
+    cases.add()
+    check_file(tmp_path, capsys, text)
+
+
+def check_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) -> None:
     file = tmp_path / "answers.jsonl"
     file.write_bytes(text)
     with pytest.MonkeyPatch.context() as patch:
