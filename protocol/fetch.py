@@ -1,6 +1,7 @@
 """Fetches arrays that a response refers to (`routed_experts_delivery: reference`), whole or in part."""
 
 import http.client
+import math
 import re
 import urllib.error
 import urllib.request
@@ -13,9 +14,12 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import NUMPY_DTYPES, read_npy_header
+from routed_experts.protocol.files import open_file
 
 Range = tuple[int, int]
 """First index, and the index after the last."""
+
+_PIECE_BYTES = 1 << 20
 
 _RELATIVE = re.compile(r"\w[\w/-]*", re.ASCII)
 
@@ -112,10 +116,7 @@ def fetch(
     request = urllib.request.Request(f"{base_url.rstrip('/')}/{reference['url']}?{query}")
     if api_key is not None:
         request.add_unredirected_header("Authorization", f"Bearer {api_key}")  # not to where the server redirects
-    array = np.empty((end_layer - first_layer, end_token - first_token, top_k), dtype)
-    _read_into(request, array, timeout_s)
-    array.flags.writeable = False
-    return array
+    return _read(request, (end_layer - first_layer, end_token - first_token, top_k), dtype, timeout_s)
 
 
 def _described(reference: Mapping[str, Any]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
@@ -140,7 +141,7 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
     num_rows, num_layers, top_k = reference["shape"]
     path = arguments.instance("path of reference", reference["path"], str)  # a number would be an open file
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_file) as file:
             if read_npy_header(file) != ((num_layers, num_rows, top_k), dtype, "C"):
                 return None
             return np.memmap(file, dtype, "r", file.tell(), (num_layers, num_rows, top_k))
@@ -148,16 +149,36 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
         return None
 
 
-def _read_into(request: urllib.request.Request, array: NDArray[Any], timeout_s: float) -> None:
-    view = array.reshape(-1).view(np.uint8).data
+def _read(
+    request: urllib.request.Request, shape: tuple[int, int, int], dtype: np.dtype[Any], timeout_s: float
+) -> NDArray[Any]:
+    """The array in a response. It takes no memory before the server says that it sends as much, or has sent it."""
+    num_bytes = math.prod(shape) * dtype.itemsize
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            read = 0
-            while read < len(view) and (count := response.readinto(view[read:])):
-                read += count
-            if read < len(view) or response.read(1):
-                raise FetchError(f"{request.full_url} returned another number of bytes than {len(view)}")
+            told = response.headers.get("Content-Length")
+            is_right = told in (None, str(num_bytes))
+            content = bytearray() if told is None or not is_right else bytearray(num_bytes)
+            if not is_right or _fill(content, response, num_bytes) != num_bytes or response.read(1):
+                raise FetchError(f"{request.full_url} returned another number of bytes than {num_bytes}")
     except urllib.error.HTTPError as error:
         raise FetchError(f"{request.full_url}: {error.code} {error.reason}", error.code) from None
     except (OSError, http.client.HTTPException) as error:
         raise FetchError(f"{request.full_url}: {error}") from error
+    array: NDArray[Any] = np.ndarray(shape, dtype, content)
+    array.flags.writeable = False
+    return array
+
+
+def _fill(content: bytearray, response: http.client.HTTPResponse, num_bytes: int) -> int:
+    """Reads up to `num_bytes` into `content`, which has as many or none; returns how many came."""
+    count = 0
+    if content:
+        view = memoryview(content)
+        while count < num_bytes and (more := response.readinto(view[count:])):
+            count += more
+        return count
+    while count < num_bytes and (piece := response.read(min(_PIECE_BYTES, num_bytes - count))):
+        content += piece
+        count += len(piece)
+    return count

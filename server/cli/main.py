@@ -1,13 +1,12 @@
 """The command `routed-experts`."""
 
-import argparse
 import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 
 from routed_experts.protocol.version import VERSION
-from routed_experts.server.cli.console import CommandError, complain, say
+from routed_experts.server.cli.console import CommandError, Parser, complain, say
 from routed_experts.server.cli.signals import stop_on_signals
 
 NO_VLLM = (
@@ -65,7 +64,7 @@ def _flush() -> None:
 
 def run(argv: list[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
-        parser = argparse.ArgumentParser(prog="routed-experts", epilog=EPILOG)
+        parser = Parser(prog="routed-experts", epilog=EPILOG)
         parser.add_argument("--version", action="version", version=f"routed-experts-server {VERSION}")
         commands = parser.add_subparsers(metavar="COMMAND", required=True)
         for name, about in COMMANDS.items():

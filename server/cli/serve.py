@@ -25,7 +25,7 @@ from routed_experts.capture.rows import WEIGHTS_KEY
 from routed_experts.capture.seams.http import cli_env_setup, configure_logging_from_args
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
-from routed_experts.server.cli.console import CommandError, say
+from routed_experts.server.cli.console import CommandError, guess, say
 from routed_experts.server.cli.preflight import check_address, sentence_of
 from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.selftest import SelfTestError
@@ -79,10 +79,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+class _Parser(FlexibleArgumentParser):
+    guess = ""  # which flag was meant by one that is misspelt
+
+    def error(self, message: str) -> None:
+        super().error(message + self.guess)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """vLLM's parsed `serve` arguments, with the capture on unless it was switched off."""
     cli_env_setup()
-    parser = FlexibleArgumentParser(prog="routed-experts")
+    parser = _Parser(prog="routed-experts")
     serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     serve.usage = "routed-experts serve [MODEL] [options]"
     serve.set_defaults(enable_return_routed_experts=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
@@ -93,6 +100,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ours = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
         add_flags(ours)
         serve.description += f"\n{ours.format_help()}"
+    words = [word.partition("=")[0].replace("_", "-") for word in argv]
+    parser.guess = serve.guess = guess(words, serve._option_string_actions)
     try:
         args: argparse.Namespace = parser.parse_args(["serve", *argv])
     except ValueError as error:

@@ -14,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
-from routed_experts.protocol.codec import read_npy_header
+from routed_experts.protocol.codec import CodecError, read_npy_header
 from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
@@ -38,7 +38,10 @@ class _Part:
     """Some layers and tokens of a stored array: a piece of its file for each layer, or one for all tokens."""
 
     def __init__(self, file: FileIO, key: str, layers: str | None, tokens: str | None) -> None:
-        (num_layers, num_tokens, top_k), dtype, _ = read_npy_header(file)
+        (num_layers, num_tokens, top_k), dtype, order = read_npy_header(file)
+        num_bytes = num_layers * num_tokens * top_k * dtype.itemsize
+        if order != "C" or file.tell() + num_bytes != os.fstat(file.fileno()).st_size:
+            raise CodecError("its header and its size do not fit")
         begin, end = _span(layers, num_layers, "layers")
         first, last = _span(tokens, num_tokens, "tokens")
         row = top_k * dtype.itemsize
@@ -97,7 +100,10 @@ async def stored_array(
     """The response for `GET` and `HEAD` of an array, or some `layers` and `tokens` (FIRST:END). Raises HTTP errors."""
     with ExitStack() as opened:
         file = opened.enter_context(await _run(store, _ask, store, ArrayStore.read, key))
-        part = await _run(store, _Part, file, key, layers, tokens)
+        try:
+            part = await _run(store, _Part, file, key, layers, tokens)
+        except CodecError:
+            raise HTTPException(500, "The file of this array is damaged.") from None
         if not _is_wanted(request, part.tag):
             return Response(status_code=304, headers=part.headers)
         first, end, status, headers = 0, part.nbytes, 200, part.headers

@@ -16,6 +16,8 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+from routed_experts.protocol.files import open_file
+
 NAME_LENGTH = 16
 """Of a subfolder's name, in hexadecimal; its first two digits are the rank of its process."""
 MEMORY = Path("/dev/shm")
@@ -40,8 +42,8 @@ def default_folder(name: str) -> Path:
 
 
 def open_private(path: str, flags: int) -> int:
-    """For `open`: follows no link, and makes files that only this user reads."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    """For `open`: follows no link, opens only files, and makes files that only this user reads."""
+    return open_file(path, flags | os.O_NOFOLLOW)
 
 
 def write_all(file: FileIO, part: bytes | memoryview) -> None:
@@ -95,9 +97,10 @@ def tell(subfolder: Path, word: str) -> None:
 
 
 def told(owner: FileIO) -> list[str]:
-    """The words left for the owner since the last call. A long file is cut; words left at that moment are lost."""
-    words = owner.readall().decode("ascii", "replace").split()
-    if owner.tell() > _OWNER_BYTES:
+    """The words left for the owner since the last call. A long file is cut; words behind its limit, and those left at
+    that moment, are lost."""
+    words = owner.read(_OWNER_BYTES).decode("ascii", "replace").split()
+    if os.fstat(owner.fileno()).st_size > _OWNER_BYTES:
         owner.truncate(0)
         owner.seek(0)
     return words
@@ -121,6 +124,8 @@ def tidy(subfolder: Path, keeps: bool) -> list[tuple[str, os.stat_result]]:
     for file in os.scandir(subfolder):
         if _FILE.fullmatch(file.name):
             about = file.stat(follow_symlinks=False)
+            if not stat.S_ISREG(about.st_mode):
+                continue  # no process of ours made it
             if (keeps and about.st_mtime >= time.time()) or not remove_unread(Path(file.path)):
                 left.append((file.name.removesuffix(".npy"), about))
     if not left:

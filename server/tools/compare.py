@@ -13,7 +13,7 @@ from typing import Any
 
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.cli.console import CommandError, say
+from routed_experts.server.cli.console import CommandError, Parser, say
 from routed_experts.server.tools.differences import Comparison, table
 from routed_experts.server.tools.reference import Reference
 from routed_experts.server.tools.running import Body, Place, RunningServer, add_server_flags, bodies_of
@@ -27,7 +27,7 @@ PROMPTS = ("Which experts does this token go to, and why?", "def fibonacci(n):",
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="routed-experts compare",
         description="Compares the experts in responses with a Hugging Face forward pass of the same checkpoint, or "
         "with those in other responses to the same prompts. Exit status: 0 if they are equal or differ only in "

@@ -22,7 +22,7 @@ import numpy as np
 from routed_experts.protocol.codec import UNKNOWN, Rows, count_missing
 from routed_experts.protocol.collect import Routing, RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
-from routed_experts.server.cli.console import CommandError, progress
+from routed_experts.server.cli.console import CommandError, Parser, progress
 from routed_experts.server.tools.running import RunningServer, add_server_flags, bodies_of
 from routed_experts.server.tools.saved import add_flags, atomic_file, info_of, opened
 
@@ -217,7 +217,7 @@ def write_npz(path: Path, parts: Iterator[Columns], found: Exported) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="routed-experts export",
         description="Writes the experts in responses to a file for other programs. The file is complete or absent.",
     )
@@ -245,7 +245,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.format = args.format or args.output.suffix[1:]
     if args.format not in FORMATS:
-        parser.error(f"--output {args.output} names no format: set --format")
+        formats = ", ".join(f".{name}" for name in FORMATS)
+        parser.error(f"--output {args.output} names no format: let it end in one of {formats}, or set --format")
     if args.per == "token" and args.format != "parquet":
         parser.error("--per token is for parquet")
     if bool(args.file) == bool(args.url) or bool(args.url) != bool(args.prompts):
@@ -272,5 +273,14 @@ def main(argv: Sequence[str]) -> int:
         form = args.format if args.per == "layer" else args.per
         write: Any = write_npz if form == "npz" else partial(write_table, form=form)
         write(path, chain([first], parts), found)
-    print(f"Wrote {args.output}: {found.answers} responses, {found.rows} rows, {found.missing} of them unknown.")
+    print(f"Wrote {args.output}: {found.answers} responses, {_what_was_written(found, form)}.")
     return 0
+
+
+def _what_was_written(found: Exported, form: str) -> str:
+    tokens = f"{found.rows} tokens with experts, {found.missing} of them unknown"
+    if form == "npz":
+        return f"{tokens}; arrays of {found.rows}"
+    if form == "token":
+        return f"{tokens}; {found.rows} rows, one for each token"
+    return f"{tokens}; {found.rows * (found.model.num_layers or 0)} rows, one for each token and layer"

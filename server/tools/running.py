@@ -17,8 +17,9 @@ from threading import Thread
 from typing import Any
 
 from routed_experts.protocol.collect import Routing
-from routed_experts.protocol.saved import ModelInfo, SavedAnswer
+from routed_experts.protocol.saved import MAX_CHARS, ModelInfo, SavedAnswer
 from routed_experts.server.cli.console import CommandError
+from routed_experts.server.tools.saved import open_text
 
 AT_ONCE = 8  # requests
 TEXTS_AT_ONCE = 16_384  # token ids, as many as the server takes
@@ -68,7 +69,13 @@ class RunningServer:
     def ask(self, place: Place, body: Body, with_weights: bool = False) -> SavedAnswer:
         """The response to a request with a prompt or messages from `place`: file and line."""
         asked = {"model": self.document["model"], **body, **_ROWS, "stream": False}
-        asked |= {"return_routed_expert_weights": True} if with_weights else {}
+        if with_weights:
+            if self.document.get("weights") is False:
+                raise CommandError(
+                    f"{self.url} captures no weights: start it with --enable-return-routed-expert-weights, or leave "
+                    "out --weights."
+                )
+            asked["return_routed_expert_weights"] = True
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         try:
             info = replace(ModelInfo.of(self.document), n=body.get("n") or 1)
@@ -116,9 +123,12 @@ class RunningServer:
         request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
         try:
             with urllib.request.urlopen(request, timeout=600) as response:
-                answer = json.load(response)
+                content = response.read(MAX_CHARS + 1)
+                if len(content) > MAX_CHARS:
+                    raise CommandError(f"{where or self.url}: the response has more than {MAX_CHARS} bytes.")
+                answer = json.loads(content)
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:500]
+            text = error.read(500).decode(errors="replace")
             raise CommandError(f"{where or self.url}: the server returned status {error.code}: {text}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise CommandError(f"{self.url} cannot be reached: {getattr(error, 'reason', error)}.") from error
@@ -178,9 +188,13 @@ def _prompt_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 def _prompts_in(path: Path) -> Iterator[tuple[Place, str | Body]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
+        with open_text(path, is_read_once=True) as file:
+            text = file.read(MAX_CHARS + 1)
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{path} cannot be read: {error}.") from error
+    if len(text) > MAX_CHARS:
+        raise CommandError(f"{path} has more than {MAX_CHARS} characters: split it.")
+    lines = text.split("\n")
     if not any(map(str.strip, lines)):
         raise CommandError(f"{path} has no prompts: write one per line.")
     for number, line in enumerate(lines, 1):

@@ -7,22 +7,55 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from routed_experts.protocol.files import open_file
 from routed_experts.protocol.saved import MAX_EXPERTS, ModelInfo
 from routed_experts.server.cli.console import CommandError
 
 STDIN = "-"
 SUFFIXES = (".json", ".jsonl")
+_OF_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+"""What a shell has opened for a command, such as the pipe of `<(zcat FILE)`."""
+_OTHER_KINDS = {
+    b"PAR1": "a Parquet file",
+    b"PK\x03\x04": "an .npz or another zip file",
+    b"\x93NUMPY": "a NumPy file",
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+}
 
 
 def opened(paths: Sequence[str]) -> Iterator[tuple[str, TextIO]]:
     """The name and text of each file, opened one at a time. `-` is standard input."""
     for path in files_in(paths):
-        name = "standard input" if path == STDIN else path
-        try:
-            with open(0 if path == STDIN else path, encoding="utf-8-sig", closefd=path != STDIN) as file:
-                yield name, file
-        except OSError as error:
-            raise CommandError(f"{name} cannot be read: {error.strerror}.") from error
+        if path == STDIN:
+            yield "standard input", open(0, encoding="utf-8-sig", closefd=False)  # noqa: SIM115
+            continue
+        with open_text(path, is_read_once=True) as file:
+            yield path, file
+
+
+@contextmanager
+def open_text(path: str | Path, name: str = "", *, is_read_once: bool = False) -> Iterator[TextIO]:
+    """A file with responses or prompts; what a shell has opened only if it `is_read_once`. Raises `CommandError`, with
+    the `name` if it has another than its path, if it cannot be read or is of another kind."""
+    name = name or str(path)
+    is_of_shell = is_read_once and str(path).startswith(_OF_SHELL)
+    try:
+        with open(path, encoding="utf-8-sig", opener=None if is_of_shell else open_file) as file:
+            if not is_of_shell:
+                _check_kind(name, file)
+            yield file
+    except OSError as error:
+        raise CommandError(f"{name} cannot be read: {error.strerror}.") from error
+
+
+def _check_kind(name: str, file: TextIO) -> None:
+    begin = os.pread(file.fileno(), max(map(len, _OTHER_KINDS)), 0)
+    for signature, kind in _OTHER_KINDS.items():
+        if begin.startswith(signature):
+            raise CommandError(
+                f"{name} is {kind}: give responses as the server sends them, which are JSON or streams of events."
+            )
 
 
 def files_in(paths: Sequence[str]) -> list[str]:

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import re
 import shutil
+import sys
 import webbrowser
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -10,16 +12,21 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TextIO
+from threading import Lock
+from typing import Any, TextIO
 
+from routed_experts.protocol.files import open_file
 from routed_experts.protocol.saved import MAX_PAGE_BYTES, ModelInfo, Reader, check_shown, page_lines
-from routed_experts.server.cli.console import CommandError, progress
-from routed_experts.server.page import HEADERS, PAGE_PATH, page_file, read_saved
-from routed_experts.server.tools.saved import STDIN, add_flags, files_in, info_of
+from routed_experts.server.cli.console import CommandError, Parser, progress
+from routed_experts.server.page import HEADERS, MAX_BYTES, PAGE_PATH, READ_PATH, TOO_LARGE, page_file, read_saved
+from routed_experts.server.tools.saved import STDIN, add_flags, files_in, info_of, open_text
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
 HOST = "127.0.0.1"
+ELSEWHERE = "Open this page at the address that the command printed."
 _NAMED = 5  # files in the sentence that the command prints
+_LENGTH = re.compile("[0-9]{1,15}")
+_MOST_SKIPPED = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class ViewedFile:
         return page_lines(self._open(), given, self.about)
 
     def _open(self) -> Iterator[tuple[str, TextIO]]:
-        with self.path.open(encoding="utf-8-sig") as file:
+        with open(self.path, encoding="utf-8-sig", opener=open_file) as file:
             yield self.name, file
 
 
@@ -43,11 +50,19 @@ class ViewServer(ThreadingHTTPServer):
     """Serves the page and the responses in files to browsers on this machine."""
 
     daemon_threads = True
+    reading = Lock()
+    """Files that are opened in the page are read one after another."""
 
     def __init__(self, viewed: Sequence[ViewedFile], port: int, given: ModelInfo | None = None) -> None:
         super().__init__((HOST, port), _Handler)
         self.viewed, self.given = viewed, given or ModelInfo()
         self.page_config = {"saved": json.dumps([[each.name, each.path.stat().st_size] for each in viewed])}
+        self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of clients that leave or say nothing more."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -56,32 +71,63 @@ class ViewServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: ViewServer
+    timeout = 60  # seconds in which a client says nothing
 
     def do_POST(self) -> None:
         """Reads files that are opened in the page."""
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        try:
-            self._respond(200, "application/jsonl", map(str.encode, read_saved(body)))
-        except ValueError as error:
-            self._respond(400, "application/json", [json.dumps({"error": {"message": str(error)}}).encode()])
+        length = self.headers.get("Content-Length")
+        if not self._is_from_our_page():
+            self._refuse(403, ELSEWHERE)
+        elif self.path != READ_PATH:
+            self._refuse(404, "File not found.")
+        elif length is None:
+            self._refuse(411, "The request needs a Content-Length.")
+        elif not _LENGTH.fullmatch(length):
+            self._refuse(400, "Content-Length must be a number.")
+        elif int(length) > MAX_BYTES:
+            self._skip(int(length))
+            self._refuse(413, TOO_LARGE)
+        else:
+            self._read_files(int(length))
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         folder, _, place = path.rpartition("/")
-        if folder == SAVED_PATH and place.isdecimal() and int(place) < len(self.server.viewed):
+        if not self._is_from_our_page():
+            self._refuse(403, ELSEWHERE)
+        elif folder == SAVED_PATH and _LENGTH.fullmatch(place) and int(place) < len(self.server.viewed):
             lines = self.server.viewed[int(place)].lines(self.server.given)
             self._respond(200, "application/jsonl", map(str.encode, lines))
         elif found := page_file(path, self.server.page_config):
             content, kind = found
             self._respond(200, kind, [content])
         else:
-            self._respond(404, "text/plain", [b"File not found."])
+            self._refuse(404, "File not found.")
+
+    def _is_from_our_page(self) -> bool:
+        """Another site could have its own name lead to this address, or send requests here from its own page."""
+        hosts = self.server.hosts
+        origin = self.headers.get("Origin")
+        return self.headers.get("Host") in hosts and origin in {None, *(f"http://{host}" for host in hosts)}
+
+    def _read_files(self, length: int) -> None:
+        body = self.rfile.read(length)
+        with self.server.reading:
+            try:
+                self._respond(200, "application/jsonl", map(str.encode, read_saved(body)))
+            except ValueError as error:
+                self._refuse(400, str(error))
+
+    def _skip(self, length: int) -> None:
+        """Reads a body and keeps none of it, as browsers hear of the error at its end only."""
+        left = min(length, _MOST_SKIPPED)
+        while left and (piece := self.rfile.read(min(left, 1 << 16))):
+            left -= len(piece)
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._respond(status, "application/json", [json.dumps({"error": {"message": message}}).encode()])
 
     def _respond(self, status: int, kind: str, parts: Iterable[bytes]) -> None:
-        # Against DNS rebinding: another site could point its own name to this address and read the files.
-        if self.headers.get("Host") not in {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}:
-            address = b"Open this page at the address that the command printed."
-            status, kind, parts = 403, "text/plain", [address]
         self.send_response(status)
         for name, value in {**HEADERS, "Content-Type": kind}.items():
             self.send_header(name, value)
@@ -93,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="routed-experts view", description="Shows saved responses in a browser.")
+    parser = Parser(prog="routed-experts view", description="Shows saved responses in a browser.")
     parser.add_argument(
         "file",
         nargs="*",
@@ -136,16 +182,13 @@ def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> li
     for path in progress(files_in(paths), desc="reading", unit=" files"):
         name = "standard input" if path == STDIN else path
         reader, found = Reader(given, about), False
-        try:
-            file = _kept(stack) if path == STDIN else Path(path)
-            with file.open(encoding="utf-8-sig") as text:
-                for answer in reader.read(name, text):
-                    found = True
-                    collector = answer.collected(most_bytes=MAX_PAGE_BYTES)
-                    for routing in answer.choices_in(collector, unfinished=True):
-                        check_shown(answer, routing)
-        except OSError as error:
-            raise CommandError(f"{name} cannot be read: {error.strerror}.") from error
+        file = _kept(stack) if path == STDIN else Path(path)
+        with open_text(file, name) as text:
+            for answer in reader.read(name, text):
+                found = True
+                collector = answer.collected(most_bytes=MAX_PAGE_BYTES)
+                for routing in answer.choices_in(collector, unfinished=True):
+                    check_shown(answer, routing)
         viewed += [ViewedFile(name, file, about)] if found else []
         about = reader.about
     if paths and not viewed:

@@ -19,6 +19,7 @@ from routed_experts.server.tools import running
 from routed_experts.server.tools.running import RunningServer
 from tests.contract.engine import NUM_EXPERTS, K, L, weights_for
 from tests.contract.served import DECODER_LAYERS, LAYER_IDS, every_layer_of, rows_of, serving
+from tests.documentation import ROOT
 from tests.e2e.harness import Server
 
 CHAT = {"messages": [{"role": "user", "content": "Which experts?"}], "max_tokens": 5, "n": 2, "seed": 1}
@@ -99,6 +100,21 @@ def test_a_server_without_texts(tiny_model: Path, tmp_path: Path) -> None:
         path = exported(server, tmp_path, "prompts.jsonl", "out.csv")
     with path.open(newline="", encoding="utf-8") as file:
         assert {row["token"] for row in csv.DictReader(file)} == {""}
+
+
+def test_weights_of_a_server_that_captures_none(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `make serve` starts it; the page says with which flag it does."""
+    (tmp_path / "prompts.txt").write_text("a")
+    with serving(tiny_model) as server:
+        exported(server, tmp_path, "prompts.txt", "out.npz")
+        command = ["export", "--url", server.url, "--prompts", str(tmp_path / "prompts.txt"), "--weights"]
+        assert main([*command, "-o", str(tmp_path / "none.npz")]) == 2
+    said = capsys.readouterr().err
+    assert "captures no weights: start it with --enable-return-routed-expert-weights, or leave out --weights." in said
+    page = " ".join((ROOT / "docs/export.md").read_text(encoding="utf-8").split())
+    assert "`make serve ARGS=--enable-return-routed-expert-weights`" in page
 
 
 def test_plain_prompts_and_a_server_that_refuses_one(

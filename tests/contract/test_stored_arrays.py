@@ -31,6 +31,7 @@ from routed_experts.server.outputs.array_store import ArrayStore, StoredArray, S
 from routed_experts.server.outputs.folders import default_folder
 from tests.contract.edge import Edge
 from tests.e2e.harness import wait_until
+from tests.protocol.answers import peak_of
 
 ARRAY = np.zeros((8, 1 << 15, 8), np.int16)  # 4 MiB, more than sockets hold
 LIMIT = 5 * ARRAY.nbytes
@@ -112,6 +113,41 @@ def test_s2_a_response_whose_client_takes_nothing_ends(tmp_path: Path, monkeypat
             store.delete(key)
         wait_until(lambda: store.sweep() == held_bytes(tmp_path) == 0, lambda: store.used_bytes, 60)
         wait_until(lambda: not server.server_state.connections, "connections are left", 60)
+
+
+CLAIMS = b"{'descr': '<i2', 'fortran_order': False, 'shape': (999999999999999, 999999999999999, 8), }\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x93NUMPY\x01\x00" + len(CLAIMS).to_bytes(2, "little") + CLAIMS,
+        b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + CLAIMS,
+        b"nonsense",
+    ],
+    ids=["more rows than bytes", "a header of four billion bytes", "no array"],
+)
+def test_a_file_that_claims_more_than_it_has_costs_nothing(tmp_path: Path, content: bytes) -> None:
+    store = ArrayStore(tmp_path, LIMIT)
+    stored = store.put(ARRAY)
+    expires = stored.path.stat().st_mtime
+    stored.path.write_bytes(content)
+    os.utime(stored.path, (expires, expires))
+    with serving(store) as server, connect(server, "GET", stored.id) as sock:
+        answer, peak = peak_of(lambda: sock.recv(4096))
+    assert answer.startswith(b"HTTP/1.1 500")
+    assert peak < 1 << 20
+
+
+def test_a_pipe_in_place_of_an_array_holds_nobody_up(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path, LIMIT)
+    stored, other = store.put(ARRAY), store.put(ARRAY)
+    stored.path.unlink()
+    os.mkfifo(stored.path)
+    with serving(store) as server, ExitStack() as stack:
+        socks = [stack.enter_context(connect(server, "GET", stored.id)) for _ in range(50)]
+        assert {sock.recv(12) for sock in socks} == {b"HTTP/1.1 500"}
+        assert stack.enter_context(connect(server, "GET", other.id)).recv(12) == b"HTTP/1.1 200"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Where arrays are fetched from. `tests/contract/test_references.py` tests with a server that the right bytes come."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from socketserver import StreamRequestHandler
 from threading import Thread
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from routed_experts.protocol.fetch import FetchError, fetch
+from tests.protocol.answers import peak_of
 
 REFERENCE = {"url": "routed_experts/rows/7", "shape": [1, 2, 2], "dtype": "uint8"}
 
@@ -58,6 +61,34 @@ def test_s1_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
         with serving((302, {"Location": f"http://localhost:{port}/elsewhere"})) as (first, _):
             fetch(REFERENCE, base_url=f"http://127.0.0.1:{first}/v1", api_key="k")
     assert asked == [("/elsewhere", None)]
+
+
+HUGE = {**REFERENCE, "shape": [1 << 20, 1 << 10, 8]}
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Length": "4"}], ids=["no length", "another length"])
+def test_a_reference_that_claims_more_than_comes_takes_no_memory(headers: dict[str, str]) -> None:
+    with serving((200, headers)) as (port, _):
+
+        def refused() -> None:
+            with pytest.raises(FetchError, match=f"returned another number of bytes than {1 << 33}"):
+                fetch(HUGE, base_url=f"http://127.0.0.1:{port}/v1")
+
+        _, peak = peak_of(refused)
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("shape", [[1, 1, 2], [1, 2, 3]])
+@pytest.mark.parametrize("headers", [{}, {"Content-Length": "4"}], ids=["no length", "its length"])
+def test_another_number_of_bytes_is_refused(shape: list[int], headers: dict[str, str]) -> None:
+    with serving((200, headers)) as (port, _), pytest.raises(FetchError, match="another number of bytes"):
+        fetch({**REFERENCE, "shape": shape}, base_url=f"http://127.0.0.1:{port}/v1")
+
+
+def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FetchError, match="has expired, or is on another machine"):
+        fetch({"path": str(tmp_path / "pipe"), "shape": [1, 2, 2], "dtype": "uint8"})
 
 
 def test_without_an_address() -> None:

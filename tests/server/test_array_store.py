@@ -20,6 +20,7 @@ import pytest
 from routed_experts.server.outputs import array_store, folders
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
 from routed_experts.server.outputs.folders import private_folder, remove_unused
+from tests.protocol.answers import peak_of
 
 ARRAY = np.arange(4 * 10 * 2, dtype=np.int16).reshape(4, 10, 2)
 FILE_BYTES = 4096  # a block
@@ -238,6 +239,34 @@ def test_s6_a_folder_that_is_removed_or_renamed_is_made_again(tmp_path: Path, ro
     second = store.put(ARRAY)
     other.read(second.id).close()
     assert sizes(store.folder) == FILE_BYTES
+
+
+def test_what_is_left_for_an_owner_is_read_up_to_a_limit(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path, 4 * FILE_BYTES)
+    stored = store.put(ARRAY)
+    with (stored.path.parent / ".owner").open("wb") as owner:
+        owner.truncate(1 << 30)
+    _, peak = peak_of(lambda: store.sweep(0))
+    assert peak < 8 << 20
+    assert (stored.path.parent / ".owner").stat().st_size == 0
+    ArrayStore(tmp_path, 4 * FILE_BYTES).delete(stored.id)
+    assert store.sweep(0) == 0, "words that come later are read"
+
+
+def test_nobody_waits_for_a_pipe_in_the_folder(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path, 4 * FILE_BYTES)
+    stored = store.put(ARRAY)
+    stored.path.unlink()
+    os.mkfifo(stored.path)
+    for method in (store.read, store.delete):
+        with pytest.raises(StoreError, match="it is no file"):
+            method(stored.id)
+    (tmp_path / ("ff" * 8)).mkdir()
+    os.mkfifo(tmp_path / ("ff" * 8) / ".owner")
+    other = ArrayStore(tmp_path, 4 * FILE_BYTES)
+    other.read(other.put(ARRAY).id).close()
+    store.close()
+    ArrayStore(tmp_path, 4 * FILE_BYTES).put(ARRAY)
 
 
 def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def words_for(tiny_model: Path, folder: Path) -> Words:
     (folder / "answer").write_text(f"{json.dumps(answer_of(rows))}\n" * 2)
     (folder / "unknown").write_text(json.dumps(answer_of(np.full_like(rows, -1))))
     (folder / "empty").touch()
+    (folder / "latin").write_bytes(b"\xe9\xff")
     (folder / "binary").write_bytes(b"\x93NUMPY\x00\xff")
     names = {"FILES": str(folder), "MODEL": str(tiny_model), "PORT": str(free_port())}
     return lambda command: [re.sub("|".join(names), lambda name: names[name[0]], word) for word in command.split()]
@@ -184,7 +185,8 @@ SERVE = "serve MODEL --port PORT"
         (f"{SERVE} --grpc", "--grpc chooses a front end of vLLM that cannot return routed experts"),
         ("export FILES/empty -o FILES/out.npz", "empty has no responses"),
         ("export FILES/answer - -o FILES/out.npz", "standard input has no responses"),
-        ("export FILES/binary -o FILES/out.npz", "binary cannot be read: it is not UTF-8 text"),
+        ("export FILES/binary -o FILES/out.npz", "binary is a NumPy file: give responses as the server sends them"),
+        ("export FILES/latin -o FILES/out.npz", "latin cannot be read: it is not UTF-8 text"),
         ("view FILES/none --no-browser", "none cannot be read: No such file"),
         ("view FILES/answer --port 99999 --no-browser", "Port 99999 cannot be used"),
         ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/empty", "empty has no prompts: write one per"),
@@ -207,6 +209,24 @@ def test_an_error_is_one_sentence(
     said = refused(capsys, *words(command), *flags)
     assert sentence in said
     assert sentence != NOT_PATH or said.endswith("--no-enable-return-routed-experts serves without the capture.")
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        ("export answers -o out.csv --wieghts", "(--wieghts: did you mean --weights?)"),
+        ("view --no-browsr answers", "(--no-browsr: did you mean --no-browser?)"),
+        ("compare MODEL --answer FILES/answer --near_tie 1", "(--near_tie: did you mean --near-tie?)"),
+        ("tiny-model --hlep", "(--hlep: did you mean --help?)"),
+        ("--versoin", "(--versoin: did you mean --version?)"),
+        ("serve MODEL --routed-experts-stroe=x", "(--routed-experts-stroe: did you mean --routed-experts-store?)"),
+        ("serve MODEL --max_model_length 9", "(--max-model-length: did you mean --max-model-len?)"),
+    ],
+)
+def test_a_misspelt_flag_gets_a_guess(
+    words: Words, command: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(capsys, *words(command)).endswith(meant)
 
 
 @pytest.mark.parametrize("flag", ["--routed-experts-record f", "--enable-return-routed-expert-weights"])

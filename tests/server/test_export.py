@@ -134,7 +134,14 @@ def test_every_format(
         file.write_text(text.replace(f"{json.dumps(INFO)}\n", "").replace("routed_experts_info", "other"))
     path = exported(folder, f"{words} --weights" if has_all else words)
     (tokens, ids), whole = tokens_in(path), list(expected(folder))
-    said = f"Wrote {path}: 4 responses, {len(whole)} rows, 1 of them unknown.\n"
+    written = f"{len(whole) * LAYERS} rows, one for each token and layer"
+    if "token" in words:
+        written = f"{len(whole)} rows, one for each token"
+    if path.suffix == ".npz":
+        written = f"arrays of {len(whole)}"
+    said = f"Wrote {path}: 4 responses, {len(whole)} tokens with experts, 1 of them unknown; {written}.\n"
+    if path.suffix == ".parquet":
+        assert f" {pq.ParquetFile(path).metadata.num_rows} rows" in said
     assert capsys.readouterr() == (said, "")
     weights = weights_in(whole)
     if has_all:
@@ -207,6 +214,26 @@ def test_pandas(known: Tokens, documented: list[str]) -> None:
     exec(documented[0], found)
     assert len(found["table"]) == len(known) * LAYERS
     assert np.array_equal(loads_in((*key, count) for key, count in found["load"].items()), counts_of(known))
+
+
+def test_tokens_that_pandas_takes_for_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, documented: list[str]
+) -> None:
+    """And empty cells of numbers are still nothing."""
+    texts = ["null", "NA", "NaN", "None", "n/a"]
+    body = answer(OF_PAGE)
+    body["choices"][0]["logprobs"] = {"tokens": texts}
+    (folder / "3.jsonl").write_text(json.dumps(body))
+    monkeypatch.chdir(exported(folder, "experts.csv --weights").parent)
+    found: dict[str, Any] = {}
+    exec(documented[0], found)
+    table = found["table"]
+    of_request = table[(table.request == 3) & (table.layer == 0)]
+    assert of_request.token.tolist() == texts[:4]
+    assert of_request.token_id.tolist() == [*OF_PAGE.prompt_token_ids, *OF_PAGE.token_ids(0)][:4]
+    assert table[table.request == 2].token_id.isna().all()
+    assert table[table.expert_0 < 0].weight_0.isna().all()
+    assert (table.weight_0.dtype, table.expert_0.dtype) == (np.float64, np.int64)
 
 
 def test_duckdb(known: Tokens, documented: list[str]) -> None:
@@ -373,7 +400,9 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert sentence in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
     for flags, sentence in [
-        ("FILE -o out.xyz", "--output out.xyz names no format: set --format"),
+        ("FILE -o out.xyz", "--output out.xyz names no format: let it end in one of .parquet, .csv, .npz, or set"),
+        ("FILE -o out.jsonl", "--output out.jsonl names no format: let it end in one of .parquet, .csv, .npz, or set"),
+        ("FILE --ouput out.csv", "(--ouput: did you mean --output?)"),
         ("FILE -o out.csv --per token", "--per token is for parquet"),
         ("-o out.csv", "give files, or --url and --prompts"),
         ("-o out.csv --url host", "give files, or --url and --prompts"),

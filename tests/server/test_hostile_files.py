@@ -5,15 +5,21 @@ What a single value may take of memory is in `tests/protocol`.
 
 import copy
 import json
+import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.main import main
-from routed_experts.server.tools.view import ViewServer
+from routed_experts.server.page import MAX_BYTES, READ_PATH
+from routed_experts.server.tools.view import ViewedFile, ViewServer
 from tests.conftest import Cases
 from tests.long_runs import times
 from tests.protocol.answers import EXPERTS, JSON, LAYERS, TOP_K, Told, answer, histogram, rows_of, stream
@@ -127,3 +133,120 @@ def check_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) 
             assert status in (0, 1, 2), command
             assert len(lines) <= (status == 2), (command, lines)
             assert all(each.startswith("routed-experts: ") and each.endswith(".") for each in lines), lines
+
+
+# ---- what is no file of responses ----
+
+COMMANDS = (
+    "export FILE -o OUT",
+    "export --url 127.0.0.1:9 --prompts FILE -o OUT",
+    "view FILE --no-browser",
+    "compare MODEL --answers FILE",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero"])
+def test_nothing_waits_for_a_pipe_or_reads_a_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, name: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    places = {"FILE": str(tmp_path / name), "OUT": str(tmp_path / "out.npz")}
+    assert main([places.get(word, word) for word in command.split()]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said == f"routed-experts: {tmp_path / name} cannot be read: it is no file, but a pipe, a device or a folder.\n"
+    )
+
+
+def test_what_a_shell_has_opened_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in `export <(zcat answers.jsonl.gz)`."""
+    read, write = os.pipe()
+    os.write(write, json.dumps(answer(ONE)).encode())
+    os.close(write)
+    try:
+        assert main(["export", f"/dev/fd/{read}", "-o", str(tmp_path / "out.npz")]) == 0
+    finally:
+        os.close(read)
+    assert "1 responses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("begin", "kind"),
+    [
+        (b"PAR1", "a Parquet file"),
+        (b"PK\x03\x04", "an .npz or another zip file"),
+        (b"\x1f\x8b", "compressed with gzip"),
+    ],
+)
+def test_files_of_other_kinds_are_called_what_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], begin: bytes, kind: str
+) -> None:
+    file = tmp_path / "e.parquet"
+    file.write_bytes(begin + bytes(100))
+    assert main(["view", str(file), "--no-browser"]) == 2
+    reads = "give responses as the server sends them, which are JSON or streams of events"
+    assert capsys.readouterr().err == f"routed-experts: {file} is {kind}: {reads}.\n"
+
+
+# ---- requests to `view` ----
+
+
+@pytest.fixture
+def viewed(tmp_path: Path) -> Iterator[ViewServer]:
+    file = tmp_path / "answers.jsonl"
+    file.write_text(json.dumps(answer(ONE)))
+    with ViewServer([ViewedFile("answers.jsonl", file, ModelInfo())], 0) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def status_of(server: ViewServer, request: str, *headers: str, body: bytes = b"") -> int:
+    lines = [f"{request} HTTP/1.1", f"Host: localhost:{server.server_port}", *headers, "", ""]
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as sock:
+        sock.sendall("\r\n".join(lines).encode() + body)
+        return int(sock.makefile("rb").readline().split()[1])
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (["Content-Length: x"], 400),
+        (["Content-Length: -1"], 400),
+        (["Content-Length: +2"], 400),
+        (["Content-Length: 99999999999999999999"], 400),
+        ([], 411),
+        (["Transfer-Encoding: chunked"], 411),
+        (["Content-Length: 2", "Origin: http://elsewhere.example"], 403),
+        (["Content-Length: 2"], 200),
+        (["Content-Length: 3"], 400),
+    ],
+    ids=str,
+)
+def test_view_checks_a_request_before_it_reads_the_body(
+    viewed: ViewServer, capsys: pytest.CaptureFixture[str], headers: list[str], status: int
+) -> None:
+    body = {200: b"[]", 403: b"[]", 400: b"[3]"}.get(status, b"")
+    assert status_of(viewed, f"POST {READ_PATH}", *headers, body=body) == status
+    assert capsys.readouterr().err == ""
+
+
+def test_view_reads_no_body_for_another_host(viewed: ViewServer) -> None:
+    """It answers at once, although the body never comes."""
+    with socket.create_connection(("127.0.0.1", viewed.server_port), timeout=60) as sock:
+        sock.sendall(f"POST {READ_PATH} HTTP/1.1\r\nHost: elsewhere.example\r\nContent-Length: 9\r\n\r\n".encode())
+        assert sock.makefile("rb").readline().split()[1] == b"403"
+
+
+def test_view_refuses_more_than_a_server_does(viewed: ViewServer) -> None:
+    size = MAX_BYTES + 1
+    assert status_of(viewed, f"POST {READ_PATH}", f"Content-Length: {size}", body=bytes(size)) == 413
+
+
+def test_view_says_nothing_of_clients_that_leave(viewed: ViewServer, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_connection(("127.0.0.1", viewed.server_port), timeout=60) as sock:
+        sock.sendall(f"POST {READ_PATH} HTTP/1.1\r\nHost: localhost:{viewed.server_port}\r\n".encode())
+        sock.sendall(b"Content-Length: 1000\r\n\r\n[")
+    assert status_of(viewed, "GET /routed_experts") == 200
+    assert capsys.readouterr().err == ""
