@@ -229,6 +229,6 @@ def test_the_example(tab: Tab, api: Server, viewed: Viewed, oracle: Oracle) -> N
     assert "decoder layer 3" in tab.text("#map-status")
     for line in page_files()["example.json"][0].splitlines():
         found = json.loads(line)
-        rows, tokens = decode(found["rows"]), [token["id"] for token in found["tokens"]]
+        rows, tokens = decode(found["rows"]), found["ids"]["values"]
         assert oracle.wrong(rows, tokens[:-1]) == []
         assert np.allclose(decode_weights(found["weights"]), oracle.weights(rows, tokens[:-1]), atol=1e-5)
