@@ -132,6 +132,7 @@ HTTP: tuple[Name, ...] = (
     *_of(_TOKENS, "serve_tokens", "serve_tokens_stream_generator", "serve_tokens_full_generator"),
     *_of(f"{_ENTRY}.openai.completion.protocol:CompletionRequest", "to_sampling_params"),
     *_of(f"{_ENTRY}.openai.chat_completion.protocol:ChatCompletionRequest", "to_sampling_params"),
+    *_of(f"{_GENERATE}.protocol:GenerateRequest", "is_sampling_param_provided"),
     # Substitutes stand in for these on older versions (`capture/seams/http.py`).
     *_of("vllm.exceptions", "VLLMClientError", since="0.27.1"),
     *_of(f"{_ENTRY}.serve.utils.sse_keep_alive", "with_sse_keep_alive", since="0.30.0"),

@@ -18,7 +18,7 @@ _NOT_OURS = """
 --build --build-arg --wait --ipc --time --tmpfs --read-only --shm-size --stop-timeout --foreground --head --init --rm
 --network --no-healthcheck --address --extra-index-url --no-deps --require-hashes --decoder-ports --prefiller-ports
 --isolated --no-sync --with --router_replay_mode --use-rollout-routing-replay --init-expert-location
---moe-routing-trace-path
+--moe-routing-trace-path --cap-drop --security-opt
 """
 NOT_OURS = set(_NOT_OURS.split())
 """Flags of docker, timeout, pip, uv, Ray, trainers and other engines."""

@@ -32,7 +32,7 @@ MAY_IMPORT = {
 MAY_IMPORT_VLLM = ("capture/engine", "capture/seams", "server/vllm_api.py", "server/http/vllm_http.py")
 MAY_IMPORT_VLLM += ("server/cli/serve.py", "server/inprocess/plugin.py")
 
-NEEDED_BY_CLIENTS = {"protocol/models.py": {"pydantic"}, "protocol/package/replay.py": {"torch"}}
+NEEDED_BY_CLIENTS = {"protocol/models.py": {"pydantic"}, "protocol/package/replay.py": {"torch", "numpy"}}
 
 IMPORTS = {
     module: {
