@@ -474,7 +474,7 @@ class _Part:
         """Appends `rows` and their weights, which were decoded from `value` and `beside`."""
         start = value.get("start") if isinstance(value, Mapping) else None
         if isinstance(value, Mapping):
-            if type(start) is not int or not 0 <= start <= _LARGEST:
+            if type(start) is not int or not 0 <= start <= _LARGEST - len(rows):
                 raise RoutingError(f"{self.name}: its first row is at {shown(start)}")
             self.start = start if self.start is None else self.start
             if (end := self.start + self.length) != start:

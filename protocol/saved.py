@@ -263,6 +263,8 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
     rows = routing.rows
     if not len(rows):
         return routing
+    if rows.shape[1] > MAX_LAYERS or rows.shape[2] > MAX_EXPERTS:
+        raise RoutingError(f"rows of {rows.shape[1]} layers and {rows.shape[2]} experts, which no model has")
     # A router never chooses an expert twice for a token, so such a layer is dense. Top-1 models do not show it.
     if info.layer_ids is None and rows.shape[2] > 1 and (rows == 0).all(axis=2).any():
         raise RoutingError(DENSE_NEED)

@@ -160,7 +160,8 @@ def test_forty_large_bodies_of_any_kind_at_once(tiny_model: Path, tmp_path: Path
     What a body may hold the interpreter for is what parsing a JSON value of its size takes, as in every other route.
     """
     size = int(os.environ.get("HOSTILE_BYTES", str(MAX_BYTES * 3 // 4)))
-    with serving_processes(tiny_model, tmp_path / "log", *SMALL_KV, *ONE_PROCESS) as server:
+    flags = (*SMALL_KV, *ONE_PROCESS, "--max-model-len", "512")
+    with serving_processes(tiny_model, tmp_path / "log", *flags) as server:
         assert server.process is not None
         process = psutil.Process(server.process.pid)
         health, memory = {}, {}

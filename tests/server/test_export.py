@@ -1,5 +1,6 @@
 """`routed-experts export` of known rows: what each format's reader finds is what was written."""
 
+import copy
 import csv
 import json
 import sys
@@ -35,6 +36,10 @@ OF_PAGE = Told(rows_of(2, 6), [rows_of(2, 7)], weights=True)
 TEXTS = {1: [None] * 7 + [*"wxyz"], 3: ["p", '"a",\n', "\ud800", None, "s"]}
 """Of some answers: log-probabilities have those of generated tokens, files of the page all."""
 
+JOINED_ANSWER = answer(JOINED)
+for _name in ("prompt_token_ids", "token_ids"):
+    del JOINED_ANSWER["choices"][0][_name]
+
 Tokens = list[dict[str, Any]]
 
 
@@ -66,11 +71,11 @@ def folder(tmp_path: Path) -> Path:
     chunks, texts = stream(STREAMED), iter(TEXTS[1][7:])
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         choice["logprobs"] = {"tokens": [next(texts) for _ in choice.get("token_ids", ())]}
-    joined, of_page = answer(JOINED), answer(OF_PAGE)
-    for name in ("prompt_token_ids", "token_ids"):
-        del joined["choices"][0][name]
+    of_page = answer(OF_PAGE)
     of_page["choices"][0]["logprobs"] = {"tokens": TEXTS[3]}
-    for place, text in enumerate((json.dumps(first), sse(chunks).decode(), json.dumps(joined), json.dumps(of_page))):
+    for place, text in enumerate(
+        (json.dumps(first), sse(chunks).decode(), json.dumps(JOINED_ANSWER), json.dumps(of_page))
+    ):
         (folder / f"{place}.jsonl").write_text(f"{json.dumps(INFO)}\n{text}" if place == 1 else text)
     return folder
 
@@ -382,7 +387,12 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = answer(Told(rows_of(2, 1), [rows_of(2, 2)], first_token=1 << 40))
     nothing = answer(Told(rows_of(2, 1), [rows_of(0, 2)], start=2))
     nowhere = tmp_path / "nowhere" / "out.csv"
+    far, deep = copy.deepcopy(JOINED_ANSWER), answer(Told(rows_of(2, layers=5000), [rows_of(1, layers=5000)]))
+    far["choices"][0]["routed_experts"]["start"] = 2**31 - 1
     for body, flags, sentence in [
+        ([far], "-o out.npz", "line 1: choice 0: its first row is at 2147483647."),
+        ([far], "-o out.csv", "line 1: choice 0: its first row is at 2147483647."),
+        ([deep], "-o out.parquet", "line 1: rows of 5000 layers and 4 experts, which no model has."),
         ([plain, other], "-o out.csv", "line 2: num_layers is 2 after 3: export one model at a time."),
         ([plain], "-o out.csv --weights", "line 1: the response has no weights: set return_routed_expert_weights"),
         ([{"error": {"message": "no"}}], "-o out.csv", "line 1: the server answered with an error: no."),

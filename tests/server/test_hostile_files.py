@@ -146,7 +146,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", ["pipe", "/dev/zero"])
+@pytest.mark.parametrize("name", ["pipe", "/dev/null"])
 def test_nothing_waits_for_a_pipe_or_reads_a_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, name: str
 ) -> None:
