@@ -34,8 +34,8 @@ MANY = settings(
     suppress_health_check=list(HealthCheck),
 )
 VALID, INVALID = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-ASKED = [(method, path, VALID) for path, methods in SPEC["paths"].items() for method in methods]
-ASKED += [("post", path, INVALID) for path, methods in SPEC["paths"].items() if "post" in methods]
+OPERATIONS = [(method, path, VALID) for path, methods in SPEC["paths"].items() for method in methods]
+OPERATIONS += [("post", path, INVALID) for path, methods in SPEC["paths"].items() if "post" in methods]
 # vLLM's, which the model that does arithmetic has not, or which take as long as they like.
 LEFT_OUT = ("logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "structured_outputs", "response_format")
 
@@ -50,16 +50,16 @@ def bounded(body: Any) -> Any:
     """A body that asks for little work: how much there may be is tested elsewhere."""
     if not isinstance(body, dict):
         return body
-    kept = {name: value for name, value in body.items() if name not in LEFT_OUT}
-    for name in COUNTS & kept.keys():
-        if isinstance(kept[name], int | float):
-            kept[name] = min(kept[name], 4)
-    if isinstance(kept.get("sampling_params"), dict):
-        kept["sampling_params"] = bounded(kept["sampling_params"])
-    return kept
+    fields = {name: value for name, value in body.items() if name not in LEFT_OUT}
+    for name in COUNTS & fields.keys():
+        if isinstance(fields[name], int | float):
+            fields[name] = min(fields[name], 4)
+    if isinstance(fields.get("sampling_params"), dict):
+        fields["sampling_params"] = bounded(fields["sampling_params"])
+    return fields
 
 
-@pytest.mark.parametrize(("method", "path", "mode"), ASKED)
+@pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
 def test_answers_are_as_described(server: Server, cases: Cases, method: str, path: str, mode: Any) -> None:
     """To valid requests, and to others: no status, type or form of an answer that the description lacks."""
     operation = schemathesis.openapi.from_path(ROOT / "openapi.yaml")[path][method]

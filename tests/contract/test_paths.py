@@ -66,7 +66,7 @@ def test_redirects_stay_on_the_server(app: FastAPI) -> None:
 @pytest.mark.parametrize("prefix", ["", "/below", "/two/levels"])
 @pytest.mark.parametrize("root_path", ["", "/below"])
 @pytest.mark.parametrize(
-    ("asked", "meant"),
+    ("target", "redirected_to"),
     [
         ("/routed_experts/", "/routed_experts"),
         ("/routed_experts/page.js/", "/routed_experts/page.js"),
@@ -74,24 +74,21 @@ def test_redirects_stay_on_the_server(app: FastAPI) -> None:
         ("/", "/routed_experts"),
     ],
 )
-def test_redirects_behind_a_proxy(app: FastAPI, prefix: str, root_path: str, asked: str, meant: str) -> None:
+def test_redirects_behind_a_proxy(app: FastAPI, prefix: str, root_path: str, target: str, redirected_to: str) -> None:
     """One that ends TLS and puts the server below a path, which it strips; the server may know of it or not."""
-    status, headers, _ = answer_to(app, asked, "evil.example.org", root_path)
+    status, headers, _ = answer_to(app, target, "evil.example.org", root_path)
     assert status == 307
-    assert urljoin(f"https://proxy{prefix}{asked}", headers["location"]) == f"https://proxy{prefix}{meant}"
+    assert urljoin(f"https://proxy{prefix}{target}", headers["location"]) == f"https://proxy{prefix}{redirected_to}"
 
 
 def test_a_route_with_a_slash_at_its_end(app: FastAPI) -> None:
-    """Of another plugin. What is added is added to the last part, whatever that looks like."""
+    """Of another plugin. The slash is added to the last part, whatever that looks like."""
     app.router.add_route("/other/{name}/", lambda request: None)
-    for name in ("plain", "a:b", "//evil", "a b", "ä", "\\evil", "a?b", "a%b"):
-        asked = f"/other/{quote(name, safe='')}"
-        status, headers, _ = answer_to(app, asked)
-        found = f"https://proxy/other/{quote(name, safe='')}/"
-        if "/" in name:
-            assert status == 404
-        else:
-            assert (status, unquote(urljoin(f"https://proxy{asked}", headers["location"]))) == (307, unquote(found))
+    for name in ("plain", "a:b", "a b", "ä", "\\evil", "a?b", "a%b"):
+        target = f"/other/{quote(name, safe='')}"
+        status, headers, _ = answer_to(app, target)
+        assert status == 307
+        assert unquote(urljoin(f"https://proxy{target}", headers["location"])) == f"https://proxy/other/{name}/"
 
 
 @pytest.mark.parametrize("up", ["..", ".", "%2e%2e", ".%2E", "..%2f..", "..%5c..", "..\\.", "..;", "..;a=b"])

@@ -30,12 +30,12 @@ def engine(profile: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("each_profile", PROFILES)
-def test_torture_by_random_load(each_profile: str, tiny_model: Path, tmp_path: Path, cases: Cases) -> None:
+@pytest.mark.parametrize("load_profile", PROFILES)
+def test_torture_by_random_load(load_profile: str, tiny_model: Path, tmp_path: Path, cases: Cases) -> None:
     seed = time.time_ns() % 1_000_000
-    print(f"profile {each_profile}, seed {seed}")
-    with serving_profile(tiny_model, tmp_path / "log", each_profile) as server:
-        torture = Torture(server, Oracle(tiny_model), each_profile, 100 + times(900), seed)
+    print(f"profile {load_profile}, seed {seed}")
+    with serving_profile(tiny_model, tmp_path / "log", load_profile) as server:
+        torture = Torture(server, Oracle(tiny_model), load_profile, 100 + times(900), seed)
         assert torture.run() == []
     cases.add(torture.counts["requests"])
 
