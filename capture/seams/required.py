@@ -43,6 +43,7 @@ def _of(owner: str, *names: str, since: str = "", until: str = "") -> tuple[Name
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _KV_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
+_OFFLOADING = f"{_KV_CONNECTORS}.offloading.scheduler"
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _PROCESSOR = "vllm.v1.engine.output_processor"
 _ENTRY = "vllm.entrypoints"
@@ -61,6 +62,7 @@ SCHEDULER: tuple[Name, ...] = (
     *_of(f"{_KV_CONNECTORS}.multi_connector:MultiKVConnectorMetadata", "metadata", since="0.32.0"),
     *_of("vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager", "lookup", "prepare_load", since="0.32.0"),
     *_of("vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager", "prepare_store", "reset_cache", since="0.32.0"),
+    *_of(f"{_OFFLOADING}:OffloadingConnectorScheduler", "_current_batch_allocated_block_ids", since="0.32.0"),
     *_of("vllm.v1.kv_cache_interface:KVCacheSpec", "prefix_replay_tokens", since="0.31.0"),
     *_of("vllm.config:SpeculativeConfig", "enable_adaptive_verification", since="0.28.0"),
     *_of("vllm.config.multimodal:MultiModalConfig", "mm_encoder_only"),

@@ -402,6 +402,7 @@ def engine(
     kv_transfer: KVTransferConfig | None = None,  # the worker's side of the connector has to be `executor`'s
     executor: type[ArithmeticExecutor] = ArithmeticExecutor,
     weights: bool = False,  # whether rows have weights
+    captures: bool = True,  # whether the scheduler is ours, or vLLM's own
 ) -> Core:
     """An engine with our scheduler."""
     config = deepcopy(_config(is_async and not drafts, drafts))
@@ -414,9 +415,12 @@ def engine(
     if num_blocks is not None:
         config.cache_config.num_gpu_blocks_override = num_blocks
         config.model_config.max_model_len = (num_blocks - 1) * BLOCK
+    if not captures:
+        config.scheduler_config.scheduler_cls = None
     with no_collections():
         core = Core(config, executor, log_stats=False)
-    core.capture.output_queue.part_bytes = PART_BYTES
+    if captures:
+        core.capture.output_queue.part_bytes = PART_BYTES
     if stages > 1:
         core.batch_queue_size = stages + is_async
         core.batch_queue = deque(maxlen=core.batch_queue_size)

@@ -18,7 +18,7 @@ from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer
 from tests.conftest import Cases
 from tests.contract.served import check, serving
-from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, read_events, wait_until
+from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, located, prompt_of, read_events, wait_until
 from tests.long_runs import times
 
 KEPT = (RowBuffer, BufferedRequestState, SSERewriter, CollectedRows)
@@ -161,6 +161,28 @@ def test_readers_that_stop(api: Server, idle: dict[str, float]) -> None:
         assert sum(array["shape"][0] for array in arrays if array) == 5 * 929
     settled(api, idle)
     at_most(kept, before)
+
+
+@pytest.mark.parametrize("delivery", ["inline", "reference"])
+def test_a_request_id_that_comes_again(
+    api: Server, idle: dict[str, float], delivery: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without vLLM's random end of ids: refused while the first request runs or ends, and right after that."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    about = {"request_id": "mine", "routed_experts_delivery": delivery}
+    with connect(api) as sock:
+        sock.sendall(request(prompt=prompt_of(60, 1), max_tokens=800, ignore_eos=True, stream=True, **about))
+        assert sock.recv(12) == b"HTTP/1.1 200"
+        body = {"model": "tiny", **ASK, "prompt": prompt_of(40, 2), "max_tokens": 5, "ignore_eos": True, **about}
+        refused = api.client().post("/v1/completions", json=body)
+        assert refused.status_code == 400
+        assert "The request id 'cmpl-mine-0' is in use" in refused.json()["error"]["message"]
+    response = api.client().post("/v1/completions", json=body)
+    while response.status_code == 400:
+        response = api.client().post("/v1/completions", json=body)
+    (answer,) = answers_of(located(response.json(), f"{api.url}/v1"))
+    check(answer, tokens=5)
+    settled(api, idle)
 
 
 def unchunked(body: bytes) -> bytes:

@@ -13,6 +13,7 @@ import vllm
 from fastapi import FastAPI
 from packaging.version import Version
 from vllm.config import SpeculativeConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -38,6 +39,13 @@ ROOT = Path(__file__).parents[2]
 KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
 Seam = tuple[str, str, Callable[[], bool]]
 """What older versions do not have, the first version that has it, and whether the installed one lacks it."""
+
+
+def looks_first(names: Sequence[str]) -> bool:
+    """Whether a function that uses `names`, in this order, does so before it returns if nothing is to be loaded."""
+    return names.index("_current_batch_allocated_block_ids") < names.index("_req_status")
+
+
 SEAMS: tuple[Seam, ...] = (
     ("output of preempted steps is marked", "0.27.1", lambda: not engine.KNOWS_STALE_STEPS),
     ("VLLMClientError", "0.27.1", lambda: http.VLLMClientError == ()),
@@ -72,6 +80,10 @@ SEAMS: tuple[Seam, ...] = (
     ("GenerateTokensResponse", "0.32.0", lambda: http._tokens_response is None),
     ("generate streams several choices", "0.32.0", lambda: not http.STREAMS_CHOICES),
     ("routes of plugins replace vLLM's", "0.32.0", lambda: not http._REPLACES_ROUTES),
+    (
+        *("offloading looks for blocks that another connector loads into", "0.33.0"),
+        lambda: not looks_first(OffloadingConnectorScheduler.update_state_after_alloc.__code__.co_names),
+    ),
     (http._NEW_STARTUP, "0.33.0", lambda: http._first_or_none("cli_env_setup", http._NEW_STARTUP) is None),
 )
 

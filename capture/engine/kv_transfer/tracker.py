@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -141,6 +142,8 @@ class ExternalKVTracker:
             for known, child in zip(used_by(config), self._each(self._connector, "_connectors"), strict=True)
             if known is not None
         ]
+        connectors = self._each(self._connector, "_connectors")
+        self._offloading = [child for child in connectors if isinstance(child, OffloadingConnector)]
         # The last request that was asked for, its tokens in the prefix cache, and whether it would load beside steps.
         self._asked = "", 0, False
         self._loads: list[KVLoad | OffloadLoad] = []
@@ -282,6 +285,11 @@ class ExternalKVTracker:
         if not count:
             self.pulls.forget(request.request_id)  # KV is pulled once, or not at all
             return
+        for offloading in self._offloading:
+            # Until vLLM 0.33, a block that another connector loads into is not one that offloading looks for: it would
+            # copy the block out as KV of the request that had it before, whose copy is still to be made.
+            allocated = {block.block_id for group in blocks.blocks for block in group if not block.is_null}
+            offloading.scheduler._current_batch_allocated_block_ids |= allocated
         table = np.array([block.block_id for block in blocks.blocks[self._kv_group]], dtype=np.int64)
         for load in self._decided(request, table, count):
             self._loads.append(load)
