@@ -19,8 +19,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from bench.http_server import PLAYED_SLOTS, PLAYED_STEP_MS
 from routed_experts.capture.engine.classes import is_capturing
-from routed_experts.capture.engine.transport import attach
-from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.wire.transport import StepRows, attach
 from routed_experts.protocol.codec import Rows
 
 _TOKEN = 7

@@ -32,8 +32,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from bench.played_executor import Player
 from bench.shapes import QWEN3_30B_A3B
 from routed_experts.capture import SCHEDULER
-from routed_experts.capture.engine.scheduler import SchedulerCapture
-from routed_experts.capture.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, RowsOutput
+from routed_experts.capture.scheduler.scheduler import SchedulerCapture
+from routed_experts.capture.wire.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, RowsOutput
 
 BLOCK = 16
 CHUNK = 8192

@@ -18,6 +18,10 @@ DEFAULT_LIFETIME_S = 3600.0
 """Of an array in the store."""
 
 
+VLLM_FLAG_ENABLED = "routed_experts.every_request"
+"""Key in `VllmConfig.additional_config`; true if the engine returns the rows of all requests."""
+
+
 class SettingsError(ValueError):
     """A setting has a value that it cannot have. The message says what it must be."""
 
@@ -143,3 +147,8 @@ class Settings:
 KINDS: dict[str, Kind] = {each.name: each.type.__metadata__[0] for each in fields(Settings)}  # type: ignore[union-attr]
 HELP: dict[str, str | None] = {each.name: each.type.__metadata__[1] for each in fields(Settings)}  # type: ignore[union-attr]
 """Of the flags; None: a setting has none."""
+
+
+def asks_for_every_request(config: Any) -> bool:
+    """Whether the program set vLLM's own argument, so that all requests return rows."""
+    return isinstance(config.additional_config, dict) and bool(config.additional_config.get(VLLM_FLAG_ENABLED))

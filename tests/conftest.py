@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from vllm.envs import disable_envs_cache
 
-from routed_experts.capture.seams.http import HAS_SCALE_OUT_FLAG
+from routed_experts.server.http.seams import HAS_SCALE_OUT_FLAG
 from tests.documentation import run_by
 from tests.e2e.harness import ASYNC, ONE_PROCESS, SMALL_KV, Oracle, Server, serving
 from tests.long_runs import CASES

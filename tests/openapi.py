@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from fastapi import FastAPI
 
-from routed_experts.capture.prefill_rows import PARAM
+from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.server.http.routes import generate_router, router
 from routed_experts.server.http.schemas import PrefillRows
 

@@ -1,5 +1,2 @@
-"""The capture inside vLLM's worker and scheduler. The only files that import vLLM's engine internals.
-
-Written for the newest vLLM; `capture.seams` adapts older ones. `config` refuses configurations; `worker` and
-`scheduler` have the classes that vLLM instantiates.
-"""
+"""What is decided at start: the supported versions, the configurations that are refused, the KV
+connectors that are known, and the classes that vLLM is given."""

@@ -73,9 +73,9 @@ def _mixed(name: str) -> type:
     cls = _class_named(name.replace(":", "."))
     capture: type
     if issubclass(cls, Worker):
-        from routed_experts.capture.engine.worker import WorkerCapture as capture
+        from routed_experts.capture.worker.worker import WorkerCapture as capture
     else:
-        from routed_experts.capture.engine.scheduler import SchedulerCapture as capture
+        from routed_experts.capture.scheduler.scheduler import SchedulerCapture as capture
     if issubclass(cls, capture):
         return cls
     return type(cls.__name__, (capture, cls), {"__module__": __name__, "__qualname__": name})

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from routed_experts.capture.engine.kv_transfer.connectors import (
+from routed_experts.capture.engine.connectors import (
     CONNECTORS,
     MISSING,
     ON_LOAD_FLAG,

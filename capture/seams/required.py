@@ -123,7 +123,12 @@ _TOKENS = f"{_GENERATE}.serving:ServingTokens"
 _ARGUMENTS = ("common", "launchers", "openai")
 _FLAGS = tuple(
     Name(tuple(f"{_ENTRY}.{folder}.cli_args:FrontendArgs.{flag}" for folder in _ARGUMENTS), since)
-    for flag, since in (("tokens_only", ""), ("enable_scale_out", "0.30.0"), ("sse_keep_alive_interval", "0.29.0"))
+    for flag, since in (
+        ("api_key", ""),
+        ("tokens_only", ""),
+        ("enable_scale_out", "0.30.0"),
+        ("sse_keep_alive_interval", "0.29.0"),
+    )
 )
 
 HTTP: tuple[Name, ...] = (
@@ -135,7 +140,7 @@ HTTP: tuple[Name, ...] = (
     *_of(f"{_ENTRY}.openai.completion.protocol:CompletionRequest", "to_sampling_params"),
     *_of(f"{_ENTRY}.openai.chat_completion.protocol:ChatCompletionRequest", "to_sampling_params"),
     *_of(f"{_GENERATE}.protocol:GenerateRequest", "is_sampling_param_provided"),
-    # Substitutes stand in for these on older versions (`capture/seams/http.py`).
+    # Substitutes stand in for these on older versions (`server/http/seams.py`).
     *_of("vllm.exceptions", "VLLMClientError", since="0.27.1"),
     *_of(f"{_ENTRY}.serve.utils.sse_keep_alive", "with_sse_keep_alive", since="0.30.0"),
     *_of("vllm.logger", "configure_logging_from_args", since="0.31.0"),

@@ -19,15 +19,15 @@ from vllm.v1.engine import utils as engine_utils
 
 from routed_experts.capture.engine.classes import is_capturing, scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
-from routed_experts.capture.engine.kv_transfer.connectors import MISSING, ON_LOAD_FLAG, ON_LOAD_VARIABLE, RECOMPUTE
+from routed_experts.capture.engine.connectors import MISSING, ON_LOAD_FLAG, ON_LOAD_VARIABLE, RECOMPUTE
 from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, ALLOW_UNTESTED_VARIABLE, UnsupportedConfig
-from routed_experts.capture.rows import WEIGHTS_KEY
-from routed_experts.capture.seams.http import cli_env_setup, configure_logging_from_args
+from routed_experts.capture.wire.rows import WEIGHTS_KEY
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, guess, say
 from routed_experts.server.cli.preflight import check_address, sentence_of
 from routed_experts.server.http.recording import prepare
+from routed_experts.server.http.seams import cli_env_setup, configure_logging_from_args
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.inprocess import plugin as program_plugin
 from routed_experts.server.inprocess.api_processes import share_with_api_processes

@@ -16,8 +16,8 @@ from starlette.datastructures import MutableHeaders, State
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from routed_experts.capture.seams.http import listening_sockets, serve_connection, stop_accepting
 from routed_experts.server.http import background
+from routed_experts.server.http.seams import listening_sockets, serve_connection, stop_accepting
 from routed_experts.server.http.vllm_http import RetryableRequestError, create_error_response
 from routed_experts.server.shared import ENGINE_DIED, SHARED, Shared, close_for_all, ends_of_engines
 from routed_experts.server.vllm_api import AsyncLLM, EngineDeadError, InputStreamError, envs, get_logger

@@ -13,7 +13,7 @@ import orjson
 import pybase64
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import row_shape, weights_of
+from routed_experts.capture.wire.rows import row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import NUMPY_DTYPES, UNKNOWN, CodecError, Format, Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights

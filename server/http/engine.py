@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from math import prod
 
-from routed_experts.capture.rows import row_shape
+from routed_experts.capture.wire.rows import row_shape
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.http.drain import Drain
@@ -69,5 +69,6 @@ class ServerState:
     settings: Settings = field(default_factory=Settings)  # the defaults until the self-test has passed
     captured: CapturedEngine | None = None
     store: ArrayStore | None = None
+    has_key: bool = False  # whether clients have to send a key
     generate_returns_rows: bool = False  # to all requests, as vLLM's own flag has it
     drain: Drain = field(default_factory=Drain)

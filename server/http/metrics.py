@@ -9,8 +9,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from routed_experts.capture.host_cache import Cause
-from routed_experts.capture.stats import EngineStats
+from routed_experts.capture.wire.message import Cause
+from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.outputs.row_buffer import Causes, RowBuffers

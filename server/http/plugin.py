@@ -13,7 +13,6 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import State
 
 from routed_experts.capture.engine.classes import is_capturing
-from routed_experts.capture.seams.http import replace_routes, scales_out
 from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.server import PLUGIN_NAME
 from routed_experts.server.http import background, unsupported_routes
@@ -24,7 +23,9 @@ from routed_experts.server.http.errors import format_framework_errors
 from routed_experts.server.http.metrics import show_buffers, show_store
 from routed_experts.server.http.paths import settle_paths
 from routed_experts.server.http.recording import start_recording
+from routed_experts.server.http.request import api_keys
 from routed_experts.server.http.routes import generate_router, router
+from routed_experts.server.http.seams import replace_routes, scales_out
 from routed_experts.server.http.selftest import probe
 from routed_experts.server.http.serving import (
     RoutedServing,
@@ -34,11 +35,10 @@ from routed_experts.server.http.serving import (
     rebind_class,
 )
 from routed_experts.server.outputs.array_store import ArrayStore, store_with
-from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
-from routed_experts.server.page.routes import api_keys, page_router
-from routed_experts.server.settings import Settings, SettingsError
+from routed_experts.server.page.routes import page_router
+from routed_experts.server.settings import Settings, SettingsError, asks_for_every_request
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     EngineClient,
@@ -82,7 +82,7 @@ class RoutedExpertsPlugin:
             app.include_router(page_router)
         unsupported_routes.attach(app)
         replace_routes(app)
-        app.state.routed_experts = ours = ServerState()
+        app.state.routed_experts = ours = ServerState(has_key=bool(api_keys(args or Namespace())))
         app.add_middleware(DrainMiddleware, drain=ours.drain)
         settle_paths(app)
         format_framework_errors(app)

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.codec import resolve_dtype
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError

@@ -1,5 +1,6 @@
 """Request fields for routing: reads them from the body, checks them and passes them to the engine."""
 
+import os
 import secrets
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping
@@ -12,7 +13,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
-from routed_experts.capture.prefill_rows import PARAM
+from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.protocol.models import (
     OPT_IN,
     PROMPT_START,
@@ -32,7 +33,6 @@ from routed_experts.server.http.vllm_http import (
 )
 from routed_experts.server.outputs.prefill_param import PARAMS
 from routed_experts.server.outputs.row_buffer import opt_in
-from routed_experts.server.page.routes import api_keys
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 
@@ -196,6 +196,11 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
             raise VLLMValidationError(f"{PROMPT_START} must not be negative", parameter=PROMPT_START)
         options = replace(options, prompt_start=start, prompt_start_param=PROMPT_START, by_default=False)
     return options.with_vllms_forms()
+
+
+def api_keys(args: Namespace) -> list[str]:
+    """The API keys that vLLM's routes accept; empty if they need none."""
+    return [key for key in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if key]
 
 
 async def require_key(raw_request: Request) -> None:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from routed_experts.capture.rows import ids_of
+from routed_experts.capture.wire.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES

@@ -18,20 +18,20 @@ from starlette.datastructures import State
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from routed_experts.capture.engine.kv_transfer.connectors import MISSING, on_load
-from routed_experts.capture.envelope import SMALL_ARRAY_BYTES
-from routed_experts.capture.prefill_rows import PARAM as ROWS_PARAM
-from routed_experts.capture.seams.http import STREAMS_CHOICES, scales_out
+from routed_experts.capture.engine.connectors import MISSING, on_load
+from routed_experts.capture.wire.envelope import SMALL_ARRAY_BYTES
+from routed_experts.capture.wire.prefill_rows import PARAM as ROWS_PARAM
 from routed_experts.protocol.codec import UNKNOWN, Rows, decode
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from routed_experts.protocol.models import DELIVERY, OPT_IN, PROMPT_START, WEIGHTS
 from routed_experts.server.http.connection import reached_route, watch_connections
 from routed_experts.server.http.encoding import LINE_BYTES
 from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.request import api_keys
+from routed_experts.server.http.seams import STREAMS_CHOICES, scales_out
 from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_paths
 from routed_experts.server.outputs import prefill_param
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
-from routed_experts.server.page.routes import api_keys
 from routed_experts.server.vllm_api import get_logger
 
 logger = get_logger(__name__)

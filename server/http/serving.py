@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
-from routed_experts.capture.engine.kv_transfer import transfer_params
-from routed_experts.capture.prefill_rows import PARAM
-from routed_experts.capture.rows import WEIGHTS_FLAG
-from routed_experts.capture.seams.http import STREAMS_CHOICES, set_output_kind
+from routed_experts.capture.engine import transfer_params
+from routed_experts.capture.wire.prefill_rows import PARAM
+from routed_experts.capture.wire.rows import WEIGHTS_FLAG
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
 from routed_experts.server.http.connection import connection_of
@@ -22,6 +21,7 @@ from routed_experts.server.http.metrics import count_stored
 from routed_experts.server.http.references import Delivery, ReferenceMaker, cannot_store
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
+from routed_experts.server.http.seams import STREAMS_CHOICES, set_output_kind
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
 from routed_experts.server.http.vllm_http import (
     ChatCompletionRequest,

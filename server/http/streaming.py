@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi.concurrency import run_in_threadpool
 
-from routed_experts.capture.seams.http import OWN_FIELD
 from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError, joined
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import Delivery
+from routed_experts.server.http.seams import OWN_FIELD
 from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, is_complete, owned_copy, split_at
 from routed_experts.server.vllm_api import RequestOutput, get_logger
 

@@ -13,7 +13,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
-from routed_experts.capture.seams.http import (
+from routed_experts.server.http.seams import (
     ErrorResponse,
     GenerateTokensChoice,
     GenerateTokensResponse,

@@ -11,10 +11,10 @@ from routed_experts.capture.seams.arguments import clear_flag, set_flag_on_engin
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.api_processes import share_with_api_processes
+from routed_experts.server.inprocess.arrays import InProcessCapture
 from routed_experts.server.inprocess.patching import replace_once
-from routed_experts.server.outputs.arrays import VLLM_FLAG_ENABLED, InProcessCapture, asks_for_every_request
 from routed_experts.server.outputs.row_buffer import RowBuffers
-from routed_experts.server.settings import Settings, SettingsError
+from routed_experts.server.settings import VLLM_FLAG_ENABLED, Settings, SettingsError, asks_for_every_request
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     BeamSearchOfflineMixin,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pybase64
 
-from routed_experts.capture.prefill_rows import MAX_BYTES, PARAM, WORDS, decode, encode, is_time, without_rows
-from routed_experts.capture.rows import ids_of, joined, weights_of
+from routed_experts.capture.wire.prefill_rows import MAX_BYTES, PARAM, WORDS, decode, encode, is_time, without_rows
+from routed_experts.capture.wire.rows import ids_of, joined, weights_of
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import EngineCoreRequest
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from routed_experts.capture.envelope import CAUSES, SMALL_ARRAY_BYTES, STATS, Unpacker
-from routed_experts.capture.host_cache import Cause
-from routed_experts.capture.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, RowsOutput, UnknownRows
-from routed_experts.capture.stats import EngineStats
+from routed_experts.capture.wire.envelope import CAUSES, SMALL_ARRAY_BYTES, STATS, Unpacker
+from routed_experts.capture.wire.message import OPT_IN_ARG, PROMPT_ROWS, Cause, OptIn, RowsOutput, UnknownRows
+from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.server.outputs.prefill_param import put_rows
 from routed_experts.server.vllm_api import (

@@ -1,8 +1,5 @@
 """Routes of the page in the API server. Its files need no API key; the requests that it sends do."""
 
-import os
-from argparse import Namespace
-
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
@@ -38,9 +35,4 @@ def page_config(raw_request: Request) -> dict[str, str]:
     state = raw_request.app.state
     if state.routed_experts.captured is None:
         return {"capture": "off"}
-    return {"api-key": "wanted"} if api_keys(getattr(state, "args", Namespace())) else {}
-
-
-def api_keys(args: Namespace) -> list[str]:
-    """The API keys that vLLM's routes accept; empty if they need none."""
-    return [key for key in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if key]
+    return {"api-key": "wanted"} if state.routed_experts.has_key else {}

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.pipeline import StepRows
-from routed_experts.capture.rows import ids_of, weights_of
+from routed_experts.capture.wire.rows import ids_of, weights_of
+from routed_experts.capture.wire.transport import StepRows
+from routed_experts.capture.worker.capturer import Capturer, RowShape
 
 K = 4
 STAGES = [RowShape((1, 2), 400, K), RowShape((), 0, 0), RowShape((5, 6, 7), 400, K)]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.pending_rows import PendingRows
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.pending_rows import PendingRows
 from routed_experts.protocol.codec import UNKNOWN
 
 BLOCKS, BLOCK, L, K = 8, 4, 2, 3

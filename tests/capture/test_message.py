@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routed_experts.capture.envelope import CAUSES, ENVELOPE_ID, SMALL_ARRAY_BYTES, SingleRows, Unpacker, pack
-from routed_experts.capture.message import GENERATED_ROWS, PROMPT_ROWS, OptIn, PlacedRows, RowsOutput
-from routed_experts.capture.rows import ids_of, joined
+from routed_experts.capture.wire.envelope import CAUSES, ENVELOPE_ID, SMALL_ARRAY_BYTES, SingleRows, Unpacker, pack
+from routed_experts.capture.wire.message import GENERATED_ROWS, PROMPT_ROWS, OptIn, PlacedRows, RowsOutput
+from routed_experts.capture.wire.rows import ids_of, joined
 from routed_experts.protocol.codec import Rows
 
 L, K = 3, 5  # odd, so that nothing is aligned by chance

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from routed_experts.capture.device_cache import DeviceCache
-from routed_experts.capture.pipeline import Pipeline
+from routed_experts.capture.worker.device_cache import DeviceCache
+from routed_experts.capture.worker.pipeline import Pipeline
 
 L, K, MAX_TOKENS = 3, 2, 8
 

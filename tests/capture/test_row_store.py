@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from routed_experts.capture.host_cache import Cause, HostCache
-from routed_experts.capture.row_store import RowStore
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.row_store import RowStore
+from routed_experts.capture.wire.message import Cause
 from routed_experts.protocol.codec import UNKNOWN
 from tests.capture.test_host_cache import BLOCK, K, L, array
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from routed_experts.capture.rows import ids_of, joined, missing_weights, row_shape, weights_of
+from routed_experts.capture.wire.rows import ids_of, joined, missing_weights, row_shape, weights_of
 from tests.capture.test_capturer import ODD
 
 L, K = 3, 5

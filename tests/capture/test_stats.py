@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from routed_experts.capture.stats import INTERVAL_S, EngineStats, ExpertLoad, StatsRecorder
+from routed_experts.capture.wire.stats import INTERVAL_S, EngineStats, ExpertLoad, StatsRecorder
 
 
 class Clock:

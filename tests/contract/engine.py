@@ -54,14 +54,12 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from routed_experts.capture.engine.scheduler import SchedulerConnector
-from routed_experts.capture.engine.transport import attach
-from routed_experts.capture.envelope import CAUSES, STATS, Unpacker
-from routed_experts.capture.host_cache import Cause
-from routed_experts.capture.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, RowsOutput, UnknownRows
-from routed_experts.capture.pipeline import StepRows
-from routed_experts.capture.rows import WEIGHTS_KEY, captures_weights, ids_of, joined, weights_of
-from routed_experts.capture.stats import EngineStats
+from routed_experts.capture.scheduler.scheduler import SchedulerConnector
+from routed_experts.capture.wire.envelope import CAUSES, STATS, Unpacker
+from routed_experts.capture.wire.message import OPT_IN_ARG, PROMPT_ROWS, Cause, OptIn, RowsOutput, UnknownRows
+from routed_experts.capture.wire.rows import WEIGHTS_KEY, captures_weights, ids_of, joined, weights_of
+from routed_experts.capture.wire.stats import EngineStats
+from routed_experts.capture.wire.transport import StepRows, attach
 
 L, K = 8, 64  # a row of 1 KiB, so that a few dozen are what the engine calls large
 PART_BYTES = 64 << 10  # a prompt of 65 tokens comes in parts
@@ -386,7 +384,7 @@ def _config(is_async: bool, drafts: int = 0) -> VllmConfig:
         block_size=BLOCK,
         max_model_len=BLOCK * (NUM_BLOCKS - 1),
         async_scheduling=is_async,
-        scheduler_cls="routed_experts.capture.engine.scheduler.make_scheduler",
+        scheduler_cls="routed_experts.capture.scheduler.scheduler.make_scheduler",
         distributed_executor_backend=ArithmeticExecutor,
         speculative_config=speculative if drafts else None,
     ).create_engine_config()

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from routed_experts.capture.message import OPT_IN_ARG
+from routed_experts.capture.wire.message import OPT_IN_ARG
 from routed_experts.protocol.models import PREFIXES
 from tests.documentation import ROOT
 from tests.e2e.harness import prompt_of

@@ -23,8 +23,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
-from routed_experts.capture.prefill_rows import PARAM
+from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
+from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract import engine as around
 from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, Core, K, L, Rows, Sequence, Tokens

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows
+from routed_experts.capture.scheduler.kv.offloading import OffloadedRows
 from tests.contract.engine import Core
 from tests.contract.loads import Slot, TracingExecutor, _Metadata, engine_with, slots_of
 from tests.e2e.offload_on_cpu import LateWorker

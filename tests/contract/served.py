@@ -36,7 +36,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from routed_experts.capture.rows import captures_weights
+from routed_experts.capture.wire.rows import captures_weights
 from routed_experts.server.cli import serve
 from routed_experts.server.cli.serve import cli_env_setup
 from routed_experts.server.outputs.folders import default_folder

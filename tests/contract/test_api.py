@@ -19,7 +19,7 @@ import orjson
 import pytest
 import requests
 
-from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.collect import collect
 from tests.contract.engine import K, L
 from tests.contract.served import DECODER_LAYERS, check, every_layer_of, rows_of, serving

@@ -12,7 +12,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine import FinishReason
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-from routed_experts.capture.prefill_rows import PARAM
+from routed_experts.capture.wire.prefill_rows import PARAM
 from tests.contract.engine import BLOCK, Client, tokens
 from tests.contract.loads import PULL, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADING

@@ -35,15 +35,15 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from examples import turns
 from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.capture.engine.classes import is_capturing
-from routed_experts.capture.engine.scheduler import SchedulerCapture
 from routed_experts.capture.engine.versions import UnsupportedConfig
-from routed_experts.capture.engine.worker import WorkerCapture
+from routed_experts.capture.scheduler.scheduler import SchedulerCapture
 from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
+from routed_experts.capture.worker.worker import WorkerCapture
 from routed_experts.protocol.fetch import ArrayReference, FetchError
 from routed_experts.server.http import entry_point
+from routed_experts.server.inprocess.arrays import ArrayBuffer, ArrayForm
 from routed_experts.server.outputs.array_store import ArrayStore
-from routed_experts.server.outputs.arrays import ArrayBuffer, ArrayForm
 from tests.contract.engine import BLOCK, NUM_BLOCKS, K, no_collections
 from tests.contract.served import DECODER_LAYERS, InProcessClient, ServedExecutor, every_layer_of
 from tests.e2e.harness import prompt_of

@@ -19,9 +19,9 @@ import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from routed_experts.capture import prefill_rows
-from routed_experts.capture.message import OPT_IN_ARG, OptIn
-from routed_experts.capture.prefill_rows import PARAM
+from routed_experts.capture.wire import prefill_rows
+from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
 from routed_experts.server.http.request import MSGPACK

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker
-from routed_experts.capture.host_cache import Cause
+from routed_experts.capture.scheduler.kv.tracker import ExternalKVTracker
+from routed_experts.capture.wire.message import Cause
 from tests.contract.engine import BLOCK, SHARED, Client, share_partly, tokens
 from tests.contract.loads import NAME, TRANSFER, Store, computed_before, engine_with_store, store
 

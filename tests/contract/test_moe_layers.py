@@ -25,9 +25,14 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 
-from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine import binding
-from routed_experts.capture.engine.binding import (
+from routed_experts.capture.engine.config import UnsupportedConfig
+from routed_experts.capture.engine.versions import ALLOW_UNTESTED_VARIABLE
+from routed_experts.capture.seams import cpu_kernels
+from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource
+from routed_experts.capture.wire.rows import WEIGHTS_KEY, ids_of, weights_of
+from routed_experts.capture.wire.transport import StepRows, detach
+from routed_experts.capture.worker import binding
+from routed_experts.capture.worker.binding import (
     MoELayers,
     bind,
     capture_choice,
@@ -37,14 +42,8 @@ from routed_experts.capture.engine.binding import (
     has_parts,
     write_directly,
 )
-from routed_experts.capture.engine.config import UnsupportedConfig
-from routed_experts.capture.engine.transport import detach
-from routed_experts.capture.engine.versions import ALLOW_UNTESTED_VARIABLE
-from routed_experts.capture.pipeline import StepRows
-from routed_experts.capture.rows import WEIGHTS_KEY, ids_of, weights_of
-from routed_experts.capture.seams import cpu_kernels
-from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource
-from routed_experts.capture.seams.http import _first
+from routed_experts.capture.worker.capturer import Capturer, RowShape
+from routed_experts.server.http.seams import _first
 from tests.contract.served import worker_in_this_process
 
 with_routers = pytest.mark.skipif(
@@ -67,8 +66,8 @@ class Engine:
             max_model_len=512,
             max_num_batched_tokens=64,
             enable_prefix_caching=False,
-            worker_cls="routed_experts.capture.engine.worker.CpuCaptureWorker",
-            scheduler_cls="routed_experts.capture.engine.scheduler.CaptureScheduler",
+            worker_cls="routed_experts.capture.worker.worker.CpuCaptureWorker",
+            scheduler_cls="routed_experts.capture.scheduler.scheduler.CaptureScheduler",
             **options,
         )
         self.config = args.create_engine_config()

@@ -9,9 +9,9 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from routed_experts.capture.engine.kv_transfer.connectors import ON_LOAD_VARIABLE
-from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows, OffloadStore
-from routed_experts.capture.host_cache import Cause
+from routed_experts.capture.engine.connectors import ON_LOAD_VARIABLE
+from routed_experts.capture.scheduler.kv.offloading import OffloadedRows, OffloadStore
+from routed_experts.capture.wire.message import Cause
 from tests.contract.engine import BLOCK, Client, tokens
 from tests.contract.loads import computed_before
 from tests.contract.offloading import engine_that_offloads, keys_kept, rows_of

@@ -9,17 +9,17 @@ import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
-import routed_experts.capture.engine
+import routed_experts.capture
 import routed_experts.server
-from routed_experts.capture.device_cache import DeviceCache
-from routed_experts.capture.engine.output_queue import OutputQueue
-from routed_experts.capture.engine.transport import detach
-from routed_experts.capture.engine.v1 import OutputWithRows
-from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import PROMPT_ROWS, OptIn
-from routed_experts.capture.pending_rows import PendingRows
-from routed_experts.capture.pipeline import Pipeline
-from routed_experts.capture.request_rows import RequestRows
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.output_queue import OutputQueue
+from routed_experts.capture.scheduler.pending_rows import PendingRows
+from routed_experts.capture.scheduler.request_rows import RequestRows
+from routed_experts.capture.wire.message import PROMPT_ROWS, OptIn
+from routed_experts.capture.wire.transport import detach
+from routed_experts.capture.worker.device_cache import DeviceCache
+from routed_experts.capture.worker.pipeline import Pipeline
+from routed_experts.capture.worker.v1 import OutputWithRows
 
 KV = KVConnectorOutput(finished_sending={"r"})
 
@@ -46,7 +46,7 @@ def test_an_output_brings_its_rows_when_it_is_materialised() -> None:
 def test_our_classes_can_be_made() -> None:
     """None of them leaves a method of vLLM's abstract classes out."""
     derived = set()
-    for package in (routed_experts.capture.engine, routed_experts.server):
+    for package in (routed_experts.capture, routed_experts.server):
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             if info.name.endswith(".__main__"):  # runs when it is imported
                 continue

@@ -13,14 +13,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture import prefill_rows
-from routed_experts.capture.engine.kv_transfer import transfer_params
-from routed_experts.capture.engine.kv_transfer.pulls import Pulls
-from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
-from routed_experts.capture.host_cache import Cause, HostCache
-from routed_experts.capture.message import OPT_IN_ARG, OptIn
-from routed_experts.capture.prefill_rows import PARAM
-from routed_experts.capture.rows import joined
+from routed_experts.capture.engine import transfer_params
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.kv.pulls import Pulls
+from routed_experts.capture.scheduler.kv.tracker import KVLoad
+from routed_experts.capture.wire import prefill_rows
+from routed_experts.capture.wire.message import OPT_IN_ARG, Cause, OptIn
+from routed_experts.capture.wire.prefill_rows import PARAM
+from routed_experts.capture.wire.rows import joined
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.outputs import prefill_param
 from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, K, L, Received, engine, tokens, weights_for
@@ -136,7 +136,7 @@ def test_rows_that_do_not_come_with_kv_are_not_believed(pair: Pair) -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What leases go by, also in the instance that keeps the KV."""
-    monkeypatch.setattr("routed_experts.capture.engine.kv_transfer.pulls.time", clock := Clock())
+    monkeypatch.setattr("routed_experts.capture.scheduler.kv.pulls.time", clock := Clock())
     return clock
 
 

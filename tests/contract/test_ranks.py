@@ -19,9 +19,9 @@ from vllm.v1.worker.gpu import ubatch_utils
 from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner, UBatchState
 from vllm.v1.worker.ubatch_utils import UBatchSlice
 
-from routed_experts.capture.capturer import LocalTokenSlice
-from routed_experts.capture.engine import stage
-from routed_experts.capture.engine.binding import local_token_slice
+from routed_experts.capture.worker import stage
+from routed_experts.capture.worker.binding import local_token_slice
+from routed_experts.capture.worker.capturer import LocalTokenSlice
 
 TOP_K = 4
 

@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from routed_experts.capture.engine.binding import find_moe_layers
 from routed_experts.capture.engine.config import (
     BOUNDED_REPLAY,
     REFUSALS,
@@ -34,7 +33,8 @@ from routed_experts.capture.engine.config import (
     check_engine_config,
     full_attention_group,
 )
-from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS, ON_LOAD_VARIABLE, used_by
+from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, used_by
+from routed_experts.capture.worker.binding import find_moe_layers
 from routed_experts.server.cli import serve
 
 OLDER_RAY = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"

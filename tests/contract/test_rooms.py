@@ -11,26 +11,40 @@ from tests.sources import MODULES, PATHS, ROOT, imports, packages
 MAY_IMPORT = {
     "protocol": set(),
     "protocol/package": {"protocol"},
-    "capture": {"protocol"},
-    "capture/engine": {"protocol", "capture", "capture/engine/kv_transfer", "capture/seams"},
-    "capture/engine/kv_transfer": {"protocol", "capture"},
+    "capture": set(),
+    "capture/wire": {"protocol"},
     "capture/seams": set(),
+    "capture/engine": {"capture", "capture/seams", "capture/scheduler", "capture/worker"},
+    "capture/worker": {"protocol", "capture/wire", "capture/engine", "capture/seams"},
+    "capture/scheduler": {
+        *("protocol", "capture/wire", "capture/engine", "capture/seams", "capture/scheduler/kv"),
+    },
+    "capture/scheduler/kv": {"protocol", "capture/wire", "capture/engine", "capture/scheduler"},
     "server": {"protocol"},
-    "server/outputs": {"protocol", "capture", "server"},
+    "server/outputs": {"protocol", "capture/wire", "server"},
     "server/page": {"protocol"},
-    "server/inprocess": {"protocol", "capture/engine", "capture/seams", "server", "server/outputs"},
+    "server/inprocess": {
+        *("protocol", "capture/wire", "capture/engine", "capture/seams"),
+        *("server", "server/outputs"),
+    },
     "server/http": {
-        *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
+        *("protocol", "capture/wire", "capture/engine", "capture/seams"),
         *("server", "server/outputs", "server/page"),
     },
     "server/cli": {
-        *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
+        *("protocol", "capture/wire", "capture/engine"),
         *("server", "server/http", "server/inprocess", "server/outputs"),
     },
     "server/tools": {"protocol", "server/cli", "server/page"},
 }
-MAY_IMPORT_VLLM = ("capture/engine", "capture/seams", "server/vllm_api.py", "server/http/vllm_http.py")
-MAY_IMPORT_VLLM += ("server/cli/serve.py", "server/inprocess/plugin.py")
+MAY_IMPORT_VLLM = (
+    *("capture/engine", "capture/seams", "capture/wire/transport.py"),
+    *(f"capture/worker/{name}.py" for name in ("binding", "stage", "v1", "v2", "worker")),
+    *(f"capture/scheduler/{name}.py" for name in ("distributor", "output_queue", "scheduler")),
+    *("capture/scheduler/prefill_exchange.py", "capture/scheduler/kv"),
+    *("server/vllm_api.py", "server/http/vllm_http.py", "server/http/seams.py"),
+    *("server/cli/serve.py", "server/inprocess/plugin.py"),
+)
 
 NEEDED_BY_CLIENTS = {"protocol/models.py": {"pydantic"}, "protocol/package/replay.py": {"torch", "numpy"}}
 
@@ -53,6 +67,15 @@ def test_each_room_imports_what_the_table_allows_and_uses_all_of_it() -> None:
     for module, imported in IMPORTS.items():
         found[room_of(module)] |= set(map(room_of, imported)) - {room_of(module)}
     assert found == MAY_IMPORT
+
+
+def test_the_worker_and_the_scheduler_share_nothing_but_messages() -> None:
+    """They are processes of their own, often on other machines."""
+    for one, other in (("capture/worker", "capture/scheduler"), ("capture/scheduler", "capture/worker")):
+        rooms = [room for room in MAY_IMPORT if room.startswith(one)]
+        assert rooms
+        for room in rooms:
+            assert not [name for name in MAY_IMPORT[room] if name.startswith(other)], room
 
 
 def test_no_modules_import_each_other() -> None:

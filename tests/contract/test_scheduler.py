@@ -13,9 +13,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 
-from routed_experts.capture.engine import distributor, output_queue
-from routed_experts.capture.envelope import ENVELOPE_ID
-from routed_experts.capture.message import PROMPT_ROWS
+from routed_experts.capture.scheduler import distributor, output_queue
+from routed_experts.capture.wire.envelope import ENVELOPE_ID
+from routed_experts.capture.wire.message import PROMPT_ROWS
 from tests.contract.engine import (
     PART_BYTES,
     SHARED,

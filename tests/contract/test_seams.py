@@ -19,12 +19,13 @@ from vllm.v1.worker.gpu_worker import Worker
 
 import routed_experts.capture
 import routed_experts.server
-from routed_experts.capture.engine import scheduler, v2, worker
-from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
+from routed_experts.capture.engine.connectors import CONNECTORS
+from routed_experts.capture.scheduler import scheduler
 from routed_experts.capture.seams.required import API
 from routed_experts.capture.seams.required import HTTP as HTTP_NAMES
 from routed_experts.capture.seams.required import SCHEDULER as SCHEDULER_NAMES
 from routed_experts.capture.seams.required import WORKER as WORKER_NAMES
+from routed_experts.capture.worker import v2, worker
 from routed_experts.server.http import request, serving, vllm_http
 from routed_experts.server.http.engine import ServerState
 from tests.sources import nodes

@@ -21,8 +21,8 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker
 
-from routed_experts.capture.engine.scheduler import SchedulerCapture, SchedulerConnector
-from routed_experts.capture.engine.worker import WorkerCapture
+from routed_experts.capture.scheduler.scheduler import SchedulerCapture, SchedulerConnector
+from routed_experts.capture.worker.worker import WorkerCapture
 from routed_experts.server import vllm_api
 from routed_experts.server.http import plugin, selftest
 from routed_experts.server.http.engine import CapturedEngine

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from routed_experts.capture.engine.scheduler import SchedulerConnector
+from routed_experts.capture.scheduler.scheduler import SchedulerConnector
 from tests.contract.engine import Client, Core, engine, tokens
 
 

@@ -12,9 +12,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import AsyncIntermediateTensors
 
-from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine import stage
-from routed_experts.capture.engine.stage import PipelineStage
+from routed_experts.capture.worker import stage
+from routed_experts.capture.worker.capturer import Capturer, RowShape
+from routed_experts.capture.worker.stage import PipelineStage
 
 N, HIDDEN, K = 3, 8, 4
 STEP = SimpleNamespace(total_num_scheduled_tokens=N)

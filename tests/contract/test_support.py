@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
+from routed_experts.capture.engine.connectors import CONNECTORS
 from routed_experts.capture.engine.versions import INSTALLED_VLLM, SUPPORTED_VLLM, UNTESTED_VLLM
 from tests.documentation import exists
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL.Image import Image
 
-from routed_experts.capture.seams.http import HAS_SCALE_OUT_FLAG
+from routed_experts.server.http.seams import HAS_SCALE_OUT_FLAG
 from tests.e2e.harness import (
     ASK,
     CHAT,

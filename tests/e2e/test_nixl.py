@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from examples.prefill_decode import CONFIG, ON_CPU, for_prefill
-from routed_experts.capture.rows import WEIGHTS_FLAG
+from routed_experts.capture.wire.rows import WEIGHTS_FLAG
 from tests.e2e.changes import Running
 from tests.e2e.harness import (
     ASK,

@@ -43,7 +43,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, is_full_attention_spec
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
-from routed_experts.capture.rows import WEIGHTS_KEY, captures_weights
+from routed_experts.capture.wire.rows import WEIGHTS_KEY, captures_weights
 from tests.e2e.harness import prompt_of
 from tests.e2e.images import PLACE, make_image
 from tests.gpu.scores import Part, Recording, Rule, judge, judge_weights, rule_of

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from routed_experts.capture.rows import WEIGHTS_FLAG
+from routed_experts.capture.wire.rows import WEIGHTS_FLAG
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import (
     ASK,

@@ -29,8 +29,7 @@ from vllm.ray.ray_env import get_env_vars_to_copy
 from vllm.v1.engine import utils as engine_utils
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.capture.engine import versions
-from routed_experts.capture.engine.kv_transfer import connectors
+from routed_experts.capture.engine import connectors, versions
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli import main, preflight, serve
 from routed_experts.server.cli.console import CommandError

@@ -18,9 +18,9 @@ import pytest
 import vllm
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
-from routed_experts.capture.envelope import CAUSES, STATS
-from routed_experts.capture.host_cache import Cause
-from routed_experts.capture.stats import EngineStats
+from routed_experts.capture.wire.envelope import CAUSES, STATS
+from routed_experts.capture.wire.message import Cause
+from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.server.http import metrics
 from routed_experts.server.http.metrics import EngineMetrics, label_with, show_buffers
 from tests.server.known import rows_of
@@ -184,7 +184,7 @@ def test_the_documentation_lists_them_all() -> None:
 TWO_PROCESSES = """
 import os
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from routed_experts.capture.stats import EngineStats
+from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.server.http import metrics
 
 other = os.fork()

@@ -12,7 +12,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.collect import collect
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.server.http import metrics, recording

@@ -14,7 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response as HttpResponse
 from pydantic import BaseModel
 
-from routed_experts.capture.rows import joined
+from routed_experts.capture.wire.rows import joined
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond, wants_msgpack

@@ -16,9 +16,9 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from routed_experts.capture.envelope import ENVELOPE_ID, STATS, pack
-from routed_experts.capture.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, PlacedRows, RowsOutput
-from routed_experts.capture.stats import EngineStats
+from routed_experts.capture.wire.envelope import ENVELOPE_ID, STATS, pack
+from routed_experts.capture.wire.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, PlacedRows, RowsOutput
+from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 from routed_experts.server.vllm_api import RequestOutput, VLLMValidationError
 from tests.server.known import K, L, rows_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from routed_experts.capture.rows import WEIGHTS_KEY
+from routed_experts.capture.wire.rows import WEIGHTS_KEY
 from routed_experts.server.cli import serve
 from routed_experts.server.settings import HELP, KINDS, Settings, SettingsError
 

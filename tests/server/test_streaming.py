@@ -16,7 +16,7 @@ from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.http.streaming import SSERewriter
-from routed_experts.server.outputs.arrays import ArrayBuffer, ArrayForm
+from routed_experts.server.inprocess.arrays import ArrayBuffer, ArrayForm
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, RequestOutputKind
 from tests.server.known import K, L, buffer_of, choice, output, positions, rows_of

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.message import OptIn
-from routed_experts.capture.rows import captures_weights, ids_of, row_shape, weights_of
+from routed_experts.capture.wire.message import OptIn
+from routed_experts.capture.wire.rows import captures_weights, ids_of, row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
@@ -40,16 +40,8 @@ Array = NDArray[np.integer[Any]]
 Weights = NDArray[np.float32]
 """[n, H, K], zeros in layers without experts, NaN where they are unknown."""
 
-VLLM_FLAG_ENABLED = "routed_experts.every_request"
-"""Key in `VllmConfig.additional_config`; true if the engine returns the rows of all requests."""
-
 DELIVERY = "routed_experts_delivery"
 """Key in `SamplingParams.extra_args`: `inline` or `reference`; `Settings` has it for all requests."""
-
-
-def asks_for_every_request(config: Any) -> bool:
-    """Whether the program set vLLM's own argument, so that all requests return rows."""
-    return isinstance(config.additional_config, dict) and bool(config.additional_config.get(VLLM_FLAG_ENABLED))
 
 
 class ArrayForm:

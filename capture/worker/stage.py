@@ -11,10 +11,10 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.device_cache import DeviceCache
-from routed_experts.capture.engine.binding import has_parts
 from routed_experts.capture.engine.config import EXTERNAL_LAUNCHER
+from routed_experts.capture.worker.binding import has_parts
+from routed_experts.capture.worker.capturer import Capturer, RowShape
+from routed_experts.capture.worker.device_cache import DeviceCache
 from routed_experts.protocol.codec import UNKNOWN
 
 _ROWS = "routed_experts"

@@ -1,28 +1,15 @@
 """The rows of every token whose KV is in the KV cache, indexed the way the KV cache is."""
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import ids_of, missing_weights
+from routed_experts.capture.wire.message import Cause
+from routed_experts.capture.wire.rows import ids_of, missing_weights
 from routed_experts.protocol.codec import UNKNOWN, Rows
-
-
-class Cause(IntEnum):
-    """Why a slot has no row although it has KV. `KV_STORE` and `KV_TRANSFER` follow from settings."""
-
-    FAULT = 0
-    KV_STORE = 1
-    """KV of a store, which `--routed-experts-on-load missing` or a hybrid model loads without rows."""
-    KV_TRANSFER = 2
-    """KV of another instance that came without rows."""
-    COMPUTED_IF_ASKED = 3
-    """KV of a store, which requests that ask for rows compute instead. A fault in their rows; in those of others, which
-    take what is there, `KV_STORE`."""
 
 
 def within(ids: NDArray[np.int64], count: int) -> NDArray[np.bool_]:

@@ -14,15 +14,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine.kv_transfer.offloading import OffloadLoad, OffloadStore
-from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
-from routed_experts.capture.engine.output_queue import OutputQueue
-from routed_experts.capture.envelope import SingleRows
-from routed_experts.capture.host_cache import Cause, HostCache
-from routed_experts.capture.message import OptIn, UnknownRows
-from routed_experts.capture.pending_rows import PendingRows, Piece
-from routed_experts.capture.request_rows import RequestRows
-from routed_experts.capture.rows import ids_of
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.kv.offloading import OffloadLoad, OffloadStore
+from routed_experts.capture.scheduler.kv.tracker import KVLoad
+from routed_experts.capture.scheduler.output_queue import OutputQueue
+from routed_experts.capture.scheduler.pending_rows import PendingRows, Piece
+from routed_experts.capture.scheduler.request_rows import RequestRows
+from routed_experts.capture.wire.envelope import SingleRows
+from routed_experts.capture.wire.message import Cause, OptIn, UnknownRows
+from routed_experts.capture.wire.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # a child of vLLM's logger, which is configured

@@ -10,14 +10,14 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture import prefill_rows
-from routed_experts.capture.engine.distributor import RowSource, block_ids
-from routed_experts.capture.engine.kv_transfer import transfer_params
-from routed_experts.capture.engine.kv_transfer.pulls import Arrival, Pulls
-from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import OptIn
-from routed_experts.capture.prefill_rows import PARAM
-from routed_experts.capture.rows import ids_shape
+from routed_experts.capture.engine import transfer_params
+from routed_experts.capture.scheduler.distributor import RowSource, block_ids
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.kv.pulls import Arrival, Pulls
+from routed_experts.capture.wire import prefill_rows
+from routed_experts.capture.wire.message import OptIn
+from routed_experts.capture.wire.prefill_rows import PARAM
+from routed_experts.capture.wire.rows import ids_shape
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")
 

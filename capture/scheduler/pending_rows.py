@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import PlacedRows
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.wire.message import PlacedRows
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 Piece = Rows | int

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from routed_experts.capture.message import GENERATED_ROWS, PROMPT_ROWS, RowsOutput
-from routed_experts.capture.pending_rows import PendingRows
-from routed_experts.capture.request_rows import RequestRows
+from routed_experts.capture.scheduler.pending_rows import PendingRows
+from routed_experts.capture.scheduler.request_rows import RequestRows
+from routed_experts.capture.wire.message import GENERATED_ROWS, PROMPT_ROWS, RowsOutput
 
 _PART_BYTES = 8 << 20
 """Maximum bytes of such rows in a message that also has other requests' tokens, which it delays by about 3 ms. A

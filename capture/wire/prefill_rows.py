@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import ids_of
+from routed_experts.capture.wire.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 PARAM = "routed_experts"

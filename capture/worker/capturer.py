@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from routed_experts.capture.device_cache import DeviceCache
-from routed_experts.capture.pipeline import Pipeline
+from routed_experts.capture.worker.device_cache import DeviceCache
+from routed_experts.capture.worker.pipeline import Pipeline
 
 
 @dataclass(frozen=True)

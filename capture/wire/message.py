@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple
 
 from routed_experts.protocol.codec import Rows
@@ -75,6 +76,19 @@ class RowsOutput(NamedTuple):
             return None
         prompt_id, _, request_id = output.request_id.partition("-")
         return cls(output.stop_reason, bytes.fromhex(prompt_id), request_id)
+
+
+class Cause(IntEnum):
+    """Why a slot has no row although it has KV. `KV_STORE` and `KV_TRANSFER` follow from settings."""
+
+    FAULT = 0
+    KV_STORE = 1
+    """KV of a store, which `--routed-experts-on-load missing` or a hybrid model loads without rows."""
+    KV_TRANSFER = 2
+    """KV of another instance that came without rows."""
+    COMPUTED_IF_ASKED = 3
+    """KV of a store, which requests that ask for rows compute instead. A fault in their rows; in those of others, which
+    take what is there, `KV_STORE`."""
 
 
 class PlacedRows(NamedTuple):

@@ -6,28 +6,17 @@ stream of their own into pinned memory, and read when the step's output is mater
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from routed_experts.capture.device_cache import DeviceCache
-from routed_experts.capture.rows import row_shape
+from routed_experts.capture.wire.rows import row_shape
+from routed_experts.capture.wire.transport import StepRows
+from routed_experts.capture.worker.device_cache import DeviceCache
 
 _SLOT_WORDS = 4  # int16 words in one int64 slot number
-
-
-@dataclass
-class StepRows:
-    """What one forward pass routed, on the host. Padding tokens are not in it."""
-
-    # [n, L, K] logical expert ids, in the order of the batch; [n, 3L, K] with weights (`rows.py`).
-    rows: NDArray[np.int16]
-    slots: NDArray[np.int64]  # [n], the KV slot (block id x block size + offset) that each token's KV was written to
-    offsets: NDArray[np.int64]  # [requests + 1], where each request's rows begin, in the order of the batch
-    waited_s: float = 0.0  # seconds that the step's output waited for them
 
 
 Copy = Callable[[], NDArray[np.int16]]

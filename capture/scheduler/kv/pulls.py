@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.prefill_rows import PrefillRows
+from routed_experts.capture.wire.prefill_rows import PrefillRows
 
 _LEASE_SHARE = 0.9
 """Share of the lease in which rows are valid. The rest is for clocks of the two instances that differ."""

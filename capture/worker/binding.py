@@ -22,7 +22,6 @@ from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroE
 from vllm.platforms import current_platform
 from vllm.v1.worker import ubatching
 
-from routed_experts.capture.capturer import Capturer, LocalTokenSlice, RowShape, Sink
 from routed_experts.capture.engine.config import BOUNDED_REPLAY
 from routed_experts.capture.engine.versions import (
     ALLOW_UNTESTED_FLAG,
@@ -30,9 +29,10 @@ from routed_experts.capture.engine.versions import (
     UnsupportedConfig,
     untested_is_allowed,
 )
-from routed_experts.capture.rows import WEIGHTS_FLAG
 from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource, RoutedExpertsSink, can_report_choice
+from routed_experts.capture.wire.rows import WEIGHTS_FLAG
+from routed_experts.capture.worker.capturer import Capturer, LocalTokenSlice, RowShape, Sink
 
 _SHARED_BY_LAYERS = ".meta_mlp."
 """Part of the names of InternS2-Mobius's MoE layers, each of which serves several decoder layers."""

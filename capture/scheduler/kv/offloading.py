@@ -21,8 +21,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from routed_experts.capture.host_cache import Cause, HostCache
-from routed_experts.capture.row_store import RowStore
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.row_store import RowStore
+from routed_experts.capture.wire.message import Cause
 
 OnUnexpected = Callable[[str, int], None]
 """Called with an unexpected action of a connector, and the number of rows that are unknown because of it."""

@@ -16,19 +16,19 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.distributor import RowDistributor, RowSource, Step
-from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker, LocalHit, NoExternalKV
-from routed_experts.capture.engine.prefill_exchange import PrefillRowsExchange
-from routed_experts.capture.engine.slot import ConnectorSlot
-from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.engine.versions import check_vllm_has
-from routed_experts.capture.envelope import CAUSES, ENVELOPE_ID, STATS, pack
-from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import OptIn
-from routed_experts.capture.rows import captures_weights
+from routed_experts.capture.scheduler.distributor import RowDistributor, RowSource, Step
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.kv.tracker import ExternalKVTracker, LocalHit, NoExternalKV
+from routed_experts.capture.scheduler.prefill_exchange import PrefillRowsExchange
 from routed_experts.capture.seams.engine import ConnectedScheduler
 from routed_experts.capture.seams.required import SCHEDULER
-from routed_experts.capture.stats import StatsRecorder
+from routed_experts.capture.seams.slot import ConnectorSlot
+from routed_experts.capture.wire.envelope import CAUSES, ENVELOPE_ID, STATS, pack
+from routed_experts.capture.wire.message import OptIn
+from routed_experts.capture.wire.rows import captures_weights
+from routed_experts.capture.wire.stats import StatsRecorder
+from routed_experts.capture.wire.transport import detach
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # a child of vLLM's logger, which is configured
 

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from routed_experts.capture.engine.kv_transfer.connectors import (
+from routed_experts.capture.engine.connectors import (
     MULTI,
     RECOMPUTE,
     Kind,
@@ -26,18 +26,19 @@ from routed_experts.capture.engine.kv_transfer.connectors import (
     reads_back,
     used_by,
 )
-from routed_experts.capture.engine.kv_transfer.offloading import (
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.kv.offloading import (
     OffloadedRows,
     OffloadLoad,
     OffloadStore,
     OnUnexpected,
     keeps_rows,
 )
-from routed_experts.capture.engine.kv_transfer.pulls import Pulls
-from routed_experts.capture.host_cache import Cause, HostCache
-from routed_experts.capture.prefill_rows import PrefillRows
-from routed_experts.capture.request_rows import RequestRows
-from routed_experts.capture.rows import missing_weights
+from routed_experts.capture.scheduler.kv.pulls import Pulls
+from routed_experts.capture.scheduler.request_rows import RequestRows
+from routed_experts.capture.wire.message import Cause
+from routed_experts.capture.wire.prefill_rows import PrefillRows
+from routed_experts.capture.wire.rows import missing_weights
 from routed_experts.protocol.codec import UNKNOWN
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")

@@ -11,15 +11,15 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine.binding import bind, check_weights, find_moe_layers, has_parts, storing_after_forward
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.stage import gather_stages, join_cache
-from routed_experts.capture.engine.v1 import V1Adapter
 from routed_experts.capture.engine.versions import check_vllm_has
-from routed_experts.capture.rows import captures_weights
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.capture.seams.required import WORKER
+from routed_experts.capture.wire.rows import captures_weights
+from routed_experts.capture.worker.binding import bind, check_weights, find_moe_layers, has_parts, storing_after_forward
+from routed_experts.capture.worker.capturer import Capturer, RowShape
+from routed_experts.capture.worker.stage import gather_stages, join_cache
+from routed_experts.capture.worker.v1 import V1Adapter
 
 if TYPE_CHECKING or current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -73,7 +73,7 @@ class WorkerCapture(Worker):
         group = full_attention_group(kv_cache_config)
         self._kv_slots = kv_cache_config.num_blocks * kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
         if self.use_v2_model_runner and HAS_AUX_OUTPUTS:
-            from routed_experts.capture.engine.v2 import V2Adapter  # its runner needs Triton, which has no CPU build
+            from routed_experts.capture.worker.v2 import V2Adapter  # its runner needs Triton, which has no CPU build
 
             self.model_runner.aux_output_connector = V2Adapter(self.model_runner, self._capturer, group)
         else:

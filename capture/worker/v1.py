@@ -8,11 +8,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from routed_experts.capture.capturer import Capturer
-from routed_experts.capture.engine.stage import PipelineStage, is_output_rank
-from routed_experts.capture.engine.transport import attach
-from routed_experts.capture.pipeline import PendingStep
 from routed_experts.capture.seams.engine import v2_batch
+from routed_experts.capture.wire.transport import attach
+from routed_experts.capture.worker.capturer import Capturer
+from routed_experts.capture.worker.pipeline import PendingStep
+from routed_experts.capture.worker.stage import PipelineStage, is_output_rank
 
 
 class V1Adapter:

@@ -6,11 +6,11 @@ import numpy as np
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from routed_experts.capture.capturer import Capturer
-from routed_experts.capture.engine.slot import ConnectorSlot
-from routed_experts.capture.engine.stage import PipelineStage, is_output_rank
-from routed_experts.capture.engine.transport import STEP
-from routed_experts.capture.pipeline import PendingStep, StepRows
+from routed_experts.capture.seams.slot import ConnectorSlot
+from routed_experts.capture.wire.transport import STEP, StepRows
+from routed_experts.capture.worker.capturer import Capturer
+from routed_experts.capture.worker.pipeline import PendingStep
+from routed_experts.capture.worker.stage import PipelineStage, is_output_rank
 
 
 class V2Adapter(ConnectorSlot):

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.config import KVTransferConfig
 
-from routed_experts.capture.engine.kv_transfer.connectors import children_of, lease_of, num_transfers, used_by
+from routed_experts.capture.engine.connectors import children_of, lease_of, num_transfers, used_by
 
 FIELD = "kv_transfer_params"
 

@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.host_cache import Cause, HostCache, within
+from routed_experts.capture.scheduler.host_cache import HostCache, within
+from routed_experts.capture.wire.message import Cause
 
 
 class RowStore:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from routed_experts.capture.message import OptIn
-from routed_experts.capture.pending_rows import PendingRows
+from routed_experts.capture.scheduler.pending_rows import PendingRows
+from routed_experts.capture.wire.message import OptIn
 from routed_experts.protocol.codec import Rows
 
 
