@@ -1,6 +1,8 @@
-"""One engine in a process of its own, driven over standard input and output: a JSON line for each run.
+"""One engine in a process of its own, driven over standard input and output: a JSON line for each
+run.
 
-Its load is that of a rollout: requests of one prompt length that decode together, every output read as it comes.
+Its load is that of a rollout: requests of one prompt length that decode together, every output read
+as it comes.
 """
 
 import argparse
@@ -58,8 +60,8 @@ class Load:
     async def request(
         self, prompt: list[int], new_tokens: int, routing: bool, start: int = 0
     ) -> tuple[list[float], list[int]]:
-        """Arrival times of the tokens of one request, in seconds, and the tokens. Checks that its rows from
-        position `start` on came, if it asked for them."""
+        """Arrival times of the tokens of one request, in seconds, and the tokens. Checks that its
+        rows from position `start` on came, if it asked for them."""
         self._next_id += 1
         params = SamplingParams(
             max_tokens=new_tokens,
@@ -92,10 +94,16 @@ class Load:
         return times, tokens
 
     async def conversation(
-        self, prompt_len: int, new_tokens: int, routing: bool, turns: int, new_rows: bool, seed: int | None
+        self,
+        prompt_len: int,
+        new_tokens: int,
+        routing: bool,
+        turns: int,
+        new_rows: bool,
+        seed: int | None,
     ) -> list[float]:
-        """Turns, whose prompts are all tokens so far and `prompt_len` more. With `new_rows`, each asks for rows that
-        the turns before did not bring."""
+        """Turns, whose prompts are all tokens so far and `prompt_len` more. With `new_rows`, each
+        asks for rows that the turns before did not bring."""
         known: list[int] = []
         times: list[float] = []
         for _ in range(turns):
@@ -116,12 +124,12 @@ class Load:
         turns: int,
         new_rows: bool,
     ) -> dict[str, float]:
-        """`size` requests or conversations at once, and with `long` one request more with a prompt of that length among
-        them; with `again`, the prompts of the batch before.
+        """`size` requests or conversations at once, and with `long` one request more with a prompt
+        of that length among them; with `again`, the prompts of the batch before.
 
-        Returns the output tokens per second, and of the `size` requests the mean time to the first token, the mean time
-        per token and the inter-token latency: with `long`, that of the tokens which waited while the long request was
-        served.
+        Returns the output tokens per second, and of the `size` requests the mean time to the first
+        token, the mean time per token and the inter-token latency: with `long`, that of the tokens
+        which waited while the long request was served.
         """
         began = time.perf_counter()
         seeds = range(size) if again else [None] * size
@@ -150,7 +158,8 @@ async def serve(args: argparse.Namespace, answers: Any) -> None:
     engine = make_engine(args)
     info = (await engine.collective_rpc("routed_experts_info"))[0] if args.variant == "ours" else {}
     load = Load(engine, args.variant, info.get("num_layers", 0))
-    freeze_gc_heap()  # as vLLM's server does: otherwise a full collection stops all requests for half a second
+    # as vLLM's server does: otherwise a full collection stops all requests for half a second
+    freeze_gc_heap()
     print(json.dumps({"ready": True, "info": info}), file=answers, flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):

@@ -1,7 +1,8 @@
-"""What the capture costs on one GPU, with the shape of Qwen3-30B-A3B and weights that nobody has to download.
+"""What the capture costs on one GPU, with the shape of Qwen3-30B-A3B and weights that nobody has to
+download.
 
-Two engines run in turns on the same GPU: that takes one of 140 GB (an H200), or fewer `--layers` on a smaller one. With
-`--sequence-parallel`, on the same four.
+Two engines run in turns on the same GPU: that takes one of 140 GB (an H200), or fewer `--layers` on
+a smaller one. With `--sequence-parallel`, on the same four.
 """
 
 import argparse
@@ -54,7 +55,9 @@ class Host:
         command = [sys.executable, "-m", "bench.engine_host", "--variant", variant]
         command += ["--device", device, "--engine", json.dumps(engine)]
         with log.open("w") as out:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True)
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True
+            )
         host = cls(variant, process)
         say(f"Starting the engine of {variant}; its log is {log}.")
         host.info = host._read(log)["info"]
@@ -77,7 +80,9 @@ class Host:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"the engine of variant {self.variant} ended" + (f": see {log}" if log else ""))
+            raise SystemExit(
+                f"the engine of variant {self.variant} ended" + (f": see {log}" if log else "")
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -88,7 +93,8 @@ CASES = [
     Case("batch 64", 64, 128, 256),
     Case("batch 1", 1, 128, 256),
     Case("64 of 1k", 64, 1024, 1024),
-    Case("prompts", 2048, 128, 2),  # next to nothing but prefill: what a step of 8,192 prompt tokens costs
+    # next to nothing but prefill: what a step of 8,192 prompt tokens costs
+    Case("prompts", 2048, 128, 2),
 ]
 
 CONVERSATIONS = [
@@ -103,8 +109,13 @@ RELOADS = [Case("64 prompts of 2k again", 64, 2048, 16, again=True)]
 SLOTS = 98304
 """Tokens that the KV cache holds: as many as batch 256 needs at once."""
 
-SEQUENCE_PARALLEL = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
-"""With vLLM's default backend for all-to-all, each tensor-parallel rank routes a part of the tokens."""
+SEQUENCE_PARALLEL = {
+    "tensor_parallel_size": 2,
+    "data_parallel_size": 2,
+    "enable_expert_parallel": True,
+}
+"""With vLLM's default backend for all-to-all, each tensor-parallel rank routes a part of the
+tokens."""
 
 OURS = [("captured, not asked for", False), ("returned to every request", True)]
 
@@ -123,7 +134,8 @@ def interleave(
     results: dict[str, dict[str, list[Run]]],
     save: Path,
 ) -> None:
-    """Runs every line (name, host, routing asked for) of every case `repeats` times, in turns, after a warm-up."""
+    """Runs every line (name, host, routing asked for) of every case `repeats` times, in turns,
+    after a warm-up."""
     for case in cases:
         short = replace(case, turns=2) if case.turns > 1 else replace(case, new_tokens=32)
         for host in hosts:
@@ -132,7 +144,9 @@ def interleave(
             for repeat in range(repeats):
                 order = lines if repeat % 2 == 0 else lines[::-1]
                 for name, host, routing in order:
-                    results.setdefault(case.name, {}).setdefault(name, []).append(host.run(case, routing))
+                    results.setdefault(case.name, {}).setdefault(name, []).append(
+                        host.run(case, routing)
+                    )
                     bar.update()
         save.write_text(json.dumps(results))
 
@@ -152,7 +166,10 @@ def table(results: dict[str, dict[str, list[Run]]], baseline: dict[str, str]) ->
         for name, runs, base in lines:
             cells = [case, name]
             for key in figures:
-                value, reference = median(run[key] for run in runs), median(run[key] for run in base)
+                value, reference = (
+                    median(run[key] for run in runs),
+                    median(run[key] for run in base),
+                )
                 ratio = "" if runs is base else f"{100 * (value / reference - 1):+.2f} %"
                 cells += [f"{value:.1f}" if value >= 100 else f"{value:.2f}", ratio]
             cells.append(f"{median(run['itl_max_ms'] for run in runs):.1f}")
@@ -169,7 +186,8 @@ def engine_options(model: Path, kv_cache_bytes: int) -> dict[str, Any]:
         "max_model_len": 20480,
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": 0.4,  # only checked against what is free; the KV cache has a size of its own
+        # only checked against what is free; the KV cache has a size of its own
+        "gpu_memory_utilization": 0.4,
         "kv_cache_memory_bytes": kv_cache_bytes,
         "disable_log_stats": True,
     }
@@ -179,14 +197,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shape", choices=sorted(ENGINE_SHAPES), default="qwen3-30b-a3b")
-    parser.add_argument("--sequence-parallel", action="store_true", help="tensor 2 x data 2 with expert parallelism")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="tensor 2 x data 2 with expert parallelism"
+    )
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
-    parser.add_argument("--offload", action="store_true", help="only a mix of reloads of KV that was offloaded")
+    parser.add_argument(
+        "--offload", action="store_true", help="only a mix of reloads of KV that was offloaded"
+    )
     every = {case.name: case for case in (*CASES, *CONVERSATIONS)}
     usual = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", choices=every, default=usual, metavar="CASE")
     parser.add_argument("--layers", type=int, default=None, help="fewer for a rehearsal")
-    parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs and the raw results")
+    parser.add_argument(
+        "--logs", type=Path, default=None, help="folder for the engines' logs and the raw results"
+    )
     args = parser.parse_args()
     logs = args.logs or Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
@@ -198,7 +222,11 @@ def main() -> None:
     cases = RELOADS if args.offload else [every[name] for name in args.cases]
     slots = SLOTS // 3 if args.offload else SLOTS
     talks = [case for case in cases if case in CONVERSATIONS]
-    slots = max(slots, *(case.size * case.turns * (case.prompt_len + case.new_tokens) * 5 // 4 for case in talks), 0)
+    slots = max(
+        slots,
+        *(case.size * case.turns * (case.prompt_len + case.new_tokens) * 5 // 4 for case in talks),
+        0,
+    )
     options = engine_options(model, kv_bytes(config) * slots)
     if args.sequence_parallel:
         options |= SEQUENCE_PARALLEL
@@ -206,7 +234,9 @@ def main() -> None:
         options |= {"kv_offloading_size": 16, "max_model_len": 4096}
 
     def start(variant: str) -> Host:
-        own: dict[str, Any] = {"data_parallel_rpc_port": free_port()} if args.sequence_parallel else {}
+        own: dict[str, Any] = (
+            {"data_parallel_rpc_port": free_port()} if args.sequence_parallel else {}
+        )
         return Host.start(variant, options | own, "cuda", logs / f"{variant}.log")
 
     results: dict[str, Any] = {}

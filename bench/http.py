@@ -1,7 +1,9 @@
-"""What routing costs over HTTP: real servers, clients in processes of their own, variants in turns within one run.
+"""What routing costs over HTTP: real servers, clients in processes of their own, variants in turns
+within one run.
 
-On a GPU with the shape of Qwen3-30B-A3B, on a CPU with a model of as many rows and next to no weights, or with none at
-all (`--without-engine`): there the API process's CPU time per token is the figure.
+On a GPU with the shape of Qwen3-30B-A3B, on a CPU with a model of as many rows and next to no
+weights, or with none at all (`--without-engine`): there the API process's CPU time per token is the
+figure.
 """
 
 import argparse
@@ -28,15 +30,16 @@ from routed_experts.server.cli.console import say
 
 ROOT = Path(__file__).parent.parent
 WINDOW_S = 1.0
-"""For how long the others are looked at beside a long answer: after its first event, or, unstreamed, around its first
-byte, because its rows are encoded before that."""
+"""For how long the others are looked at beside a long answer: after its first event, or,
+unstreamed, around its first byte, because its rows are encoded before that."""
 MODES = ("streamed", "unstreamed")
 _ODD_SIZES = (129, 257, 385, 641, 1025, 1537, 2049, 3073, 4097, 6145, 8191)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One load; all its requests are sent at once but for those that come with `long`, or where it says otherwise."""
+    """One load; all its requests are sent at once but for those that come with `long`, or where it
+    says otherwise."""
 
     name: str
     streams: int
@@ -46,7 +49,8 @@ class Case:
     mixed: bool = False  # answers between half and one and a half times as long as `new_tokens`
     over: float = 0.0  # the seconds over which its requests come, if not all at once
     modes: tuple[str, ...] = MODES
-    long: int = 0  # length of one more prompt, sent after `long_at` seconds; with it come short ones every `gap`
+    # length of one more prompt, sent after `long_at` seconds; with it come short ones every `gap`
+    long: int = 0
     long_at: float = 1.0
     gap: float = 0.02
     others: int = 300
@@ -79,7 +83,9 @@ class Line:
 
     variant: str
     server: str
-    rows: str  # what its answers bring: "none", "split", the same "at_end" or by "reference", or vLLM's "joined"
+    # what its answers bring: "none", "split", the same "at_end" or by "reference", or vLLM's
+    # "joined"
+    rows: str
     stream: bool
     baseline: str
 
@@ -89,9 +95,14 @@ class Line:
 
 
 def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
-    """The lines that take turns: first this project's, then vLLM's own (which does not stream) beside another off."""
+    """The lines that take turns: first this project's, then vLLM's own (which does not stream)
+    beside another off."""
     servers = {"off": ("off", "none"), "captured": ("ours", "none"), "returned": ("ours", "split")}
-    servers |= {"at_end": ("ours", "at_end"), "reference": ("ours", "reference"), "recorded": ("recorded", "none")}
+    servers |= {
+        "at_end": ("ours", "at_end"),
+        "reference": ("ours", "reference"),
+        "recorded": ("recorded", "none"),
+    }
     ours = [
         Line(variant, *servers[variant], mode == "streamed", "off")
         for mode in modes
@@ -99,28 +110,52 @@ def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
         if variant in variants and (variant, mode) != ("at_end", "unstreamed")
     ]
     beside = "off, beside vLLM's own"
-    peer = [Line(beside, "off", "none", False, beside), Line("vLLM's own", "vllm", "joined", False, beside)]
+    peer = [
+        Line(beside, "off", "none", False, beside),
+        Line("vLLM's own", "vllm", "joined", False, beside),
+    ]
     return [lines for lines in (ours, peer if "vllm" in variants else []) if lines]
 
 
 def requests_of(case: Case, line: Line, seed: int, vocab: int) -> list[Request]:
-    """The requests of one run; the same seed gives the same lengths, and prompts that no other seed gives."""
+    """The requests of one run; the same seed gives the same lengths, and prompts that no other seed
+    gives."""
     rng, lengths = random.Random(seed), random.Random(1)
 
     def request(
-        role: str, at: float, prompt_len: int, tokens: int, choices: int = 1, stream: bool | None = None
+        role: str,
+        at: float,
+        prompt_len: int,
+        tokens: int,
+        choices: int = 1,
+        stream: bool | None = None,
     ) -> Request:
         prompt = [rng.randrange(vocab) for _ in range(prompt_len)]
         streamed = line.stream if stream is None else stream
-        rows = "none" if line.rows == "joined" and streamed else line.rows  # vLLM's own capture does not stream
-        return Request(at, role, prompt, streamed, Expected(prompt_len, tokens, choices, rows), apart=role == "long")
+        # vLLM's own capture does not stream
+        rows = "none" if line.rows == "joined" and streamed else line.rows
+        return Request(
+            at,
+            role,
+            prompt,
+            streamed,
+            Expected(prompt_len, tokens, choices, rows),
+            apart=role == "long",
+        )
 
     g = case.new_tokens
     sizes = [lengths.randint(g // 2, g + g // 2) if case.mixed else g for _ in range(case.streams)]
     # Beside a long request, the others are always streamed: their times are the figures.
     others_stream = True if case.long else None
     requests = [
-        request("stream", index * case.over / case.streams, case.prompt_len, size, case.choices, others_stream)
+        request(
+            "stream",
+            index * case.over / case.streams,
+            case.prompt_len,
+            size,
+            case.choices,
+            others_stream,
+        )
         for index, size in enumerate(sizes)
     ]
     if case.long:
@@ -131,13 +166,15 @@ def requests_of(case: Case, line: Line, seed: int, vocab: int) -> list[Request]:
 
 
 def figures(load: Load, stream: bool) -> dict[str, Any]:
-    """The figures of a run, times in milliseconds; without streaming there are none of single tokens."""
+    """The figures of a run, times in milliseconds; without streaming there are none of single
+    tokens."""
     results, answers = load.results, [result.answer for result in load.results]
     tokens = sum(result.expected.new_tokens * result.expected.choices for result in results)
     began, ended = min(result.sent for result in results), max(answer.last for answer in answers)
     run: dict[str, Any] = {
         "tokens_per_s": tokens / (ended - began),
-        "answer_p50_ms": 1e3 * float(np.median([result.answer.last - result.sent for result in results])),
+        "answer_p50_ms": 1e3
+        * float(np.median([result.answer.last - result.sent for result in results])),
         "cpu_us": 1e6 * load.api_cpu / tokens,
         "bytes": sum(answer.size for answer in answers) / tokens,
         "rows": sum(answer.rows for answer in answers),
@@ -152,7 +189,10 @@ def figures(load: Load, stream: bool) -> dict[str, Any]:
     first = [
         min(min(times) for times in result.answer.tokens) - result.sent
         for result in results
-        if result.role == asked and low <= result.sent < high and result.answer.tokens and all(result.answer.tokens)
+        if result.role == asked
+        and low <= result.sent < high
+        and result.answer.tokens
+        and all(result.answer.tokens)
     ]
     gaps = [
         later - earlier
@@ -164,7 +204,9 @@ def figures(load: Load, stream: bool) -> dict[str, Any]:
     ]
     for name, values in (("ttft", first), ("itl", gaps)):
         for key, percent in (("p50", 50), ("p99", 99), ("max", 100)):
-            run[f"{name}_{key}_ms"] = 1e3 * float(np.percentile(values, percent)) if values else None
+            run[f"{name}_{key}_ms"] = (
+                1e3 * float(np.percentile(values, percent)) if values else None
+            )
     return run
 
 
@@ -175,8 +217,13 @@ class Bench:
         self._args = args
         self._out: Path = args.out or Path(tempfile.mkdtemp())
         self._out.mkdir(parents=True, exist_ok=True)
-        self._config = {**(QWEN3_30B_A3B if args.device == "cuda" else TINY), "num_hidden_layers": args.layers}
-        self._routing = Routing(args.layers, self._config["num_experts_per_tok"], self._config["num_experts"])
+        self._config = {
+            **(QWEN3_30B_A3B if args.device == "cuda" else TINY),
+            "num_hidden_layers": args.layers,
+        }
+        self._routing = Routing(
+            args.layers, self._config["num_experts_per_tok"], self._config["num_experts"]
+        )
         self._model = Path(tempfile.mkdtemp()) / "model"
         self._servers: dict[str, Server] = {}
         self._clients = Clients(args.clients)
@@ -214,7 +261,11 @@ class Bench:
             self._servers.pop(variant).stop()
         longest = max(max(case.prompt_len + 2 * case.new_tokens, case.long + 64) for case in cases)
         longest = max(longest, _ODD_SIZES[-1]) if self._args.device == "cuda" else longest
-        flags = [*(GPU_FLAGS if self._args.device == "cuda" else CPU_FLAGS), "--max-model-len", str(longest + 64)]
+        flags = [
+            *(GPU_FLAGS if self._args.device == "cuda" else CPU_FLAGS),
+            "--max-model-len",
+            str(longest + 64),
+        ]
         flags += ["--max-num-seqs", str(max(max(c.streams * c.choices, 256) for c in cases))]
         flags += ["--max-num-batched-tokens", "8192" if self._args.device == "cuda" else "2048"]
         flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes), *self._args.serve]
@@ -223,7 +274,9 @@ class Bench:
             gpu = self._gpus[len(self._servers) % self._args.gpus] if self._args.gpus > 1 else None
             log = self._out / f"{variant}.log"
             apart = self._gpus[:2] if self._args.prefill_decode else None
-            self._servers[variant] = start(variant, self._model, flags, log, self._args.api_servers, gpu, apart)
+            self._servers[variant] = start(
+                variant, self._model, flags, log, self._args.api_servers, gpu, apart
+            )
         for variant in started:
             say(f"Starting the server of {variant}; its log is {self._servers[variant].log}.")
             self._servers[variant].wait_until_healthy()
@@ -231,12 +284,17 @@ class Bench:
                 self._warm_up(self._servers[variant])
 
     def _warm_up(self, server: Server) -> None:
-        """Prompts of odd lengths, one after the other: vLLM's MoE kernel is compiled for each kind of size that it
-        meets, which takes more than a second, in the middle of a run if nobody met it before."""
+        """Prompts of odd lengths, one after the other: vLLM's MoE kernel is compiled for each kind
+        of size that it meets, which takes more than a second, in the middle of a run if nobody met
+        it before."""
         rng, vocab = random.Random(0), self._config["vocab_size"]
         requests = [
             Request(
-                0.5 * index, "other", [rng.randrange(vocab) for _ in range(size)], False, Expected(size, 2, 1, "none")
+                0.5 * index,
+                "other",
+                [rng.randrange(vocab) for _ in range(size)],
+                False,
+                Expected(size, 2, 1, "none"),
             )
             for index, size in enumerate(_ODD_SIZES)
         ]
@@ -248,7 +306,9 @@ class Bench:
         short = replace(case, new_tokens=8, others=min(case.others, 10), long_at=0.1)
         for line in {(line.server, line.stream): line for line in lines}.values():
             self._once(short, line)
-        with tqdm(total=self._args.repeats * len(lines), desc=case.name, unit=" runs", disable=None) as bar:
+        with tqdm(
+            total=self._args.repeats * len(lines), desc=case.name, unit=" runs", disable=None
+        ) as bar:
             for repeat in range(self._args.repeats):
                 for line in lines if repeat % 2 == 0 else lines[::-1]:
                     self._measure(case, line, repeat)
@@ -257,7 +317,12 @@ class Bench:
 
     def _measure(self, case: Case, line: Line, repeat: int) -> None:
         run = self._once(case, line)
-        about = {"case": case.name, "variant": line.variant, "baseline": line.baseline, "repeat": repeat}
+        about = {
+            "case": case.name,
+            "variant": line.variant,
+            "baseline": line.baseline,
+            "repeat": repeat,
+        }
         about |= {"mode": line.mode, "api_servers": self._args.api_servers}
         self._runs.append({**about, **run, **self._about})
         with (self._out / "results.jsonl").open("a") as file:
@@ -270,9 +335,14 @@ class Bench:
         loaded = server.loaded_tokens()
         load = self._clients.run(server, requests, self._routing, TOKEN_CHARS)
         run = figures(load, line.stream)
-        loaded, prompts = server.loaded_tokens() - loaded, sum(len(request.prompt) for request in requests)
+        loaded, prompts = (
+            server.loaded_tokens() - loaded,
+            sum(len(request.prompt) for request in requests),
+        )
         if server.apart and loaded < prompts:
-            run["faults"].append(f"the decode server loaded KV of {loaded} of {prompts} prompt tokens")
+            run["faults"].append(
+                f"the decode server loaded KV of {loaded} of {prompts} prompt tokens"
+            )
         for fault in run["faults"][:3]:
             print(f"{case.name}, {line.variant}: {fault}", file=sys.stderr, flush=True)
         return run
@@ -280,20 +350,30 @@ class Bench:
 
 def main() -> None:
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that the servers end too
+    # so that the servers end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     if args.without_engine is not None:
         args.serve = ["--distributed-executor-backend", PLAYED, *args.serve]
         os.environ[PLAYED_STEP_MS] = str(args.without_engine)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        )
     every = {case.name: case for case in CASES}
-    every |= {f"{case.name}:{mode}": replace(case, modes=(mode,)) for case in CASES for mode in MODES}
+    every |= {
+        f"{case.name}:{mode}": replace(case, modes=(mode,)) for case in CASES for mode in MODES
+    }
     unknown = set(args.cases) - set(every)
     if unknown:
-        raise SystemExit(f"no such case: {sorted(unknown)}; there are {[case.name for case in CASES]}")
+        raise SystemExit(
+            f"no such case: {sorted(unknown)}; there are {[case.name for case in CASES]}"
+        )
     bench = Bench(args)
     for name in args.cases:
         if every[name].slots > bench.slots:
-            print(f"{name} does not fit the KV cache at once: see --kv-cache-bytes and --gpus", file=sys.stderr)
+            print(
+                f"{name} does not fit the KV cache at once: see --kv-cache-bytes and --gpus",
+                file=sys.stderr,
+            )
     fitting = [case for case in CASES if case.slots <= bench.slots]
     runs = bench.run([every[name] for name in args.cases] or fitting)
     print(table(runs))
@@ -305,14 +385,22 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--cases", nargs="+", default=[], metavar="CASE[:MODE]", help="by default all whose KV cache fits"
+        "--cases",
+        nargs="+",
+        default=[],
+        metavar="CASE[:MODE]",
+        help="by default all whose KV cache fits",
     )
     parser.add_argument("--variants", nargs="+", default=["off", "captured", "returned"])
     parser.add_argument("--modes", nargs="+", default=MODES)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--api-servers", type=int, default=1, help="processes that answer HTTP, for each server")
+    parser.add_argument(
+        "--api-servers", type=int, default=1, help="processes that answer HTTP, for each server"
+    )
     parser.add_argument("--clients", type=int, default=None, help="client processes: 4, on a CPU 2")
-    parser.add_argument("--gpus", type=int, default=1, help="with more than one, each server has one for itself")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="with more than one, each server has one for itself"
+    )
     parser.add_argument(
         "--prefill-decode",
         action="store_true",
@@ -326,17 +414,27 @@ def parse() -> argparse.Namespace:
         "with --prefill-decode also what hands prompts over, while loading KV takes no time",
     )
     parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
-    parser.add_argument("--kv-cache-bytes", type=int, default=None, help="9.1 GiB, so that two servers fit 140 GB")
     parser.add_argument(
-        "--serve", nargs=argparse.REMAINDER, default=[], help="more flags of vllm serve; the last option"
+        "--kv-cache-bytes", type=int, default=None, help="9.1 GiB, so that two servers fit 140 GB"
     )
     parser.add_argument(
-        "--out", type=Path, default=None, help="folder for results.jsonl, table.md and the servers' logs"
+        "--serve",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="more flags of vllm serve; the last option",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="folder for results.jsonl, table.md and the servers' logs",
     )
     parser.add_argument("--commit", default=None, help="what is measured, where git does not say")
     args = parser.parse_args()
     args.clients = args.clients or (4 if args.device == "cuda" else 2)
-    args.kv_cache_bytes = args.kv_cache_bytes or (9771050598 if args.device == "cuda" else 512 << 20)
+    args.kv_cache_bytes = args.kv_cache_bytes or (
+        9771050598 if args.device == "cuda" else 512 << 20
+    )
     variants = ["off", "captured", "returned", "at_end", "reference", "recorded", "vllm"]
     for name, known in (("variants", variants), ("modes", MODES)):
         if set(getattr(args, name)) - set(known):

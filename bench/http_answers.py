@@ -1,4 +1,5 @@
-"""Reads the bytes of an answer back, after the run: when its tokens came, and that every row is there."""
+"""Reads the bytes of an answer back, after the run: when its tokens came, and that every row is
+there."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ class Answer:
     first: float  # when its first event came, or, if it was not streamed, its first byte
     last: float  # when its last byte came
     size: int  # bytes received, headers included
-    tokens: list[list[float]] = field(default_factory=list)  # when each came, of each choice; empty if not streamed
+    # when each came, of each choice; empty if not streamed
+    tokens: list[list[float]] = field(default_factory=list)
     rows: int = 0  # of all choices and the prompt together
     fault: str = ""  # what is wrong with it
 
@@ -61,7 +63,9 @@ def read(arrivals: Arrivals, expected: Expected, routing: Routing, token_chars: 
     return answer
 
 
-def _read(answer: Answer, arrivals: Arrivals, expected: Expected, routing: Routing, token_chars: int) -> None:
+def _read(
+    answer: Answer, arrivals: Arrivals, expected: Expected, routing: Routing, token_chars: int
+) -> None:
     raw = b"".join(data for _, data in arrivals)
     head, separator, _ = raw.partition(b"\r\n\r\n")
     if not separator or b" 200 " not in head.split(b"\r\n", 1)[0]:
@@ -93,7 +97,8 @@ def _read(answer: Answer, arrivals: Arrivals, expected: Expected, routing: Routi
 
 
 def _events(raw: bytes, start: int, arrivals: Arrivals) -> list[tuple[float, Any]]:
-    """The JSON of the server-sent events of a chunked answer, each with the time when its last byte came."""
+    """The JSON of the server-sent events of a chunked answer, each with the time when its last byte
+    came."""
     ends, total = [], 0
     for _, data in arrivals:
         total += len(data)
@@ -122,7 +127,8 @@ def _events(raw: bytes, start: int, arrivals: Arrivals) -> list[tuple[float, Any
 
 
 def _chunks(raw: bytes, start: int) -> Iterator[tuple[int, int]]:
-    """Where the chunks of a body in chunked transfer encoding begin and end; ValueError where it is cut off."""
+    """Where the chunks of a body in chunked transfer encoding begin and end; ValueError where it is
+    cut off."""
     while True:
         line_end = raw.index(b"\r\n", start)
         size = int(raw[start:line_end], 16)
@@ -170,6 +176,8 @@ class _Rows:
         shape = self._routing.layers, self._routing.top_k
         by_reference = isinstance(array, dict) and "url" in array  # what it names is not fetched
         ids = np.zeros(array["shape"], np.int8) if by_reference else codec.decode(array)
-        if ids.shape[1:] != shape or (ids.size and not 0 <= ids.min() <= ids.max() < self._routing.num_experts):
+        if ids.shape[1:] != shape or (
+            ids.size and not 0 <= ids.min() <= ids.max() < self._routing.num_experts
+        ):
             raise Fault(f"no expert ids of {shape}: {ids.shape}")
         return len(ids)

@@ -1,6 +1,8 @@
-"""The load generator: processes that send requests over sockets of their own and keep what comes, with the time.
+"""The load generator: processes that send requests over sockets of their own and keep what comes,
+with the time.
 
-Nothing is parsed while a run lasts, so that the client takes next to nothing of the machine that the server runs on.
+Nothing is parsed while a run lasts, so that the client takes next to nothing of the machine that
+the server runs on.
 """
 
 import gc
@@ -18,7 +20,10 @@ import orjson
 from bench.http_answers import Answer, Arrivals, Expected, Routing, read
 from bench.http_server import MODEL_NAME, Server
 
-MORE_FIELDS = {"at_end": {"routed_experts_stream": "at_end"}, "reference": {"routed_experts_delivery": "reference"}}
+MORE_FIELDS = {
+    "at_end": {"routed_experts_stream": "at_end"},
+    "reference": {"routed_experts_delivery": "reference"},
+}
 _RECEIVE_BYTES = 1 << 20
 _LIMIT_S = 300
 
@@ -32,10 +37,12 @@ class Request:
     prompt: list[int]
     stream: bool
     expected: Expected
-    apart: bool = False  # its client process serves no "stream", whose times its answer's size could disturb
+    # its client process serves no "stream", whose times its answer's size could disturb
+    apart: bool = False
 
     def encoded(self) -> bytes:
-        """The request as it goes over the wire. The server closes the connection when the answer is complete."""
+        """The request as it goes over the wire. The server closes the connection when the answer is
+        complete."""
         body: dict[str, Any] = {
             "model": MODEL_NAME,
             "prompt": self.prompt,
@@ -64,11 +71,14 @@ class Sent:
     arrivals: Arrivals
 
 
-def receive(connections: list[socket.socket], requests: list[tuple[float, bytes]], began: float) -> list[Sent]:
-    """Sends each request (when after `began`, what) on its connection, and reads until the server has closed them all,
-    for five minutes at most."""
+def receive(
+    connections: list[socket.socket], requests: list[tuple[float, bytes]], began: float
+) -> list[Sent]:
+    """Sends each request (when after `began`, what) on its connection, and reads until the server
+    has closed them all, for five minutes at most."""
     sent = [Sent(0.0, []) for _ in requests]
-    waiting = sorted(range(len(requests)), key=lambda index: -requests[index][0])  # the next one last
+    # the next one last
+    waiting = sorted(range(len(requests)), key=lambda index: -requests[index][0])
     with selectors.DefaultSelector() as selector:
         open_connections = len(requests)
         while open_connections:
@@ -107,7 +117,8 @@ class Result:
 
 
 def _client(pipe: Connection) -> None:
-    """A client process: for each run, opens connections, sends, receives; and parses when it is told to."""
+    """A client process: for each run, opens connections, sends, receives; and parses when it is
+    told to."""
     while True:
         port, requests, routing, token_chars = pipe.recv()
         encoded = [(request.at, request.encoded()) for request in requests]
@@ -137,8 +148,10 @@ class Load:
     """What a run gave."""
 
     results: list[Result]
-    busy: float  # the largest share of its time that a client process computed: near 1, it is what was measured
-    api_cpu: float  # CPU seconds of the API processes, from before the first request to after the last answer
+    # the largest share of its time that a client process computed: near 1, it is what was measured
+    busy: float
+    # CPU seconds of the API processes, from before the first request to after the last answer
+    api_cpu: float
 
 
 class Clients:
@@ -156,9 +169,13 @@ class Clients:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, server: Server, requests: list[Request], routing: Routing, token_chars: int) -> Load:
+    def run(
+        self, server: Server, requests: list[Request], routing: Routing, token_chars: int
+    ) -> Load:
         """Sends the requests to `server`, and reads its CPU time before and after."""
-        spread = itertools.cycle(range(len(self._pipes) - any(request.apart for request in requests)) or [0])
+        spread = itertools.cycle(
+            range(len(self._pipes) - any(request.apart for request in requests)) or [0]
+        )
         lanes: list[list[Request]] = [[] for _ in self._pipes]
         for request in requests:
             lanes[-1 if request.apart else next(spread)].append(request)

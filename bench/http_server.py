@@ -13,7 +13,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 MODEL_NAME = "bench"
-PLAYED = "bench.played_executor.PlayedExecutor"  # in place of a model, where only the API process is measured
+# in place of a model, where only the API process is measured
+PLAYED = "bench.played_executor.PlayedExecutor"
 PLAYED_STEP_MS = "PLAYED_STEP_MS"  # environment variable: how long a step of it takes
 PLAYED_SLOTS = 1 << 20  # tokens that its KV cache holds
 _START_LIMIT_S = 420
@@ -27,8 +28,10 @@ class Server:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
-    api_servers: int  # processes that answer HTTP; one is the process that was started itself, more are its children
-    apart: bool = False  # whether it is a proxy, whose children are a server for prefill and one for decode
+    # processes that answer HTTP; one is the process that was started itself, more are its children
+    api_servers: int
+    # whether it is a proxy, whose children are a server for prefill and one for decode
+    apart: bool = False
 
     def wait_until_healthy(self) -> None:
         """Returns once the port answers, or exits with the end of the server's log."""
@@ -41,7 +44,9 @@ class Server:
                     return
             except (OSError, HTTPException):
                 time.sleep(0.5)
-        raise SystemExit(f"the server did not start:\n{self.log.read_text(errors='replace')[-6000:]}")
+        raise SystemExit(
+            f"the server did not start:\n{self.log.read_text(errors='replace')[-6000:]}"
+        )
 
     def api_pids(self) -> list[int]:
         """The processes that answer HTTP. The engine's are left out."""
@@ -52,7 +57,9 @@ class Server:
             return [self.process.pid]
         # vLLM gives them titles: VLLM::APIServer_0 and so on.
         pids = [pid for pid in _session(self.process.pid) if b"APIServer" in _command(pid)]
-        assert len(pids) == self.api_servers, f"{len(pids)} API processes of {self.api_servers} found"
+        assert len(pids) == self.api_servers, (
+            f"{len(pids)} API processes of {self.api_servers} found"
+        )
         return pids
 
     def api_cpu_seconds(self) -> float:
@@ -60,13 +67,16 @@ class Server:
         return sum(cpu_seconds(pid) for pid in self.api_pids())
 
     def loaded_tokens(self) -> int:
-        """Prompt tokens so far whose KV the decode server loaded instead of computing it; 0 if there is none."""
+        """Prompt tokens so far whose KV the decode server loaded instead of computing it; 0 if
+        there is none."""
         if not self.apart:
             return 0
         connection = HTTPConnection("127.0.0.1", self.port + 2, timeout=30)
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
-        return int(sum(float(line.split()[-1]) for line in lines if line.startswith(_LOADED_TOKENS)))
+        return int(
+            sum(float(line.split()[-1]) for line in lines if line.startswith(_LOADED_TOKENS))
+        )
 
     def stop(self) -> None:
         """Ends the whole process group: an engine outlives its parent, and keeps its memory."""
@@ -90,12 +100,13 @@ def start(
     log: Path,
     api_servers: int,
     gpu: str | None,  # the only one that it sees; None leaves the choice to the environment
-    apart: list[str] | None = None,  # GPUs of a prefill and a decode server behind a proxy, none for a CPU
+    # GPUs of a prefill and a decode server behind a proxy, none for a CPU
+    apart: list[str] | None = None,
 ) -> Server:
     """Starts the server of a variant without waiting for it; all else is equal between them.
 
-    `ours` captures, `recorded` also writes the routing to files beside its log, `off` does neither; `vllm` is vLLM's
-    own command with its own capture.
+    `ours` captures, `recorded` also writes the routing to files beside its log, `off` does neither;
+    `vllm` is vLLM's own command with its own capture.
     """
     env = dict(os.environ)
     if gpu is not None:
@@ -111,19 +122,29 @@ def start(
         flags = [*flags, "--enable-return-routed-experts"]
     port = free_port(1 if apart is None else 3)
     if apart is not None:
-        command = [sys.executable, "examples/prefill_decode.py", str(model), *(["--devices", *apart] if apart else [])]
+        command = [
+            sys.executable,
+            "examples/prefill_decode.py",
+            str(model),
+            *(["--devices", *apart] if apart else []),
+        ]
     command += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
     if api_servers > 1:
         command += ["--api-server-count", str(api_servers)]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, *flags], stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env
+            [*command, *flags],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=env,
         )
     return Server(process, port, log, api_servers, apart is not None)
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process, user and system, in seconds; what /proc has, in nanoseconds instead of ticks of 10 ms."""
+    """CPU time of a process, user and system, in seconds; what /proc has, in nanoseconds instead of
+    ticks of 10 ms."""
     return time.clock_gettime((~pid << 3) | 2)  # CPUCLOCK_SCHED of that process
 
 
@@ -133,7 +154,9 @@ def _session(leader: int) -> dict[int, int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                state, parent, _, session = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:4]
+                state, parent, _, session = (
+                    Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:4]
+                )
             except (OSError, ValueError):
                 continue
             if int(session) == leader and state != "Z":
@@ -151,7 +174,8 @@ def _command(pid: int) -> bytes:
 def free_port(count: int = 1) -> int:
     """A port of this machine that nothing listens on, nor on those right behind it, `count` in all.
 
-    The system gives none of them to a client before a server has started. The tests' servers have other ones.
+    The system gives none of them to a client before a server has started. The tests' servers have
+    other ones.
     """
     while True:
         port = random.SystemRandom().randrange(30_000, 32_700)

@@ -1,4 +1,5 @@
-"""The table of `bench.http`: medians of the repeats, beside those of the baseline that ran in the same turns."""
+"""The table of `bench.http`: medians of the repeats, beside those of the baseline that ran in the
+same turns."""
 
 import subprocess
 from datetime import UTC, datetime
@@ -13,7 +14,8 @@ _HEAD += "|API CPU µs a token|above off|bytes a token|rows"
 
 
 def table(runs: list[Run]) -> str:
-    """Markdown. A row of the baseline's even turns to its odd ones shows what a difference is worth."""
+    """Markdown. A row of the baseline's even turns to its odd ones shows what a difference is
+    worth."""
     groups: dict[tuple[Any, ...], dict[str, list[Run]]] = {}
     for run in runs:
         key = (run["case"], run["api_servers"], run["mode"])
@@ -22,16 +24,17 @@ def table(runs: list[Run]) -> str:
     for (case, api_servers, mode), variants in groups.items():
         for variant, mine in variants.items():
             base = variants.get(mine[0]["baseline"], [])
-            rows.append(_row(f"{case}, {mode}", api_servers, variant, mine, [] if base is mine else base))
+            rows.append(
+                _row(f"{case}, {mode}", api_servers, variant, mine, [] if base is mine else base)
+            )
             if base is mine and len(mine) > 1:
                 name = f"{variant}: even turns to odd"
                 rows.append(_row(f"{case}, {mode}", api_servers, name, mine[::2], mine[1::2]))
     about = dict.fromkeys(described(run) for run in runs)
     repeats = sorted({len(mine) for variants in groups.values() for mine in variants.values()})
     busiest = max((run["client_busy"] for run in runs), default=0.0)
-    notes = (
-        f"{'; '.join(about)}. Repeats: {', '.join(map(str, repeats))}. Busiest client process: {100 * busiest:.0f} %."
-    )
+    notes = f"{'; '.join(about)}. Repeats: {', '.join(map(str, repeats))}. "
+    notes += f"Busiest client process: {100 * busiest:.0f} %."
     return notes + "\n\n" + "\n".join(rows) + "\n"
 
 
@@ -53,7 +56,12 @@ def _row(case: str, api_servers: int, variant: str, mine: list[Run], base: list[
 
     faults = sum(len(run["faults"]) for run in mine)
     cells = [case, str(api_servers), variant, value("tokens_per_s"), ratio("tokens_per_s")]
-    cells += [value("ttft_p50_ms"), ratio("ttft_p50_ms"), value("ttft_p99_ms"), above("ttft_p99_ms")]
+    cells += [
+        value("ttft_p50_ms"),
+        ratio("ttft_p50_ms"),
+        value("ttft_p99_ms"),
+        above("ttft_p99_ms"),
+    ]
     cells += [value("itl_p50_ms"), value("itl_p99_ms"), ratio("itl_p99_ms")]
     cells += [value("cpu_us"), above("cpu_us"), value("bytes")]
     cells += [f"{faults} ANSWERS WRONG" if faults else f"{median(run['rows'] for run in mine):.0f}"]
@@ -75,10 +83,14 @@ def commit_and_device(device: str, commit: str | None) -> dict[str, str]:
     """What a figure must be quoted with."""
     commit = commit or _output("git", "describe", "--always", "--dirty") or "unknown"
     if device == "cuda":
-        devices = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+        devices = _output(
+            "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
+        ).splitlines()
     else:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        devices = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or ["CPU"]
+        devices = [
+            line.split(":")[1].strip() for line in lines if line.startswith("model name")
+        ] or ["CPU"]
     name = f"{len(devices)} x {devices[0]}"
     return {"commit": commit, "device": name, "date": datetime.now(UTC).date().isoformat()}
 

@@ -1,7 +1,9 @@
-"""Makes this tree importable as `routed_experts`, entry points included, from a folder on `PYTHONPATH`.
+"""Makes this tree importable as `routed_experts`, entry points included, from a folder on
+`PYTHONPATH`.
 
-For a machine without a package index or a build backend: `python3 bench/link_package.py FOLDER` writes links to the
-tree, and the few lines of metadata that vLLM finds plugins by, as pyproject.toml says. It may be run again.
+For a machine without a package index or a build backend: `python3 bench/link_package.py FOLDER`
+writes links to the tree, and the few lines of metadata that vLLM finds plugins by, as
+pyproject.toml says. It may be run again.
 """
 
 import argparse
@@ -18,7 +20,11 @@ def link(site: Path) -> None:
     for package, folder in config["tool"]["setuptools"]["package-dir"].items():
         place, source = site.joinpath(*package.split(".")), ROOT / folder
         # Of the package itself, which the others are linked into, each file.
-        links = [(place, source)] if "." in package else [(place / each.name, each) for each in source.glob("*.py")]
+        links = (
+            [(place, source)]
+            if "." in package
+            else [(place / each.name, each) for each in source.glob("*.py")]
+        )
         for link_here, target in links:
             link_here.parent.mkdir(parents=True, exist_ok=True)
             link_here.unlink(missing_ok=True)
@@ -29,7 +35,10 @@ def link(site: Path) -> None:
         f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n"
     )
     groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
-    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups.items()]
+    lines = [
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items())
+        for group, points in groups.items()
+    ]
     (metadata / "entry_points.txt").write_text("\n".join(lines))
 
 

@@ -1,6 +1,8 @@
-"""What rows cost where KV is offloaded and loaded again: vLLM's real scheduler and `OffloadingConnector`, and no model.
+"""What rows cost where KV is offloaded and loaded again: vLLM's real scheduler and
+`OffloadingConnector`, and no model.
 
-A model's steps and the copies of KV are played, as in `scheduler`: a copy is done one step after it was asked for.
+A model's steps and the copies of KV are played, as in `scheduler`: a copy is done one step after it
+was asked for.
 """
 
 import argparse
@@ -21,12 +23,16 @@ _CHUNK_BYTES = 4096  # to which vLLM rounds the one layer that the scheduler is 
 class OffloadingSteps(Steps):
     """With a connector that offloads."""
 
-    def __init__(self, chunks: int, is_captured: bool, num_layers: int = 48, top_k: int = 8) -> None:
+    def __init__(
+        self, chunks: int, is_captured: bool, num_layers: int = 48, top_k: int = 8
+    ) -> None:
         extra = {"cpu_bytes_to_use": chunks * _CHUNK_BYTES}
         connector = KVTransferConfig(
             kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
         )
-        super().__init__(num_layers, top_k, config=engine_config(is_captured, kv_transfer_config=connector))
+        super().__init__(
+            num_layers, top_k, config=engine_config(is_captured, kv_transfer_config=connector)
+        )
         self._underway: list[tuple[int, str | None]] = []  # jobs, and the request that waits for it
         self.num_loaded = self.num_stored = 0  # tokens
 
@@ -44,14 +50,17 @@ class OffloadingSteps(Steps):
         if done:
             output.kv_connector_output = KVConnectorOutput(
                 finished_recving={request_id for _, request_id in done if request_id is not None},
-                kv_connector_worker_meta=OffloadingWorkerMetadata({job_id: 1 for job_id, _ in done}),
+                kv_connector_worker_meta=OffloadingWorkerMetadata(
+                    {job_id: 1 for job_id, _ in done}
+                ),
             )
         return output
 
 
 @dataclass
 class Play:
-    """What a mix took: steps, CPU seconds of the scheduler's thread, and tokens that were loaded and stored."""
+    """What a mix took: steps, CPU seconds of the scheduler's thread, and tokens that were loaded
+    and stored."""
 
     steps: int
     cpu_seconds: float
@@ -64,9 +73,15 @@ class Play:
 
 
 def play(
-    is_captured: bool, asks: bool, prompts: int = 128, length: int = 2048, rounds: int = 3, at_once: int = 32
+    is_captured: bool,
+    asks: bool,
+    prompts: int = 128,
+    length: int = 2048,
+    rounds: int = 3,
+    at_once: int = 32,
 ) -> Play:
-    """A few rounds over prompts that the KV cache has no space for: each is loaded in every round but the first.
+    """A few rounds over prompts that the KV cache has no space for: each is loaded in every round
+    but the first.
 
     That one is not counted.
     """
@@ -89,7 +104,11 @@ def play(
     return total
 
 
-VARIANTS = {"off": (False, False), "captured, not asked for": (True, False), "returned": (True, True)}
+VARIANTS = {
+    "off": (False, False),
+    "captured, not asked for": (True, False),
+    "returned": (True, True),
+}
 
 
 def reload_table(repeats: int = 5, forward_s: float = 0.02, **mix: int) -> str:
@@ -99,14 +118,24 @@ def reload_table(repeats: int = 5, forward_s: float = 0.02, **mix: int) -> str:
         order = list(VARIANTS.items())
         for name, (is_captured, asks) in order if repeat % 2 == 0 else order[::-1]:
             plays[name].append(play(is_captured, asks, **mix))
-    head = ("", "steps", "tokens loaded", "CPU time of the scheduler's thread", "a step", "throughput to off")
+    head = (
+        "",
+        "steps",
+        "tokens loaded",
+        "CPU time of the scheduler's thread",
+        "a step",
+        "throughput to off",
+    )
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     base = median(each.seconds(forward_s) for each in plays["off"])
     for name, made in plays.items():
         cpu_seconds, first = median(each.cpu_seconds for each in made), made[0]
         ratio = base / median(each.seconds(forward_s) for each in made) - 1
         cells = [name, f"{first.steps:,}", f"{first.num_loaded:,}", f"{cpu_seconds:.2f} s"]
-        cells += [f"{1e3 * cpu_seconds / first.steps:.2f} ms", f"{100 * ratio:+.2f} %" if name != "off" else ""]
+        cells += [
+            f"{1e3 * cpu_seconds / first.steps:.2f} ms",
+            f"{100 * ratio:+.2f} %" if name != "off" else "",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

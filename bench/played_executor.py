@@ -1,5 +1,6 @@
-"""An executor without a model, for vLLM's own server: tokens and rows are there when they are asked for, after a pause
-as long as a forward pass. What is measured beside it is the API process, which waits for nothing else."""
+"""An executor without a model, for vLLM's own server: tokens and rows are there when they are asked
+for, after a pause as long as a forward pass. What is measured beside it is the API process, which
+waits for nothing else."""
 
 import os
 import time
@@ -29,7 +30,8 @@ class Player:
     """Plays the steps of a model, which it learns of from the scheduler's outputs alone."""
 
     def __init__(self, rows: Rows, block_size: int, is_captured: bool) -> None:
-        """`rows` [n, L, K] are repeated by position, so that the same prompt has the same rows each time."""
+        """`rows` [n, L, K] are repeated by position, so that the same prompt has the same rows each
+        time."""
         self._rows, self._block_size, self._is_captured = rows, block_size, is_captured
         self._blocks: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -53,9 +55,14 @@ class Player:
                 self._blocks[request_id] += blocks[0]
         ids = list(step.num_scheduled_tokens)
         counts = list(step.num_scheduled_tokens.values())
-        ended = [starts[each] + count >= self._lengths[each] for each, count in zip(ids, counts, strict=True)]
+        ended = [
+            starts[each] + count >= self._lengths[each]
+            for each, count in zip(ids, counts, strict=True)
+        ]
         output = ModelRunnerOutput(
-            ids, {each: index for index, each in enumerate(ids)}, [[_TOKEN] if end else [] for end in ended]
+            ids,
+            {each: index for index, each in enumerate(ids)},
+            [[_TOKEN] if end else [] for end in ended],
         )
         if ids and self._is_captured:
             offsets = np.cumsum([0, *counts], dtype=np.int64)
@@ -64,9 +71,14 @@ class Player:
                 slots = np.array([self._slot(each, starts[each]) for each in ids])
             else:
                 slots = np.concatenate(
-                    [self._slots(each, starts[each], n) for each, n in zip(ids, counts, strict=True)]
+                    [
+                        self._slots(each, starts[each], n)
+                        for each, n in zip(ids, counts, strict=True)
+                    ]
                 )
-                positions = np.concatenate([np.arange(n) + starts[each] for each, n in zip(ids, counts, strict=True)])
+                positions = np.concatenate(
+                    [np.arange(n) + starts[each] for each, n in zip(ids, counts, strict=True)]
+                )
             attach(output, StepRows(self._rows[positions % len(self._rows)], slots, offsets))
         return output
 
@@ -77,7 +89,9 @@ class Player:
     def _slots(self, request_id: str, start: int, count: int) -> NDArray[np.int64]:
         positions = np.arange(start, start + count)
         blocks = np.array(self._blocks[request_id])
-        return blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+        return (
+            blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+        )
 
 
 class PlayedExecutor(Executor):
@@ -90,14 +104,18 @@ class PlayedExecutor(Executor):
         self._block_size = self.cache_config.block_size
         self._step_s = float(os.environ[PLAYED_STEP_MS]) / 1000
         count = self.scheduler_config.max_num_batched_tokens
-        scores = np.random.default_rng(0).random((count, self._num_layers, self._num_experts), dtype=np.float32)
+        scores = np.random.default_rng(0).random(
+            (count, self._num_layers, self._num_experts), dtype=np.float32
+        )
         rows = np.argpartition(scores, self._top_k, axis=2)[:, :, : self._top_k].astype(np.int16)
         self._player = Player(rows, self._block_size, is_capturing(self.parallel_config.worker_cls))
         self._answers: dict[str, Callable[..., Any]] = {
             "get_kv_cache_spec": self._kv_cache_spec,
             "execute_model": self._play,
             "get_supported_kv_cache_layouts": lambda: ["NHD"],
-            "determine_available_memory": lambda: PLAYED_SLOTS // self._block_size * self._spec().page_size_bytes,
+            "determine_available_memory": lambda: (
+                PLAYED_SLOTS // self._block_size * self._spec().page_size_bytes
+            ),
             "get_supported_tasks": lambda: ("generate",),
             "compile_or_warm_up_model": lambda: CompilationTimes(0.0, 0.0),
             "routed_experts_info": self._info,
@@ -132,7 +150,9 @@ class PlayedExecutor(Executor):
         return output
 
     def _spec(self) -> FullAttentionSpec:
-        return FullAttentionSpec(block_size=self._block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        return FullAttentionSpec(
+            block_size=self._block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
+        )
 
     def _kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         return {"layer": self._spec()}
@@ -155,8 +175,8 @@ class PlayedExecutor(Executor):
 
 
 def _transferred(asked: Any) -> KVConnectorOutput:
-    """What NIXL's worker says once all KV that a step asks for is there: here at the end of that step. The prefill
-    instance need not keep it, as its rows left with the request's end."""
+    """What NIXL's worker says once all KV that a step asks for is there: here at the end of that
+    step. The prefill instance need not keep it, as its rows left with the request's end."""
     assert isinstance(asked, NixlConnectorMetadata)
     return KVConnectorOutput(
         finished_sending=set(asked.reqs_to_send),

@@ -12,7 +12,11 @@ from routed_experts.protocol.collect import Routing
 from routed_experts.protocol.ranks import Packed, pack, stage_layers, take, token_spans
 
 SEQUENCES, TOKENS, LAYERS, TOP_K = 8, 16_384, 48, 8
-SPLITS = {"context 8": (1, 8, 1), "context 4, sequence 2": (1, 4, 2), "pipeline 2, context 2, sequence 2": (2, 2, 2)}
+SPLITS = {
+    "context 8": (1, 8, 1),
+    "context 4, sequence 2": (1, 4, 2),
+    "pipeline 2, context 2, sequence 2": (2, 2, 2),
+}
 SPLITS |= {"pipeline 4, context 2": (4, 2, 1), "pipeline 8": (8, 1, 1)}
 
 
@@ -41,11 +45,14 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     shape = (TOKENS - 1, LAYERS, TOP_K)
     routings = [
-        Routing(np.random.default_rng(seed).integers(128, size=shape, dtype=np.int16)) for seed in range(SEQUENCES)
+        Routing(np.random.default_rng(seed).integers(128, size=shape, dtype=np.int16))
+        for seed in range(SEQUENCES)
     ]
     packed = pack(routings, multiple=16)
     copy = seconds(packed.rows.copy)
-    print(f"copying {packed.rows.nbytes / 1e6:.0f} MB takes {1000 * copy:.1f} ms; in multiples of it:")
+    print(
+        f"copying {packed.rows.nbytes / 1e6:.0f} MB takes {1000 * copy:.1f} ms; in multiples of it:"
+    )
     print(f"packing: {seconds(lambda: pack(routings)) / copy:.2f}")
     for name, split in SPLITS.items():
         print(f"{name}: {seconds(lambda split=split: cut(packed, *split)) / copy:.2f}")  # type: ignore[misc]

@@ -1,8 +1,10 @@
-"""What replay costs a trainer's step: forward and backward passes of a few layers of Qwen3-30B-A3B's shape.
+"""What replay costs a trainer's step: forward and backward passes of a few layers of
+Qwen3-30B-A3B's shape.
 
     python -m bench.replay
 
-Variants take turns on one GPU. The rows are those that the router chose, so that the experts' work is the same.
+Variants take turns on one GPU. The rows are those that the router chose, so that the experts' work
+is the same.
 """
 
 import argparse
@@ -26,7 +28,10 @@ def chosen(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, 
     """Ids and weights [T, L, K] of the model's own routers, on the host, as a server sends them."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
-    handles = [each.register_forward_pre_hook(lambda module, args: seen.append(args[1:3])) for each in experts]
+    handles = [
+        each.register_forward_pre_hook(lambda module, args: seen.append(args[1:3]))
+        for each in experts
+    ]
     with torch.no_grad():
         model(tokens, use_cache=False)
     for handle in handles:
@@ -77,14 +82,18 @@ def main() -> None:
             if repeat >= 0:
                 found[name].append(took)
     print(described(commit_and_device(args.device, None)))
-    print(f"{tokens.numel()} tokens, {args.layers} layers, {'recomputed, ' if args.recompute else ''}ms a step:")
+    print(
+        f"{tokens.numel()} tokens, {args.layers} layers, {'recomputed, ' if args.recompute else ''}ms a step:"
+    )
     live = found[NOTHING]
     lines = [(name, runs, live) for name, runs in found.items()]
     lines.append((f"{NOTHING}: even turns to odd", live[::2], live[1::2]))
     for name, runs, base in lines:
         took, above = median(runs), median(runs) - median(base)
         share = above / median(base)
-        print(f"{name}: {took:.2f} ({100 * share:+.2f} %, {1000 * above / args.layers:+.0f} µs a layer)")
+        print(
+            f"{name}: {took:.2f} ({100 * share:+.2f} %, {1000 * above / args.layers:+.0f} µs a layer)"
+        )
 
 
 if __name__ == "__main__":

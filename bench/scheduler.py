@@ -1,6 +1,8 @@
-"""What the capture costs the scheduler's thread, which every request waits for: vLLM's real scheduler, and no model.
+"""What the capture costs the scheduler's thread, which every request waits for: vLLM's real
+scheduler, and no model.
 
-A model's steps are played: tokens and rows are there when they are asked for, after a pause as long as a forward pass.
+A model's steps are played: tokens and rows are there when they are asked for, after a pause as long
+as a forward pass.
 """
 
 import argparse
@@ -86,17 +88,22 @@ class Steps:
             connector = self.scheduler.aux_output_connector
             for name in ("build_connector_meta", "receive", "take_output", "distribute"):
                 setattr(connector, name, self._timed(getattr(connector, name)))
-        self._rows = np.random.default_rng(0).integers(0, 128, (CHUNK, num_layers, top_k)).astype(np.int16)
+        self._rows = (
+            np.random.default_rng(0).integers(0, 128, (CHUNK, num_layers, top_k)).astype(np.int16)
+        )
         self._player = Player(self._rows, BLOCK, self._is_captured)
         self._forward_s = forward_s
         self._added = 0
 
     def add(self, prompt: list[int], max_tokens: int, asks: bool, at_end: bool = False) -> str:
-        """Adds a request that asks for its routing or not, perhaps at its end only; gives its id."""
+        """Adds a request that asks for its routing or not, perhaps at its end only; gives its
+        id."""
         self._added += 1
         assert self._is_captured or not asks
         opt_in = OptIn(0, self._added.to_bytes(16, "little"), shared=False, final_only=at_end)
-        params = SamplingParams(max_tokens=max_tokens, extra_args={OPT_IN_ARG: opt_in.encode()} if asks else None)
+        params = SamplingParams(
+            max_tokens=max_tokens, extra_args={OPT_IN_ARG: opt_in.encode()} if asks else None
+        )
         request = Request(str(self._added), prompt, params, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
         return request.request_id
@@ -116,12 +123,14 @@ class Steps:
         outputs = [output for message in messages.values() for output in message.outputs]
         brought = filter(None, map(RowsOutput.of, outputs))
         sent = {brings.request_id for brings in brought if brings.kind == PROMPT_ROWS}
-        num_bytes = sum(output.routed_experts.nbytes for output in outputs if output.routed_experts is not None)
+        num_bytes = sum(
+            output.routed_experts.nbytes for output in outputs if output.routed_experts is not None
+        )
         return Step(seconds, cpu_seconds, self._ours, sent, num_bytes)
 
     def age(self) -> None:
-        """Makes it one that has run for a while: its host cache's memory is there, and its objects are no news to the
-        garbage collector. Call after the first step."""
+        """Makes it one that has run for a while: its host cache's memory is there, and its objects
+        are no news to the garbage collector. Call after the first step."""
         cache = self.scheduler.aux_output_connector.cache
         for first in range(0, self._num_blocks * BLOCK, CHUNK):
             slots = np.arange(first, min(first + CHUNK, self._num_blocks * BLOCK))
@@ -171,24 +180,39 @@ def step_table(running: int, steps: int = 200) -> str:
     """Markdown: median microseconds of the scheduler's thread in a step of `running` requests."""
     lines = ["| | the whole step | of it the capture |", "| --- " * 3 + "|"]
     for name, asks in [*VARIANTS, (AT_END, True)]:
-        made = Steps(config=engine_config(max_num_seqs=running), num_blocks=running * 20 + NUM_BLOCKS)
+        made = Steps(
+            config=engine_config(max_num_seqs=running), num_blocks=running * 20 + NUM_BLOCKS
+        )
         for index in range(running):
             made.add(prompt_of(BLOCK, index), 10_000, asks, at_end=name == AT_END)
         made.step()
         made.age()
-        taken = [made.step() for _ in tqdm(range(steps), desc=f"steps, {name}", unit=" steps", disable=None)]
+        taken = [
+            made.step()
+            for _ in tqdm(range(steps), desc=f"steps, {name}", unit=" steps", disable=None)
+        ]
         whole, ours = (
-            1e6 * median(values) for values in zip(*((step.seconds, step.ours) for step in taken), strict=True)
+            1e6 * median(values)
+            for values in zip(*((step.seconds, step.ours) for step in taken), strict=True)
         )
         lines.append(f"| {name} | {whole:.0f} µs | {ours:.0f} µs |")
         gc.unfreeze()
     return "\n".join(lines)
 
 
-def long_prompt_table(length: int = LONG, repeats: int = 20, forward_s: float = 0.01, num_running: int = 64) -> str:
-    """Markdown: time that the scheduler's thread takes in steps of 64 requests, while a long prompt that is all in the
-    prefix cache has its first token and its rows are read; and how many steps later they are sent."""
-    head = ("", "median step", "longest step", "most CPU time of the capture in a step", "rows sent after")
+def long_prompt_table(
+    length: int = LONG, repeats: int = 20, forward_s: float = 0.01, num_running: int = 64
+) -> str:
+    """Markdown: time that the scheduler's thread takes in steps of 64 requests, while a long prompt
+    that is all in the prefix cache has its first token and its rows are read; and how many steps
+    later they are sent."""
+    head = (
+        "",
+        "median step",
+        "longest step",
+        "most CPU time of the capture in a step",
+        "rows sent after",
+    )
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for name, asks in VARIANTS:
         made = Steps(forward_s=forward_s, clock=time.thread_time)
@@ -208,7 +232,10 @@ def long_prompt_table(length: int = LONG, repeats: int = 20, forward_s: float = 
                 if request_id in taken[-1].sent:
                     waits.append(later)
         seconds = [step.seconds for step in taken]
-        figures = [f"{1e3 * each:.2f} ms" for each in (median(seconds), max(seconds), max(step.ours for step in taken))]
+        figures = [
+            f"{1e3 * each:.2f} ms"
+            for each in (median(seconds), max(seconds), max(step.ours for step in taken))
+        ]
         sent_after = f"{median(waits):.0f} steps, at most {max(waits)}" if waits else ""
         lines.append(f"| {name} | {' | '.join(figures)} | {sent_after} |")
         gc.unfreeze()
@@ -216,11 +243,16 @@ def long_prompt_table(length: int = LONG, repeats: int = 20, forward_s: float = 
 
 
 def ends_table(running: int, num_tokens: int = 300, later: int = 60) -> str:
-    """Markdown: CPU time of the scheduler's thread in the steps after which all requests have ended at once, while as
-    many new ones begin."""
-    lines = ["| | step before | longest step after | bytes sent | steps until all rows are sent |", "| --- " * 5 + "|"]
+    """Markdown: CPU time of the scheduler's thread in the steps after which all requests have ended
+    at once, while as many new ones begin."""
+    lines = [
+        "| | step before | longest step after | bytes sent | steps until all rows are sent |",
+        "| --- " * 5 + "|",
+    ]
     for name, asks in [("captured, not asked for", False), (AT_END, True)]:
-        made = Steps(config=engine_config(max_num_seqs=running), forward_s=0.005, num_blocks=running * 30)
+        made = Steps(
+            config=engine_config(max_num_seqs=running), forward_s=0.005, num_blocks=running * 30
+        )
         for index in range(running):
             made.add(prompt_of(BLOCK, index), num_tokens, asks, at_end=True)
         made.step()
@@ -235,7 +267,9 @@ def ends_table(running: int, num_tokens: int = 300, later: int = 60) -> str:
                 last = count + 1
         longest = max(step.cpu_seconds for step in taken)
         num_bytes = sum(step.num_bytes for step in taken)
-        lines.append(f"| {name} | {1e3 * before:.1f} ms | {1e3 * longest:.1f} ms | {num_bytes / 1e6:.0f} MB | {last} |")
+        lines.append(
+            f"| {name} | {1e3 * before:.1f} ms | {1e3 * longest:.1f} ms | {num_bytes / 1e6:.0f} MB | {last} |"
+        )
         gc.unfreeze()
     return "\n".join(lines)
 

@@ -1,4 +1,5 @@
-"""The benchmarks' models: folders for `--load-format dummy`, with a configuration and a tokenizer but no weights."""
+"""The benchmarks' models: folders for `--load-format dummy`, with a configuration and a tokenizer
+but no weights."""
 
 import json
 from pathlib import Path
@@ -30,8 +31,8 @@ QWEN3_30B_A3B = {
     "bos_token_id": 151643,
 }
 
-# The router of DeepSeek-V3 (58 MoE layers, top 8 of 256 experts in 8 groups of which 4 count, sigmoid with bias) beside
-# the attention above; experts as narrow as two engines on one GPU need.
+# The router of DeepSeek-V3 (58 MoE layers, top 8 of 256 experts in 8 groups of which 4 count,
+# sigmoid with bias) beside the attention above; experts as narrow as two engines on one GPU need.
 GROUPED_256 = {
     **QWEN3_30B_A3B,
     "architectures": ["Glm4MoeForCausalLM"],
@@ -50,7 +51,12 @@ GROUPED_256 = {
 }
 
 # As many experts of which as many are chosen as in Qwen3-Next.
-TEN_OF_512 = {**QWEN3_30B_A3B, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 128}
+TEN_OF_512 = {
+    **QWEN3_30B_A3B,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 128,
+}
 
 # As many of as many as in latent MoE models (Nemotron 3), whose experts are narrow.
 LATENT_22_OF_512 = {**TEN_OF_512, "num_experts_per_tok": 22}
@@ -69,7 +75,8 @@ def kv_bytes(config: dict[str, Any]) -> int:
     return int(width * (2 if config["torch_dtype"] == "bfloat16" else 4))
 
 
-# As many rows, and as wide, as Qwen3-30B-A3B's; everything that costs the engine time is as small as its kernels allow.
+# As many rows, and as wide, as Qwen3-30B-A3B's; everything that costs the engine time is as small
+# as its kernels allow.
 TINY = {
     **QWEN3_30B_A3B,
     "hidden_size": 32,
@@ -85,11 +92,13 @@ TINY = {
 }
 
 TOKEN_CHARS = 5
-"""Every token's text has this many characters, so that the length of a chunk's text says how many tokens it brings."""
+"""Every token's text has this many characters, so that the length of a chunk's text says how many
+tokens it brings."""
 
 
 def token_text(index: int) -> str:
-    """A space and the index in letters: one word a token, as with a real vocabulary, and no two alike."""
+    """A space and the index in letters: one word a token, as with a real vocabulary, and no two
+    alike."""
     letters = ""
     for _ in range(TOKEN_CHARS - 1):
         index, digit = divmod(index, 26)
@@ -98,15 +107,19 @@ def token_text(index: int) -> str:
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """A byte-level tokenizer that decodes every id below `vocab_size`. It cannot encode: prompts are sent as ids."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # here: client processes import this module
+    """A byte-level tokenizer that decodes every id below `vocab_size`. It cannot encode: prompts
+    are sent as ids."""
+    # here: client processes import this module
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocab = {token_text(index).replace(" ", "Ġ"): index for index in range(vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False
+    ).save_pretrained(directory)
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""A conversation of several turns, each of which asks only for the routing that it has not seen, from a raw stream.
+"""A conversation of several turns, each of which asks only for the routing that it has not seen,
+from a raw stream.
 
     python examples/conversation.py --url http://localhost:8000
 
@@ -30,7 +31,8 @@ async def turn(session: aiohttp.ClientSession, model: str, tokens: list[int], se
     }
     async with session.post("/v1/completions", json=body) as response:
         response.raise_for_status()
-        (routing,) = await collect_async(response.content, prompt_start=seen, media=())  # text alone
+        # text alone
+        (routing,) = await collect_async(response.content, prompt_start=seen, media=())
         return routing
 
 
@@ -53,7 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", default="http://localhost:8000")
     routing = asyncio.run(converse(parser.parse_args().url))
-    print(f"the whole conversation: rows {routing.rows.shape} of {routing.end + 1} tokens, {routing.missing} missing")
+    print(
+        f"the whole conversation: rows {routing.rows.shape} of {routing.end + 1} tokens, {routing.missing} missing"
+    )
 
 
 if __name__ == "__main__":

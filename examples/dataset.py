@@ -1,4 +1,5 @@
-"""A torch Dataset of rollouts whose rows stay on the server until a pipeline rank needs its own layers of them.
+"""A torch Dataset of rollouts whose rows stay on the server until a pipeline rank needs its own
+layers of them.
 
     python examples/dataset.py --url http://localhost:8000
 
@@ -21,16 +22,21 @@ TURNS, NUM_TOKENS = ["Which experts?", " And then?", " Why?"], 64
 
 
 class RoutingDataset(Dataset[torch.Tensor]):
-    """The expert ids of sequences: int16 [layers, num_tokens, K], layers first, -1 behind the last row.
+    """The expert ids of sequences: int16 [layers, num_tokens, K], layers first, -1 behind the last
+    row.
 
     Args:
-        sequences: for each, the references of its turns. Together they cover its rows from position 0 on.
-        layers: the layers of this rank: the first, and the one after the last.
-        base_url: of the server's API.
+        sequences: for each, the references of its turns. Together they cover its rows from position
+        0 on. layers: the layers of this rank: the first, and the one after the last. base_url: of
+        the server's API.
     """
 
     def __init__(
-        self, sequences: list[list[Reference]], layers: tuple[int, int], num_tokens: int, base_url: str
+        self,
+        sequences: list[list[Reference]],
+        layers: tuple[int, int],
+        num_tokens: int,
+        base_url: str,
     ) -> None:
         self._base_url = base_url
         self._sequences = sequences
@@ -48,20 +54,31 @@ class RoutingDataset(Dataset[torch.Tensor]):
             start = reference["start"]
             count = min(reference["shape"][0], self._num_tokens - start)
             if count > 0:
-                part = fetch(reference, layers=self._layers, tokens=(0, count), base_url=self._base_url)
+                part = fetch(
+                    reference, layers=self._layers, tokens=(0, count), base_url=self._base_url
+                )
                 ids[:, start : start + count] = torch.from_numpy(part.copy())
         return ids
 
 
 def converse(url: str, model: str) -> tuple[list[Reference], list[int]]:
-    """The references and the tokens of a conversation, each turn of which asks for the rows that are not known yet."""
+    """The references and the tokens of a conversation, each turn of which asks for the rows that
+    are not known yet."""
     references: list[Reference] = []
     tokens: list[int] = []
     for text in TURNS:
         tokens += post(f"{url}/tokenize", {"model": model, "prompt": text})["tokens"]
-        asked = {"return_routed_experts": True, "routed_experts_delivery": "reference", "return_token_ids": True}
-        asked["routed_experts_prompt_start"] = sum(reference["shape"][0] for reference in references)
-        answer = post(f"{url}/v1/completions", {"model": model, "prompt": tokens, "max_tokens": 8, **asked})
+        asked = {
+            "return_routed_experts": True,
+            "routed_experts_delivery": "reference",
+            "return_token_ids": True,
+        }
+        asked["routed_experts_prompt_start"] = sum(
+            reference["shape"][0] for reference in references
+        )
+        answer = post(
+            f"{url}/v1/completions", {"model": model, "prompt": tokens, "max_tokens": 8, **asked}
+        )
         (choice,) = answer["choices"]
         references += [answer["prompt_routed_experts"], choice["routed_experts"]]
         tokens += choice["token_ids"]
@@ -69,7 +86,9 @@ def converse(url: str, model: str) -> tuple[list[Reference], list[int]]:
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request) as response:
         return json.load(response)
 
@@ -77,14 +96,18 @@ def post(url: str, body: dict[str, Any]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", default="http://localhost:8000")
-    parser.add_argument("--ranks", type=int, default=2, help="pipeline stages, which share the layers")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="pipeline stages, which share the layers"
+    )
     args = parser.parse_args()
     with urllib.request.urlopen(f"{args.url}/v1/routed_experts") as response:
         info = json.load(response)
     sequences = [converse(args.url, info["model"])[0] for _ in range(3)]
     bounds = [rank * info["num_layers"] // args.ranks for rank in range(args.ranks + 1)]
     for rank, layers in enumerate(pairwise(bounds)):  # each in a process of its own, in earnest
-        for batch in DataLoader(RoutingDataset(sequences, layers, NUM_TOKENS, f"{args.url}/v1"), batch_size=3):
+        for batch in DataLoader(
+            RoutingDataset(sequences, layers, NUM_TOKENS, f"{args.url}/v1"), batch_size=3
+        ):
             print(f"rank {rank}, layers {layers[0]} to {layers[1] - 1}: {list(batch.shape)}")
 
 

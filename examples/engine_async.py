@@ -18,21 +18,27 @@ Answer = tuple[list[int], np.ndarray]
 
 
 async def whole(engine: AsyncLLM, prompt: str, kind: RequestOutputKind) -> Answer:
-    """The last output has it all, with `FINAL_ONLY`, which gives no other, and with `CUMULATIVE`."""
+    """The last output has it all, with `FINAL_ONLY`, which gives no other, and with
+    `CUMULATIVE`."""
     params = SamplingParams(max_tokens=30, output_kind=kind)
-    *_, output = [output async for output in engine.generate(prompt, params, f"{kind.name} {prompt}")]
+    *_, output = [
+        output async for output in engine.generate(prompt, params, f"{kind.name} {prompt}")
+    ]
     (choice,) = output.outputs
     return [*(output.prompt_token_ids or ()), *choice.token_ids], choice.routed_experts
 
 
 async def in_pieces(engine: AsyncLLM, prompt: str, pause_s: float) -> Answer:
-    """Each output has the rows that its tokens made known; one that waited for a slow reader has those of several."""
+    """Each output has the rows that its tokens made known; one that waited for a slow reader has
+    those of several."""
     params = SamplingParams(max_tokens=30, output_kind=RequestOutputKind.DELTA)
     tokens: list[int] = []
     rows: list[np.ndarray] = []
     async for output in engine.generate(prompt, params, f"DELTA {pause_s} {prompt}"):
         (choice,) = output.outputs
-        tokens += choice.token_ids if tokens else [*(output.prompt_token_ids or ()), *choice.token_ids]
+        tokens += (
+            choice.token_ids if tokens else [*(output.prompt_token_ids or ()), *choice.token_ids]
+        )
         rows.append(choice.routed_experts)
         await asyncio.sleep(pause_s)
     return tokens, np.concatenate(rows)
@@ -54,4 +60,6 @@ async def main(model: str, **options: Any) -> list[Answer]:
 
 
 if __name__ == "__main__":
-    answers = asyncio.run(main(sys.argv[1], **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")))
+    answers = asyncio.run(
+        main(sys.argv[1], **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+    )

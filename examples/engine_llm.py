@@ -1,4 +1,5 @@
-"""Routing of prompts, chats and the turns of a conversation, from an engine that this program builds.
+"""Routing of prompts, chats and the turns of a conversation, from an engine that this program
+builds.
 
 python examples/engine_llm.py Qwen/Qwen3-30B-A3B
 """
@@ -11,7 +12,8 @@ import numpy as np
 from vllm import LLM, RequestOutput, SamplingParams
 
 Answer = tuple[list[int], np.ndarray]
-"""The tokens of a sequence, and the experts of those that were asked for, up to the last but one."""
+"""The tokens of a sequence, and the experts of those that were asked for, up to the last but
+one."""
 
 
 def answers_of(outputs: list[RequestOutput]) -> list[Answer]:
@@ -26,7 +28,10 @@ def main(model: str, **options: Any) -> list[Answer]:
     llm = LLM(model, enable_return_routed_experts=True, **options)
     sampled = SamplingParams(n=2, max_tokens=12, temperature=1.0)
     answers = answers_of(llm.generate(["Which experts?", "Why these, and no others?"], sampled))
-    chats: list[Any] = [[{"role": "user", "content": "Which experts?"}], [{"role": "user", "content": "Why?"}]]
+    chats: list[Any] = [
+        [{"role": "user", "content": "Which experts?"}],
+        [{"role": "user", "content": "Why?"}],
+    ]
     answers += answers_of(llm.chat(chats, sampled, use_tqdm=False))
 
     # The next turn of a conversation: its rows begin where those of the turn before end.

@@ -26,7 +26,9 @@ class Rollout:
     def generate(self, prompts: list[str]) -> list[Answer]:
         from vllm import SamplingParams
 
-        outputs = self.llm.generate(prompts, SamplingParams(n=2, max_tokens=12, temperature=1.0), use_tqdm=False)
+        outputs = self.llm.generate(
+            prompts, SamplingParams(n=2, max_tokens=12, temperature=1.0), use_tqdm=False
+        )
         return [
             ([*(output.prompt_token_ids or ()), *choice.token_ids], choice.routed_experts)
             for output in outputs

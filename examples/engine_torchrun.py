@@ -1,4 +1,5 @@
-"""Routing under torchrun: each process has an engine of its own, and together they are one tensor-parallel model.
+"""Routing under torchrun: each process has an engine of its own, and together they are one
+tensor-parallel model.
 
     torchrun --nproc-per-node 2 examples/engine_torchrun.py Qwen/Qwen3-30B-A3B
 
@@ -32,8 +33,16 @@ def main(model: str, **options: Any) -> list[Answer]:
     answers = []
     for output in llm.generate(["Which experts?", "Why these?"], sampled, use_tqdm=False):
         for choice in output.outputs:
-            answers.append(([*(output.prompt_token_ids or ()), *choice.token_ids], choice.routed_experts))
-            print("process", os.environ["RANK"], len(answers[-1][0]), "tokens,", choice.routed_experts.shape)
+            answers.append(
+                ([*(output.prompt_token_ids or ()), *choice.token_ids], choice.routed_experts)
+            )
+            print(
+                "process",
+                os.environ["RANK"],
+                len(answers[-1][0]),
+                "tokens,",
+                choice.routed_experts.shape,
+            )
     return answers
 
 

@@ -1,4 +1,5 @@
-"""Routing beside calls of a program's own into vLLM's workers, in engines one after the other without processes.
+"""Routing beside calls of a program's own into vLLM's workers, in engines one after the other
+without processes.
 
 python examples/engine_workers.py Qwen/Qwen3-30B-A3B
 """
@@ -37,12 +38,16 @@ def main(model: str, **options: Any) -> list[Answer]:
     answers: list[Answer] = []
     for prompt in ("Which experts?", "And which in another engine?"):
         extension = f"{os.path.splitext(os.path.basename(__file__))[0]}.WorkerExtension"
-        llm = LLM(model, enable_return_routed_experts=True, worker_extension_cls=extension, **options)
+        llm = LLM(
+            model, enable_return_routed_experts=True, worker_extension_cls=extension, **options
+        )
         print("weights:", llm.collective_rpc("num_weights"))
         print("routers:", len(llm.collective_rpc(routers)[0]))
         (output,) = llm.generate(prompt, SamplingParams(max_tokens=12), use_tqdm=False)
         (choice,) = output.outputs
-        answers.append(([*(output.prompt_token_ids or ()), *choice.token_ids], choice.routed_experts))
+        answers.append(
+            ([*(output.prompt_token_ids or ()), *choice.token_ids], choice.routed_experts)
+        )
         print(len(answers[-1][0]), "tokens,", answers[-1][1].shape, answers[-1][1].dtype)
         del llm
     return answers

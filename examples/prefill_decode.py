@@ -1,9 +1,10 @@
 """Prefill and decode in two instances on one machine, behind a proxy that knows nothing of routing.
 
-    python examples/prefill_decode.py Qwen/Qwen3-30B-A3B --devices 0 1 [flags of routed-experts serve]
+    python examples/prefill_decode.py Qwen/Qwen3-30B-A3B --devices 0 1 [flags of routed-experts
+    serve]
 
-Needs NIXL (`pip install nixl`). Clients ask the proxy as they would ask one server; its instances are at the two ports
-behind its own.
+Needs NIXL (`pip install nixl`). Clients ask the proxy as they would ask one server; its instances
+are at the two ports behind its own.
 """
 
 import argparse
@@ -27,12 +28,23 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.background import BackgroundTask
 
-CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+CONFIG = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
 ON_CPU = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"num_threads": 0}}
 PARAMS, MSGPACK = "kv_transfer_params", "application/msgpack"
 UNKNOWN = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 PASSED_ON = ("accept", "authorization", "content-type")
-NOT_PASSED_BACK = ("connection", "content-encoding", "content-length", "date", "server", "transfer-encoding")
+NOT_PASSED_BACK = (
+    "connection",
+    "content-encoding",
+    "content-length",
+    "date",
+    "server",
+    "transfer-encoding",
+)
 
 
 def start(model: str, port: int, device: str | None, flags: list[str]) -> subprocess.Popen[bytes]:
@@ -40,9 +52,20 @@ def start(model: str, port: int, device: str | None, flags: list[str]) -> subpro
     env = {**os.environ, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 1000)}
     env |= {"UCX_TLS": "tcp,self,sm"} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     config = json.dumps(CONFIG | (ON_CPU if device is None else {}))
-    command = [sys.executable, "-m", "routed_experts.server.cli", "serve", model, "--port", str(port)]
-    # In a process group of its own, so that Ctrl-C stops the proxy first: its requests still need both instances.
-    return subprocess.Popen([*command, "--kv-transfer-config", config, *flags], env=env, process_group=0)
+    command = [
+        sys.executable,
+        "-m",
+        "routed_experts.server.cli",
+        "serve",
+        model,
+        "--port",
+        str(port),
+    ]
+    # In a process group of its own, so that Ctrl-C stops the proxy first: its requests still need
+    # both instances.
+    return subprocess.Popen(
+        [*command, "--kv-transfer-config", config, *flags], env=env, process_group=0
+    )
 
 
 def wait_for(leg: subprocess.Popen[bytes], port: int) -> None:
@@ -60,11 +83,12 @@ class BadRequest(ValueError):
 
 
 def from_client(content: bytes) -> dict[str, Any]:
-    """A client's request without `kv_transfer_params`. They name the host and the blocks that KV is pulled from, and
-    the experts that its tokens chose; only an instance may do that.
+    """A client's request without `kv_transfer_params`. They name the host and the blocks that KV is
+    pulled from, and the experts that its tokens chose; only an instance may do that.
 
     Raises:
-        BadRequest: it cannot be read. An instance may read what this proxy cannot, so it is never passed on.
+        BadRequest: it cannot be read. An instance may read what this proxy cannot, so it is never
+        passed on.
     """
     try:
         body = msgspec.json.decode(content)
@@ -97,18 +121,24 @@ def for_prefill(body: dict[str, Any]) -> dict[str, Any]:
 
 def error_response(status: int, kind: str, message: str, param: str | None = None) -> Response:
     """An error as OpenAI's API has it."""
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": param, "code": status}}, status
+    )
 
 
 def proxy(ports: list[int]) -> FastAPI:
-    """Sends a request to the prefill instance, and with what that answers to the decode instance."""
+    """Sends a request to the prefill instance, and with what that answers to the decode
+    instance."""
     prefill, decode = (f"http://127.0.0.1:{port}" for port in ports)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # As many as there are requests. vLLM closes those that were idle for 5 s, maybe while a request is on its way.
+        # As many as there are requests. vLLM closes those that were idle for 5 s, maybe while a
+        # request is on its way.
         connections = TCPConnector(limit=0, keepalive_timeout=2)
-        async with ClientSession(connector=connections, timeout=ClientTimeout(total=None)) as app.state.session:
+        async with ClientSession(
+            connector=connections, timeout=ClientTimeout(total=None)
+        ) as app.state.session:
             yield
 
     app = FastAPI(lifespan=lifespan)
@@ -116,14 +146,23 @@ def proxy(ports: list[int]) -> FastAPI:
     async def passed_on(request: Request, content: bytes, **headers: str) -> Response:
         """What the decode instance answers."""
         url = f"{decode}{request.url.path}?{request.url.query}".rstrip("?")
-        headers = {**{name: request.headers[name] for name in PASSED_ON if name in request.headers}, **headers}
+        headers = {
+            **{name: request.headers[name] for name in PASSED_ON if name in request.headers},
+            **headers,
+        }
         answer = await app.state.session.request(request.method, url, data=content, headers=headers)
 
         async def close() -> None:  # also of an answer that nobody waits for any more
             answer.close()
 
-        headers = {name: value for name, value in answer.headers.items() if name.lower() not in NOT_PASSED_BACK}
-        return StreamingResponse(answer.content.iter_any(), answer.status, headers, background=BackgroundTask(close))
+        headers = {
+            name: value
+            for name, value in answer.headers.items()
+            if name.lower() not in NOT_PASSED_BACK
+        }
+        return StreamingResponse(
+            answer.content.iter_any(), answer.status, headers, background=BackgroundTask(close)
+        )
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
@@ -131,9 +170,14 @@ def proxy(ports: list[int]) -> FastAPI:
     async def relay(request: Request) -> Response:
         body = from_client(await request.body())
         first = msgspec.json.encode(for_prefill(body))
-        headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
+        headers = {
+            "Authorization": request.headers.get("Authorization", ""),
+            "Content-Type": "application/json",
+        }
         headers["Accept"] = MSGPACK  # its rows need no base64 then
-        async with app.state.session.post(prefill + request.url.path, data=first, headers=headers) as answer:
+        async with app.state.session.post(
+            prefill + request.url.path, data=first, headers=headers
+        ) as answer:
             prefilled = await answer.read()
         if not answer.ok:
             return Response(prefilled, answer.status, media_type="application/json")
@@ -164,13 +208,22 @@ def proxy(ports: list[int]) -> FastAPI:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
-    parser.add_argument("--port", type=int, default=8000, help="of the proxy; the instances take the next two")
-    parser.add_argument("--devices", nargs=2, default=[None, None], help="GPUs of the two; default: run on a CPU")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="of the proxy; the instances take the next two"
+    )
+    parser.add_argument(
+        "--devices", nargs=2, default=[None, None], help="GPUs of the two; default: run on a CPU"
+    )
     for leg in ("prefill", "decode"):
         parser.add_argument(
-            f"--{leg}", type=shlex.split, default=[], help=f"flags of the {leg} instance alone, in quotes"
+            f"--{leg}",
+            type=shlex.split,
+            default=[],
+            help=f"flags of the {leg} instance alone, in quotes",
         )
     args, flags = parser.parse_known_args()
     ports = [args.port + 1, args.port + 2]
@@ -180,7 +233,10 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     own = (args.prefill, args.decode)
-    legs = [start(args.model, *each, [*flags, *more]) for *each, more in zip(ports, args.devices, own, strict=True)]
+    legs = [
+        start(args.model, *each, [*flags, *more])
+        for *each, more in zip(ports, args.devices, own, strict=True)
+    ]
     try:
         for leg, port in zip(legs, ports, strict=True):
             wait_for(leg, port)

@@ -1,10 +1,12 @@
-"""Routing replay in a trainer: log-probabilities with and without the rollout's experts, and one GRPO-style step.
+"""Routing replay in a trainer: log-probabilities with and without the rollout's experts, and one
+GRPO-style step.
 
     python examples/replay.py MODEL --url http://localhost:8000
 
-MODEL is the checkpoint that the server has loaded, of any family that `routed_experts.replay` knows but Llama 4. If the
-server captures the router's weights (`--enable-return-routed-expert-weights`), they are replayed too. Needs the extra
-`torch`, transformers and the OpenAI client. docs/replay.md explains the table.
+MODEL is the checkpoint that the server has loaded, of any family that `routed_experts.replay` knows
+but Llama 4. If the server captures the router's weights (`--enable-return-routed-expert-weights`),
+they are replayed too. Needs the extra `torch`, transformers and the OpenAI client. docs/replay.md
+explains the table.
 """
 
 import argparse
@@ -27,11 +29,18 @@ UNKNOWN = -1
 COLUMNS = {"mean |Δ log p|": 16, "K1": 12, "K3": 12, "tokens with other experts": 28}
 
 
-def rollouts(url: str, prompt: str, count: int, max_tokens: int) -> tuple[dict[str, Any], list[Routing], list[str]]:
-    """What the server says of itself, and `count` sampled answers: rows with log-probabilities, and texts."""
+def rollouts(
+    url: str, prompt: str, count: int, max_tokens: int
+) -> tuple[dict[str, Any], list[Routing], list[str]]:
+    """What the server says of itself, and `count` sampled answers: rows with log-probabilities, and
+    texts."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     info = httpx.get(f"{url}/v1/routed_experts", timeout=60).json()
-    asked = {"return_routed_experts": True, "return_routed_expert_weights": info["weights"], "return_token_ids": True}
+    asked = {
+        "return_routed_experts": True,
+        "return_routed_expert_weights": info["weights"],
+        "return_token_ids": True,
+    }
     answer: Any = client.completions.create(
         model=info["model"],
         prompt=prompt,
@@ -50,10 +59,14 @@ def rollouts(url: str, prompt: str, count: int, max_tokens: int) -> tuple[dict[s
 
 @contextmanager
 def experts_seen(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Within, the ids [tokens, K] that the experts of each layer are called with, in the layers' order."""
+    """Within, the ids [tokens, K] that the experts of each layer are called with, in the layers'
+    order."""
     seen: list[torch.Tensor] = []
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
-    handles = [each.register_forward_pre_hook(lambda module, args: seen.append(args[1])) for each in experts]
+    handles = [
+        each.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+        for each in experts
+    ]
     try:
         yield seen
     finally:
@@ -68,14 +81,15 @@ def log_probabilities(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> t
 
 
 def figures(new: torch.Tensor, old: torch.Tensor) -> tuple[float, float, float]:
-    """How far log-probabilities are from those of the policy that sampled: mean absolute difference, and K1 and K3, two
-    estimates of the KL divergence."""
+    """How far log-probabilities are from those of the policy that sampled: mean absolute
+    difference, and K1 and K3, two estimates of the KL divergence."""
     ratio = new - old
     return ratio.abs().mean().item(), -ratio.mean().item(), (ratio.exp() - 1 - ratio).mean().item()
 
 
 def mistakes(rows: torch.Tensor, prompt_len: int) -> dict[str, torch.Tensor]:
-    """Rows [batch, tokens, L, K] as trainers have got them wrong, and for comparison without those of prompts."""
+    """Rows [batch, tokens, L, K] as trainers have got them wrong, and for comparison without those
+    of prompts."""
     without_prompt = rows.clone()
     without_prompt[:, :prompt_len] = UNKNOWN
     return {
@@ -94,32 +108,49 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--mistakes", action="store_true", help="show what common mistakes look like, too")
+    parser.add_argument(
+        "--mistakes", action="store_true", help="show what common mistakes look like, too"
+    )
     args = parser.parse_args()
     info, routings, texts = rollouts(args.url, args.prompt, args.group, args.max_tokens)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(args.device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+        .to(args.device)
+        .eval()
+    )
 
-    # A batch padded on the right. `generated` marks what the server sampled, `old` has its log-probabilities.
+    # A batch padded on the right. `generated` marks what the server sampled, `old` has its
+    # log-probabilities.
     columns = max(routing.end + 1 for routing in routings)
 
     def batch_of(values: list[Any]) -> torch.Tensor:
         return torch.from_numpy(align_values(routings, values, columns)).to(args.device)
 
-    tokens = batch_of([(*(routing.prompt_token_ids or ()), *(routing.token_ids or ())) for routing in routings])
+    tokens = batch_of(
+        [(*(routing.prompt_token_ids or ()), *(routing.token_ids or ())) for routing in routings]
+    )
     mask = batch_of([np.ones(routing.end + 1, dtype=np.int64) for routing in routings])
-    generated = batch_of([np.ones(len(routing.token_ids or ()), dtype=np.bool_) for routing in routings])[:, 1:]
+    generated = batch_of(
+        [np.ones(len(routing.token_ids or ()), dtype=np.bool_) for routing in routings]
+    )[:, 1:]
     old = batch_of([routing.logprobs for routing in routings]).float()[:, 1:]
     rows = torch.from_numpy(align(routings, columns, last=UNKNOWN))
     weights = torch.from_numpy(align_weights(routings, columns)) if info["weights"] else None
 
     def replaying(rows: torch.Tensor | None, weights: torch.Tensor | None = None) -> Any:
-        return nullcontext() if rows is None else replayed(model, rows, weights, layer_ids=info["layer_ids"])
+        return (
+            nullcontext()
+            if rows is None
+            else replayed(model, rows, weights, layer_ids=info["layer_ids"])
+        )
 
     replays: dict[str, tuple[Any, ...]] = {"live router": (None,), "ids": (rows,)}
     if weights is not None:
         replays["ids with weights"] = (rows, weights)
     if args.mistakes:
-        replays |= {name: (wrong,) for name, wrong in mistakes(rows, routings[0].prompt_len or 0).items()}
+        replays |= {
+            name: (wrong,) for name, wrong in mistakes(rows, routings[0].prompt_len or 0).items()
+        }
     is_known = (rows >= 0).all(dim=(2, 3))
     print(f"{'':20}" + "".join(f"{column:>{width}}" for column, width in COLUMNS.items()))
     for name, taken in replays.items():
@@ -129,21 +160,31 @@ def main() -> None:
         others = (used.sort().values != rows.sort().values).any(dim=(2, 3))[is_known]
         shown = [f"{figure:.2e}" for figure in figures(new[generated], old[generated])]
         shown.append(f"{int(others.sum())} of {len(others)}")
-        print(f"{name:20}" + "".join(f"{cell:>{width}}" for cell, width in zip(shown, COLUMNS.values(), strict=True)))
+        print(
+            f"{name:20}"
+            + "".join(
+                f"{cell:>{width}}" for cell, width in zip(shown, COLUMNS.values(), strict=True)
+            )
+        )
 
-    # One step towards late letters of the alphabet, a toy. GRPO: rewards relative to the group, and a clipped ratio to
-    # the policy that sampled, which is the server's. Without replay, other experts than the server's would be trained.
+    # One step towards late letters of the alphabet, a toy. GRPO: rewards relative to the group, and
+    # a clipped ratio to the policy that sampled, which is the server's. Without replay, other
+    # experts than the server's would be trained.
     rewards = torch.tensor([sum(map(ord, text)) / max(len(text), 1) for text in texts])
     advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with replaying(rows, weights):
         ratio = (log_probabilities(model, tokens, mask) - old).exp()
-        gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+        gain = torch.minimum(
+            ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None]
+        )
         loss = -gain[generated].mean()
         loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    print(f"step: loss {loss.item():.4f}, gradient norm {norm.item():.4f}, ratio {ratio[generated].mean():.6f}")
+    print(
+        f"step: loss {loss.item():.4f}, gradient norm {norm.item():.4f}, ratio {ratio[generated].mean():.6f}"
+    )
 
 
 if __name__ == "__main__":

@@ -37,10 +37,13 @@ def main() -> None:
     for routing in routings:
         verify(routing, info["num_experts"])
     prompt_columns = max(len(routing.prompt_token_ids or ()) for routing in routings)
-    # Prompts end, and generated tokens begin, in one column. The last token has no row: its row is said to be unknown.
+    # Prompts end, and generated tokens begin, in one column. The last token has no row: its row is
+    # said to be unknown.
     columns = prompt_columns + args.max_tokens
     batch = align(routings, columns, padding=prompt_columns, last=-1)
-    sequences = [(*(routing.prompt_token_ids or ()), *(routing.token_ids or ())) for routing in routings]
+    sequences = [
+        (*(routing.prompt_token_ids or ()), *(routing.token_ids or ())) for routing in routings
+    ]
     tokens = align_values(routings, sequences, columns, padding=prompt_columns)
     print("tokens of each:", [routing.end + 1 for routing in routings])
     print("batch, tokens:", tokens.shape, tokens.dtype)

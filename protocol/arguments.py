@@ -61,16 +61,20 @@ def integers(name: str, values: Any, count: int | None = None) -> list[int]:
 
 
 def array(name: str, value: Any, kinds: str, shape: str = "") -> NDArray[Any]:
-    """`value` as an array whose type is one of numpy's `kinds`, with the dimensions of `shape`: `nLK`, `...LK`."""
+    """`value` as an array whose type is one of numpy's `kinds`, with the dimensions of `shape`:
+    `nLK`, `...LK`."""
     what = {"iu": "integers", "f": "floating-point numbers"}.get(kinds, "numbers")
     wanted = f"{name} must be {what}{shape and f' of shape [{shape}]'}"
     try:
         found = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; a tensor on a GPU, or of bfloat16
+    # ragged lists; a tensor on a GPU, or of bfloat16
+    except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{wanted}, not {shown(value)}: {error}") from None
     is_empty_list = not found.size and not hasattr(value, "dtype")  # of floats for numpy
     if found.dtype.kind not in kinds and not is_empty_list:
-        raise TypeError(f"{wanted}, not {shown(value) if found.dtype.kind in 'OUS' else found.dtype}")
+        raise TypeError(
+            f"{wanted}, not {shown(value) if found.dtype.kind in 'OUS' else found.dtype}"
+        )
     least = len(shape.removeprefix("..."))
     if shape and (found.ndim < least or (found.ndim > least and not shape.startswith("..."))):
         raise ValueError(f"{wanted}, not {list(found.shape)}")
@@ -83,14 +87,18 @@ def fitting(name: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     if dtype.kind in "iu" and found.size:
         limits = np.iinfo(dtype)
         if found.min() < limits.min or found.max() > limits.max:
-            raise ValueError(f"{name} must be from {limits.min} to {limits.max}, as the values are {dtype}")
+            raise ValueError(
+                f"{name} must be from {limits.min} to {limits.max}, as the values are {dtype}"
+            )
     return found.astype(dtype)
 
 
 def integer_dtype(name: str, value: Any) -> np.dtype[Any]:
     """The integer type that `value` means: of numpy, by its name, or of torch."""
     try:
-        found = np.dtype(str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value)
+        found = np.dtype(
+            str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+        )
     except (TypeError, ValueError):
         found = None
     if found is None or found.kind not in "iu":

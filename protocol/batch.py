@@ -16,7 +16,8 @@ _Tokens = NDArray[np.int64]
 
 
 def verify(routing: Routing, num_experts: int) -> None:
-    """Checks that all ids of `routing` are known, in range, and distinct within each layer of a row.
+    """Checks that all ids of `routing` are known, in range, and distinct within each layer of a
+    row.
 
     Weights, where `routing` has them, must be finite.
 
@@ -26,7 +27,8 @@ def verify(routing: Routing, num_experts: int) -> None:
     routed_experts.protocol.collect.RoutingError: position 7, layer 1: an expert twice: [2, 2]
 
     Raises:
-        RoutingError: an id is -1, out of range, or twice in a layer of a row, or weights are not as they must be; names
+        RoutingError: an id is -1, out of range, or twice in a layer of a row, or weights are not as
+        they must be; names
             the first.
     """
     ids = arguments.instance("routing", routing, Routing).rows
@@ -36,11 +38,14 @@ def verify(routing: Routing, num_experts: int) -> None:
     ordered = np.sort(ids, axis=2)
     _reject(routing, ordered[:, :, 1:] == ordered[:, :, :-1], "an expert twice")
     if routing.weights is not None:
-        _reject(routing, ~np.isfinite(routing.weights), "weights that are not finite", routing.weights)
+        _reject(
+            routing, ~np.isfinite(routing.weights), "weights that are not finite", routing.weights
+        )
 
 
 def scaled(weights: NDArray[np.float32], info: Mapping[str, Any]) -> NDArray[np.float32]:
-    """`weights` [..., L, K] times what vLLM multiplies the output of each layer by: the factors of the model's paper.
+    """`weights` [..., L, K] times what vLLM multiplies the output of each layer by: the factors of
+    the model's paper.
 
     >>> scaled(np.array([[[0.5, 0.25]]], np.float32), {"weights_scale": [2.5]}).tolist()
     [[[1.25, 0.625]]]
@@ -55,13 +60,18 @@ def scaled(weights: NDArray[np.float32], info: Mapping[str, Any]) -> NDArray[np.
     scales = arguments.instance("info", info, Mapping).get("weights_scale", ())
     scale = arguments.array("weights_scale of info", scales, "iuf", "L")
     if len(scale) != weights.shape[-2]:
-        raise ValueError(f"weights of {weights.shape[-2]} layers, but the scale of {len(scale)} in info")
+        raise ValueError(
+            f"weights of {weights.shape[-2]} layers, but the scale of {len(scale)} in info"
+        )
     product: NDArray[np.float32] = weights * scale.astype(np.float32)[:, None]
     return product
 
 
-def _reject(routing: Routing, wrong: NDArray[np.bool_], why: str, values: NDArray[Any] | None = None) -> None:
-    """Raises `RoutingError` with the first of `values` [n, L, K], the ids if there are none, that is wrong."""
+def _reject(
+    routing: Routing, wrong: NDArray[np.bool_], why: str, values: NDArray[Any] | None = None
+) -> None:
+    """Raises `RoutingError` with the first of `values` [n, L, K], the ids if there are none, that
+    is wrong."""
     if wrong.any():
         row, layer, _ = np.argwhere(wrong)[0]
         found = (routing.rows if values is None else values)[row, layer].tolist()
@@ -69,12 +79,13 @@ def _reject(routing: Routing, wrong: NDArray[np.bool_], why: str, values: NDArra
 
 
 def splice(decode: Routing, prefill: Routing) -> Routing:
-    """Fills the unknown prompt rows of a decode instance's response from the prefill instance's response.
+    """Fills the unknown prompt rows of a decode instance's response from the prefill instance's
+    response.
 
-    A row belongs to the KV entry of its token. The decode instance computes the last prompt token again and may have
-    had a prefix in its own cache, so its own rows take precedence. Rows that neither response has stay -1. The result
-    has weights if the decode instance's response has them; they are NaN in rows that come without weights. It has no
-    histograms.
+    A row belongs to the KV entry of its token. The decode instance computes the last prompt token
+    again and may have had a prefix in its own cache, so its own rows take precedence. Rows that
+    neither response has stay -1. The result has weights if the decode instance's response has them;
+    they are NaN in rows that come without weights. It has no histograms.
 
     >>> def leg(*ids):
     ...     return Routing(np.array(ids, np.int16).reshape(-1, 1, 1), prompt_len=3)
@@ -88,7 +99,11 @@ def splice(decode: Routing, prefill: Routing) -> Routing:
     arguments.instance("prefill", prefill, Routing)
     if decode.prompt_len is None or decode.prompt_len != prefill.prompt_len:
         raise RoutingError(f"legs of {decode.prompt_len} and {prefill.prompt_len} prompt tokens")
-    if decode.prompt_token_ids and prefill.prompt_token_ids and decode.prompt_token_ids != prefill.prompt_token_ids:
+    if (
+        decode.prompt_token_ids
+        and prefill.prompt_token_ids
+        and decode.prompt_token_ids != prefill.prompt_token_ids
+    ):
         raise RoutingError("the legs have different prompts")
     if None not in (decode.media, prefill.media) and decode.media != prefill.media:
         raise RoutingError("the legs have different media")
@@ -97,24 +112,34 @@ def splice(decode: Routing, prefill: Routing) -> Routing:
     weights = None if decode.weights is None else decode.weights.copy()
     first, end = max(decode.start, prefill.start), min(decode.prompt_len, decode.end, prefill.end)
     if first < end:
-        ours, theirs = rows[first - decode.start : end - decode.start], prefill.rows[first - prefill.start :]
+        ours, theirs = (
+            rows[first - decode.start : end - decode.start],
+            prefill.rows[first - prefill.start :],
+        )
         unknown = np.flatnonzero((ours == UNKNOWN).any(axis=(1, 2)))
         ours[unknown] = theirs[unknown]
         if weights is not None:
             at = unknown + first
             known = prefill.weights
-            weights[at - decode.start] = UNKNOWN_WEIGHT if known is None else known[at - prefill.start]
+            weights[at - decode.start] = (
+                UNKNOWN_WEIGHT if known is None else known[at - prefill.start]
+            )
     return replace(decode, rows=rows, weights=weights, prompt_histogram=None, histogram=None)
 
 
 def shared_prefix(
-    before: Routing, prompt: Sequence[int], *, media: Sequence[str] | None = None, end: int | None = None
+    before: Routing,
+    prompt: Sequence[int],
+    *,
+    media: Sequence[str] | None = None,
+    end: int | None = None,
 ) -> Routing:
-    """The rows of `before` that hold for a prompt of the tokens `prompt`: those of the tokens that both begin with.
+    """The rows of `before` that hold for a prompt of the tokens `prompt`: those of the tokens that
+    both begin with.
 
-    The `end` of the result is the next turn's `routed_experts_prompt_start`, and `join_turns` joins the two. It is the
-    position of the last token of `before` if the prompt continues it, and less if a chat template or a tool rewrote the
-    history.
+    The `end` of the result is the next turn's `routed_experts_prompt_start`, and `join_turns` joins
+    the two. It is the position of the last token of `before` if the prompt continues it, and less
+    if a chat template or a tool rewrote the history.
 
     >>> rows = np.array([1, 2, 3], np.int16).reshape(-1, 1, 1)
     >>> before = Routing(rows, prompt_len=2, prompt_token_ids=(5, 6), token_ids=(7, 8))
@@ -122,38 +147,52 @@ def shared_prefix(
     (3, 2)
 
     Args:
-        media: those of `prompt`, as in `Routing.media`. Token ids do not tell one picture from another of its size.
-        end: the result ends there at the latest; rows before it hold for `prompt` by the caller's word, whichever media
-            it has. Without `media` the result then has no token ids, so that `join_turns` joins it by positions alone.
+        media: those of `prompt`, as in `Routing.media`. Token ids do not tell one picture from
+        another of its size. end: the result ends there at the latest; rows before it hold for
+        `prompt` by the caller's word, whichever media
+            it has. Without `media` the result then has no token ids, so that `join_turns` joins it
+            by positions alone.
 
     Raises:
-        RoutingError: the tokens of `before` are unknown, or differ before its first row; or, without `end`, the media
+        RoutingError: the tokens of `before` are unknown, or differ before its first row; or,
+        without `end`, the media
             differ, or are not given although a prompt repeats a token, as placeholders of media do.
     """
     arguments.instance("before", before, Routing)
     if before.prompt_token_ids is None or before.token_ids is None:
         raise RoutingError("the response has no token ids: set return_token_ids in the request")
-    tokens, its_media = _tokens("prompt", prompt), None if media is None else tuple(arguments.each("media", media, str))
+    tokens, its_media = (
+        _tokens("prompt", prompt),
+        None if media is None else tuple(arguments.each("media", media, str)),
+    )
     same = _common(_tokens_of(before), tokens)
     if end is None:
         _same_media(before, tokens, its_media, same)
     else:
         same = min(same, arguments.integer("end", end))
     if same < before.start:
-        raise RoutingError(f"the prompt differs at position {same}, but rows before {before.start} were left out")
+        raise RoutingError(
+            f"the prompt differs at position {same}, but rows before {before.start} were left out"
+        )
     kept = same - before.start
     weights = None if before.weights is None else before.weights[:kept]
-    found = replace(before, rows=before.rows[:kept], weights=weights, prompt_histogram=None, histogram=None)
+    found = replace(
+        before, rows=before.rows[:kept], weights=weights, prompt_histogram=None, histogram=None
+    )
     if its_media is None:
-        return found if end is None else replace(found, prompt_token_ids=None, token_ids=None, media=None)
+        return (
+            found
+            if end is None
+            else replace(found, prompt_token_ids=None, token_ids=None, media=None)
+        )
     return replace(found, media=its_media)
 
 
 def join_turns(turns: Sequence[Routing]) -> Routing:
     """Joins the rows of a conversation's turns, each requested with a prompt start.
 
-    Where turns overlap, the earlier rows are kept: the earlier tokens were generated with them. Log-probabilities are
-    those of the last turn, and histograms are left out.
+    Where turns overlap, the earlier rows are kept: the earlier tokens were generated with them.
+    Log-probabilities are those of the last turn, and histograms are left out.
 
     >>> first = Routing(np.array([1, 2, 3], np.int16).reshape(-1, 1, 1), start=0, prompt_len=2)
     >>> second = Routing(np.array([4, 5, 6], np.int16).reshape(-1, 1, 1), start=3, prompt_len=5)
@@ -161,9 +200,10 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
     [1, 2, 3, 4, 5, 6]
 
     Raises:
-        RoutingError: rows between two turns are missing; only some turns have weights; or the responses have token ids,
-            and a turn's prompt does not begin with the tokens before it (some chat templates drop or rewrite tokens);
-            or media differ or are not given, as for `shared_prefix`.
+        RoutingError: rows between two turns are missing; only some turns have weights; or the
+        responses have token ids,
+            and a turn's prompt does not begin with the tokens before it (some chat templates drop
+            or rewrite tokens); or media differ or are not given, as for `shared_prefix`.
     """
     turns = arguments.each("turns", turns, Routing)
     if not turns:
@@ -171,7 +211,9 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
     joined: Routing = turns[0]
     for turn in turns[1:]:
         if turn.start > joined.end:
-            raise RoutingError(f"a gap: rows up to {joined.end}, and a turn that begins at {turn.start}")
+            raise RoutingError(
+                f"a gap: rows up to {joined.end}, and a turn that begins at {turn.start}"
+            )
         if turn.end < joined.end:
             raise RoutingError(f"a turn that ends at {turn.end}, after rows up to {joined.end}")
         _same_shape(joined, turn)
@@ -197,15 +239,19 @@ def _same_tokens(before: Routing, turn: Routing) -> None:
 
 
 def _same_media(before: Routing, prompt: _Tokens, media: tuple[str, ...] | None, same: int) -> None:
-    """Raises `RoutingError` if the first `same` tokens, which are the same, may stand for other media in `prompt`.
+    """Raises `RoutingError` if the first `same` tokens, which are the same, may stand for other
+    media in `prompt`.
 
-    Equal media have equally many placeholders. So if one list begins with the other, each placeholder that is the same
-    stands for the same medium. And if a prompt has no media, what it shares with another has none.
+    Equal media have equally many placeholders. So if one list begins with the other, each
+    placeholder that is the same stands for the same medium. And if a prompt has no media, what it
+    shares with another has none.
     """
     if before.media is not None and media is not None:
         pairs = enumerate(zip(before.media, media, strict=False))
         if (other := next((at for at, (one, its) in pairs if one != its), None)) is not None:
-            raise RoutingError(f"medium {other} of the prompt is another: give `end`, the position where it begins")
+            raise RoutingError(
+                f"medium {other} of the prompt is another: give `end`, the position where it begins"
+            )
     elif () not in (before.media, media):
         sent = _tokens("prompt_token_ids", before.prompt_token_ids or ())
         for ids in (sent, prompt[: len(sent)]):  # what was generated has no media
@@ -242,11 +288,13 @@ def _same_shape(a: Routing, b: Routing) -> None:
 def spread_layers(
     rows: NDArray[Number], layer_ids: Sequence[int], num_hidden_layers: int, *, fill: int = 0
 ) -> NDArray[Number]:
-    """`rows` [..., L, K] as [..., num_hidden_layers, K]: each layer at its decoder layer, `fill` in dense layers.
+    """`rows` [..., L, K] as [..., num_hidden_layers, K]: each layer at its decoder layer, `fill` in
+    dense layers.
 
-    With `routed_experts_layers: "all"` the server does this itself, with 0, as vLLM's own capture does. Most trainers
-    index rows by decoder layer. Takes rows of a response, and batches of `align` and `align_weights`. In a row with
-    unknown ids (-1) or weights (NaN), dense layers are -1 (NaN) too.
+    With `routed_experts_layers: "all"` the server does this itself, with 0, as vLLM's own capture
+    does. Most trainers index rows by decoder layer. Takes rows of a response, and batches of
+    `align` and `align_weights`. In a row with unknown ids (-1) or weights (NaN), dense layers are
+    -1 (NaN) too.
 
     >>> rows = np.array([[[3, 1], [0, 2]], [[-1, -1], [-1, -1]]])
     >>> spread_layers(rows, layer_ids=[1, 2], num_hidden_layers=3).tolist()
@@ -256,7 +304,8 @@ def spread_layers(
         layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`.
 
     Raises:
-        ValueError: `rows` do not have one layer for each of `layer_ids`, or a decoder layer is named twice or does not
+        ValueError: `rows` do not have one layer for each of `layer_ids`, or a decoder layer is
+        named twice or does not
             exist.
     """
     rows = arguments.array("rows", rows, "iuf", "...LK")
@@ -271,7 +320,9 @@ def spread_layers(
     if len(set(layers)) < len(layers):
         raise ValueError(f"layer_ids must differ, not {layers}")
     filled = arguments.fitting("fill", fill, rows.dtype)
-    spread = np.full((*rows.shape[:-2], num_hidden_layers, rows.shape[-1]), filled, dtype=rows.dtype)
+    spread = np.full(
+        (*rows.shape[:-2], num_hidden_layers, rows.shape[-1]), filled, dtype=rows.dtype
+    )
     if rows.dtype.kind == "f":
         spread[np.isnan(rows).any(axis=(-2, -1))] = np.nan
     elif rows.min(initial=0) == UNKNOWN:
@@ -290,7 +341,8 @@ def align(
     pad: ArrayLike = UNKNOWN,
     dtype: DTypeLike = np.int16,
 ) -> NDArray[np.integer[Any]]:
-    """Pads rows to a batch [B, length, L, K] of whole sequences: row p of a response gets the column of token p.
+    """Pads rows to a batch [B, length, L, K] of whole sequences: row p of a response gets the
+    column of token p.
 
     >>> routing = Routing(np.array([[[3, 1]], [[0, 2]]], np.int16))  # of three tokens
     >>> align([routing], length=5, padding="left", last=-1)[0, :, 0].tolist()
@@ -299,22 +351,26 @@ def align(
     [[3, 1], [0, 2], [0, 2], [0, 1], [0, 1]]
 
     Args:
-        length: columns of the batch.
-        last: the row of the last token, which never enters the model: `repeat` copies the row before it; otherwise an
+        length: columns of the batch. last: the row of the last token, which never enters the model:
+        `repeat` copies the row before it; otherwise an
             id, or ids [K] or [L, K].
-        padding: the side to pad; or the column of the first generated token, with prompts padded on the left and
+        padding: the side to pad; or the column of the first generated token, with prompts padded on
+        the left and
             responses on the right.
         num_tokens: tokens of each sequence, if they were truncated; P + G by default.
         pad: an id, or ids [K] or [L, K], for padding.
         dtype: an integer type of numpy or torch.
 
     Raises:
-        RoutingError: a sequence does not fit, lacks rows before its last token, or does not fit `dtype`.
+        RoutingError: a sequence does not fit, lacks rows before its last token, or does not fit
+        `dtype`.
     """
     found = arguments.integer_dtype("dtype", dtype)
     routings = arguments.each("routings", routings, Routing)
     arrays = [routing.rows for routing in routings]
-    batch = _aligned(routings, arrays, length, last, padding, num_tokens, pad, np.result_type(np.int16, *arrays))
+    batch = _aligned(
+        routings, arrays, length, last, padding, num_tokens, pad, np.result_type(np.int16, *arrays)
+    )
     limits = np.iinfo(found)
     if batch.min(initial=0) < limits.min or batch.max(initial=0) > limits.max:
         raise RoutingError(f"{found} cannot hold all of {batch.min()} to {batch.max()}")
@@ -330,7 +386,8 @@ def align_weights(
     num_tokens: Sequence[int] | None = None,
     pad: ArrayLike = np.nan,
 ) -> NDArray[np.float32]:
-    """The weights [B, length, L, K] of a padded batch, each where `align` has its id, with the same arguments.
+    """The weights [B, length, L, K] of a padded batch, each where `align` has its id, with the same
+    arguments.
 
     Raises:
         RoutingError: as `align`; a response has no weights.
@@ -338,7 +395,9 @@ def align_weights(
     routings = arguments.each("routings", routings, Routing)
     arrays = [routing.weights for routing in routings if routing.weights is not None]
     if len(arrays) < len(routings):
-        raise RoutingError("a response has no weights: set return_routed_expert_weights in the request")
+        raise RoutingError(
+            "a response has no weights: set return_routed_expert_weights in the request"
+        )
     return _aligned(routings, arrays, length, last, padding, num_tokens, pad, np.dtype(np.float32))
 
 
@@ -351,40 +410,48 @@ def align_values(
     num_tokens: Sequence[int] | None = None,
     pad: float = 0,
 ) -> NDArray[Any]:
-    """Values of tokens as a padded batch [B, length], each in the column where `align` has the row of its token.
+    """Values of tokens as a padded batch [B, length], each in the column where `align` has the row
+    of its token.
 
-    For token ids, masks, log-probabilities, rewards: whatever has one number for each token. The batch has their
-    dtype, or one that also holds `pad`.
+    For token ids, masks, log-probabilities, rewards: whatever has one number for each token. The
+    batch has their dtype, or one that also holds `pad`.
 
-    >>> rows = np.zeros((3, 1, 1), np.int16)
-    >>> routing = Routing(rows, prompt_len=2, prompt_token_ids=(5, 6), token_ids=(7, 8), logprobs=np.array([-0.5, -2]))
-    >>> align_values([routing], [(*routing.prompt_token_ids, *routing.token_ids)], length=5, padding="left").tolist()
-    [[0, 5, 6, 7, 8]]
-    >>> align_values([routing], [routing.logprobs], length=5, padding="left").tolist()
-    [[0.0, 0.0, 0.0, -0.5, -2.0]]
-    >>> align_values([routing], [np.ones(len(routing.token_ids), bool)], length=5, padding="left").tolist()
-    [[False, False, False, True, True]]
+    >>> rows = np.zeros((3, 1, 1), np.int16) >>> routing = Routing(rows, prompt_len=2,
+    prompt_token_ids=(5, 6), token_ids=(7, 8), logprobs=np.array([-0.5, -2])) >>>
+    align_values([routing], [(*routing.prompt_token_ids, *routing.token_ids)], length=5,
+    padding="left").tolist() [[0, 5, 6, 7, 8]] >>> align_values([routing], [routing.logprobs],
+    length=5, padding="left").tolist() [[0.0, 0.0, 0.0, -0.5, -2.0]] >>> align_values([routing],
+    [np.ones(len(routing.token_ids), bool)], length=5, padding="left").tolist() [[False, False,
+    False, True, True]]
 
     Args:
-        values: for each sequence, those of its P + G tokens or of its G generated ones; None becomes NaN.
-        length, padding, num_tokens: as for `align`.
-        pad: the value of padding, and of a prompt whose values were not given.
+        values: for each sequence, those of its P + G tokens or of its G generated ones; None
+        becomes NaN. length, padding, num_tokens: as for `align`. pad: the value of padding, and of
+        a prompt whose values were not given.
 
     Raises:
         RoutingError: as `align`; values of another number of tokens.
     """
     routings = arguments.each("routings", routings, Routing)
     places = _places(routings, length, padding, num_tokens)
-    arrays = [_flat(place, each) for place, each in enumerate(arguments.each("values", values, object))]
+    arrays = [
+        _flat(place, each) for place, each in enumerate(arguments.each("values", values, object))
+    ]
     if len(arrays) != len(routings):
         raise ValueError(f"values must be those of {len(routings)} sequences, not of {len(arrays)}")
     dtype = np.result_type(*arrays, *([arguments.number("pad", pad)] if pad else []))
     batch = np.full((len(routings), length), arguments.fitting("pad", pad, dtype), dtype)
-    for place, (routing, array, (count, first)) in enumerate(zip(routings, arrays, places, strict=True)):
+    for place, (routing, array, (count, first)) in enumerate(
+        zip(routings, arrays, places, strict=True)
+    ):
         total = routing.end + 1
-        if len(array) != total and (routing.prompt_len is None or len(array) != total - routing.prompt_len):
+        if len(array) != total and (
+            routing.prompt_len is None or len(array) != total - routing.prompt_len
+        ):
             generated = "unknown" if routing.prompt_len is None else total - routing.prompt_len
-            raise RoutingError(f"sequence {place} of {total} tokens ({generated} generated) has {len(array)} values")
+            raise RoutingError(
+                f"sequence {place} of {total} tokens ({generated} generated) has {len(array)} values"
+            )
         kept = array[: max(count - (total - len(array)), 0)]
         batch[place, first + count - len(kept) : first + count] = kept
     return batch
@@ -413,7 +480,9 @@ def _aligned(
     of_last = None if repeats else _filler("last, if it is not 'repeat',", last, dtype, shape)
     batch = np.empty((len(routings), length, *shape), dtype=dtype)
     batch[...] = _filler("pad", pad, dtype, shape)
-    for columns, routing, array, (count, first) in zip(batch, routings, arrays, places, strict=True):
+    for columns, routing, array, (count, first) in zip(
+        batch, routings, arrays, places, strict=True
+    ):
         known = min(count, routing.end)
         columns[first : first + known] = array[:known]
         if known < count:
@@ -423,17 +492,24 @@ def _aligned(
     return batch
 
 
-def _filler(name: str, value: ArrayLike, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+def _filler(
+    name: str, value: ArrayLike, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> NDArray[Any]:
     """`value` for each layer and expert."""
     found = arguments.fitting(name, value, dtype)
     try:
         return np.broadcast_to(found, shape)
     except ValueError:
-        raise ValueError(f"{name} must be of a shape that fits [L, K] = {[*shape]}, not {[*found.shape]}") from None
+        raise ValueError(
+            f"{name} must be of a shape that fits [L, K] = {[*shape]}, not {[*found.shape]}"
+        ) from None
 
 
 def _places(
-    routings: Sequence[Routing], length: int, padding: Literal["left", "right"] | int, num_tokens: Sequence[int] | None
+    routings: Sequence[Routing],
+    length: int,
+    padding: Literal["left", "right"] | int,
+    num_tokens: Sequence[int] | None,
 ) -> list[tuple[int, int]]:
     """For each sequence, how many of its tokens are in the batch, and the column of the first."""
     length = arguments.integer("length", length)
@@ -451,7 +527,9 @@ def _places(
         else:
             first = padding - routing.prompt_len
         if first < 0 or first + count > length:
-            raise RoutingError(f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}")
+            raise RoutingError(
+                f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}"
+            )
         places.append((count, first))
     return places
 
@@ -474,7 +552,8 @@ def token_counts(routings: Sequence[Routing], num_tokens: Sequence[int] | None =
 
 
 def check_rows(routings: Sequence[Routing]) -> None:
-    """Raises `RoutingError` if the first rows of a sequence were left out, or the sequences' rows have other shapes."""
+    """Raises `RoutingError` if the first rows of a sequence were left out, or the sequences' rows
+    have other shapes."""
     for routing in routings:
         _same_shape(routings[0], routing)
         if routing.start:

@@ -22,7 +22,8 @@ WireDtype = Literal["int16", "uint8", "int32", "auto"]
 _INTEGER_DTYPES = ("int16", "uint8", "int32", "uint16")
 
 Rows = NDArray[np.int16]
-"""[n, L, K]: the logical ids of the K experts that each of L MoE layers chose for each of n tokens."""
+"""[n, L, K]: the logical ids of the K experts that each of L MoE layers chose for each of n
+tokens."""
 
 UNKNOWN = -1
 """Fills unknown rows. Never a valid expert id."""
@@ -51,7 +52,9 @@ _NPY_HEADER_BYTES = 1 << 10
 """More than such a header has; a file may say four billion."""
 
 
-def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, int, int], np.dtype[Any], Literal["C", "F"]]:
+def read_npy_header(
+    file: IO[bytes],
+) -> tuple[tuple[int, int, int], np.dtype[Any], Literal["C", "F"]]:
     """Shape, dtype and order of the array in a `.npy` file, which is read up to its data.
 
     Raises:
@@ -69,7 +72,8 @@ def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, int, int], np.dtype[Any
 
 
 class RowsObject(TypedDict):
-    """The `object` form. `data` comes first, because some clients cut it out of the bytes before parsing."""
+    """The `object` form. `data` comes first, because some clients cut it out of the bytes before
+    parsing."""
 
     data: str
     shape: list[int]
@@ -100,7 +104,8 @@ def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
 
 
 def count_missing(rows: NDArray[Any]) -> int:
-    """Number of rows in `rows` ([n, L, K]) with an unknown id, or unknown weight (NaN with all bits set, as -1 has)."""
+    """Number of rows in `rows` ([n, L, K]) with an unknown id, or unknown weight (NaN with all bits
+    set, as -1 has)."""
     rows = arguments.array("rows", rows, "iuf", "nLK")
     if rows.dtype.kind == "f":
         if rows.dtype != np.float32:
@@ -112,17 +117,29 @@ def count_missing(rows: NDArray[Any]) -> int:
 
 
 def encode(array: NDArray[Any], start: int) -> RowsObject:
-    """Rows of ids, or their weights ([n, L, K]), in the form `object`. The server has an encoder of every form.
+    """Rows of ids, or their weights ([n, L, K]), in the form `object`. The server has an encoder of
+    every form.
 
     Args:
         array: of int16, uint8, int32, or float32; -1 or NaN where unknown.
         start: absolute position of the first row, in tokens.
     """
     array = arguments.array("array", array, "iuf", "nLK")
-    name, missing = arguments.one_of("dtype of array", array.dtype.name, NUMPY_DTYPES), count_missing(array)
-    data = base64.b64encode(np.ascontiguousarray(array, dtype=NUMPY_DTYPES[name]).tobytes()).decode()
+    name, missing = (
+        arguments.one_of("dtype of array", array.dtype.name, NUMPY_DTYPES),
+        count_missing(array),
+    )
+    data = base64.b64encode(
+        np.ascontiguousarray(array, dtype=NUMPY_DTYPES[name]).tobytes()
+    ).decode()
     start = arguments.integer("start", start)
-    return {"data": data, "shape": list(array.shape), "dtype": name, "start": start, "missing": missing}
+    return {
+        "data": data,
+        "shape": list(array.shape),
+        "dtype": name,
+        "start": start,
+        "missing": missing,
+    }
 
 
 def decode(
@@ -134,11 +151,12 @@ def decode(
 ) -> NDArray[np.integer[Any]]:
     """The array ([n, L, K]) in any of the four forms, in base64 (JSON) or as bytes (MessagePack).
 
-    The `raw` form needs `dtype`, `num_layers` and `top_k`; an empty `list` needs the last two for its shape. The array
-    may be a read-only view.
+    The `raw` form needs `dtype`, `num_layers` and `top_k`; an empty `list` needs the last two for
+    its shape. The array may be a read-only view.
 
     Raises:
-        CodecError: `value` has none of the forms, its contents are not expert ids, or the shape of `raw` is missing.
+        CodecError: `value` has none of the forms, its contents are not expert ids, or the shape of
+        `raw` is missing.
     """
     with _reading("expert ids", dtype, num_layers, top_k):
         found = _ids(_decoded(value, dtype, num_layers, top_k, {int}))
@@ -146,17 +164,22 @@ def decode(
 
 
 def decode_weights(
-    value: Mapping[str, Any] | str | bytes | list[Any], *, num_layers: int | None = None, top_k: int | None = None
+    value: Mapping[str, Any] | str | bytes | list[Any],
+    *,
+    num_layers: int | None = None,
+    top_k: int | None = None,
 ) -> NDArray[np.float32]:
     """The weights ([n, L, K]) in any of the four forms, as `decode`; NaN where they are unknown.
 
     Raises:
-        CodecError: `value` has none of the forms or its contents are not float32, or the shape of `raw` is missing.
+        CodecError: `value` has none of the forms or its contents are not float32, or the shape of
+        `raw` is missing.
     """
     with _reading("weights", "float32", num_layers, top_k):
         weights = _decoded(value, "float32", num_layers, top_k, {int, float, type(None)})
         if isinstance(value, list):
-            with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, which `batch.verify` finds
+            # what float32 cannot hold is infinite, which `batch.verify` finds
+            with np.errstate(over="ignore"):
                 weights = weights.astype(np.float32)
             weights[np.isnan(weights)] = UNKNOWN_WEIGHT  # null
     if weights.dtype != np.float32 or weights.ndim != 3:
@@ -181,7 +204,8 @@ def unpaired(value: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.fl
 
 @contextmanager
 def _reading(what: str, dtype: str, num_layers: int | None, top_k: int | None) -> Iterator[None]:
-    """Checks the form that a caller gives, and turns what reading a value raises into a `CodecError`."""
+    """Checks the form that a caller gives, and turns what reading a value raises into a
+    `CodecError`."""
     arguments.one_of("dtype", dtype, NUMPY_DTYPES)
     for name, size in (("num_layers", num_layers), ("top_k", top_k)):
         if size is not None:
@@ -194,7 +218,9 @@ def _reading(what: str, dtype: str, num_layers: int | None, top_k: int | None) -
         raise CodecError(f"not an array of {what}: {error}") from error
 
 
-def _decoded(value: Any, dtype: str, num_layers: int | None, top_k: int | None, kinds: set[type]) -> NDArray[Any]:
+def _decoded(
+    value: Any, dtype: str, num_layers: int | None, top_k: int | None, kinds: set[type]
+) -> NDArray[Any]:
     """The array in any of the forms; `kinds` are the types of what nested lists hold."""
     if not isinstance(value, list):
         return _array(value, dtype, num_layers, top_k)
@@ -207,9 +233,13 @@ def _decoded(value: Any, dtype: str, num_layers: int | None, top_k: int | None, 
 def _array(
     value: Mapping[str, Any] | str | bytes, dtype: str, num_layers: int | None, top_k: int | None
 ) -> NDArray[Any]:
-    """The array in one of the binary forms. Nothing is allocated but what the value itself holds."""
+    """The array in one of the binary forms. Nothing is allocated but what the value itself
+    holds."""
     if isinstance(value, Mapping):
-        return _shaped(np.frombuffer(_binary(value["data"]), dtype=NUMPY_DTYPES[value["dtype"]]), value["shape"])
+        return _shaped(
+            np.frombuffer(_binary(value["data"]), dtype=NUMPY_DTYPES[value["dtype"]]),
+            value["shape"],
+        )
     if not isinstance(value, str | bytes):
         raise TypeError(type(value).__name__)
     data = _binary(value)
@@ -225,8 +255,12 @@ def _array(
     return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
 
 
-def _shaped(flat: NDArray[Any], shape: Sequence[int], order: Literal["F", "C"] = "C") -> NDArray[Any]:
-    if not isinstance(shape, Sequence) or not all(type(size) is int and size >= 0 for size in shape):
+def _shaped(
+    flat: NDArray[Any], shape: Sequence[int], order: Literal["F", "C"] = "C"
+) -> NDArray[Any]:
+    if not isinstance(shape, Sequence) or not all(
+        type(size) is int and size >= 0 for size in shape
+    ):
         raise CodecError("a shape must be a list of integers")
     array = flat.reshape(shape, order=order)
     if len(shape) and len(array) and not array.size:  # numpy makes any number of rows of nothing
@@ -235,7 +269,8 @@ def _shaped(flat: NDArray[Any], shape: Sequence[int], order: Literal["F", "C"] =
 
 
 def _check_nested(value: list[Any], kinds: set[type]) -> None:
-    """Checks for lists of three levels, as numpy also takes what needs far more memory: texts, objects."""
+    """Checks for lists of three levels, as numpy also takes what needs far more memory: texts,
+    objects."""
     for _ in range(2):
         if not set(map(type, value)) <= {list}:
             raise CodecError("not lists of three levels")

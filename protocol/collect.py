@@ -1,23 +1,14 @@
 """Collects the rows of a response, streamed or not, into arrays and checks every position.
 
-Imports numpy and the standard library only. A stream may consist of chunk objects of the OpenAI client, dicts, or lines
-of server-sent events.
+Imports numpy and the standard library only. A stream may consist of chunk objects of the OpenAI
+client, dicts, or lines of server-sent events.
 
->>> answer = {
-...     "prompt_routed_experts": {
-...         "data": "AwABAAAAAgA=", "shape": [2, 1, 2], "dtype": "int16", "start": 0, "missing": 0,
-...     },
-...     "choices": [{
-...         "index": 0,
-...         "routed_experts": {"data": "AQACAA==", "shape": [1, 1, 2], "dtype": "int16", "start": 2, "missing": 0},
-...         "finish_reason": "length",
-...     }],
-... }
->>> (routing,) = collect(answer)
->>> routing.rows.tolist()
-[[[3, 1]], [[0, 2]], [[1, 2]]]
->>> routing.prompt_rows.shape, routing.generated_rows.shape, routing.missing
-((2, 1, 2), (1, 1, 2), 0)
+>>> answer = { ...     "prompt_routed_experts": { ...         "data": "AwABAAAAAgA=", "shape": [2,
+1, 2], "dtype": "int16", "start": 0, "missing": 0, ...     }, ...     "choices": [{ ...
+"index": 0, ...         "routed_experts": {"data": "AQACAA==", "shape": [1, 1, 2], "dtype": "int16",
+"start": 2, "missing": 0}, ...         "finish_reason": "length", ...     }], ... } >>> (routing,) =
+collect(answer) >>> routing.rows.tolist() [[[3, 1]], [[0, 2]], [[1, 2]]] >>>
+routing.prompt_rows.shape, routing.generated_rows.shape, routing.missing ((2, 1, 2), (1, 1, 2), 0)
 """
 
 import json
@@ -37,7 +28,8 @@ from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.sse import EventError, EventReader
 
 PROMPT_END_UNKNOWN = (
-    "where the prompt ends is not known: give prompt_len, or ask with return_token_ids, or for the split layout"
+    "where the prompt ends is not known: give prompt_len, or ask with return_token_ids, "
+    "or for the split layout"
 )
 _GIVE_N = "for several prompts, give n, the choices of each prompt (for files, set --n)"
 
@@ -59,8 +51,8 @@ class RoutingError(ValueError):
 
 
 class Texts(Sequence[str | None]):
-    """The texts of tokens by position. Unknown ones before the first take no memory: a response may say that its prompt
-    is longer than any is."""
+    """The texts of tokens by position. Unknown ones before the first take no memory: a response may
+    say that its prompt is longer than any is."""
 
     def __init__(self, num_absent: int, texts: Sequence[str | None]) -> None:
         self._num_absent = num_absent
@@ -86,7 +78,9 @@ class Texts(Sequence[str | None]):
         return self._texts[position - self._num_absent] if position >= self._num_absent else None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and tuple(self) == tuple(other)
+        return (
+            isinstance(other, Sequence) and len(self) == len(other) and tuple(self) == tuple(other)
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -101,22 +95,26 @@ class Routing:
     """The rows of one choice, including its prompt's.
 
     Attributes:
-        rows: [n, L, K] expert ids of the positions `start` to `end`; -1 in unknown rows. None of them if the response
+        rows: [n, L, K] expert ids of the positions `start` to `end`; -1 in unknown rows. None of
+        them if the response
             has histograms only.
-        start: absolute position of the first row.
-        prompt_len: P, tokens of the prompt; None if neither the response contains it (joined layout without token ids)
+        start: absolute position of the first row. prompt_len: P, tokens of the prompt; None if
+        neither the response contains it (joined layout without token ids)
             nor the caller of `collect` gave it.
-        index: the choice's index in the response.
-        prompt_token_ids, token_ids: if the response has them (`return_token_ids`).
-        finish_reason: None if the response was cut off.
-        weights: [n, L, K] the router's weights of the ids, if the response has them; NaN where unknown.
-        logprobs: log-probabilities of the G generated tokens, with `echo` of all P + G, if the response has them; NaN
+        index: the choice's index in the response. prompt_token_ids, token_ids: if the response has
+        them (`return_token_ids`). finish_reason: None if the response was cut off. weights: [n, L,
+        K] the router's weights of the ids, if the response has them; NaN where unknown. logprobs:
+        log-probabilities of the G generated tokens, with `echo` of all P + G, if the response has
+        them; NaN
             for a token without one (the first of a prompt).
         texts: of the P + G tokens, None where unknown; if log-probabilities tell them.
-        prompt_histogram, histogram: counts of the rows of the prompt and of the generated tokens, if the response has
+        prompt_histogram, histogram: counts of the rows of the prompt and of the generated tokens,
+        if the response has
             them (`routed_experts_histogram`).
-        media: the hash of each picture, sound and block of embeddings of the prompt, in their order, or other names
-            that differ where what the model sees differs; () if the prompt has none, None if nobody said.
+        media: the hash of each picture, sound and block of embeddings of the prompt, in their
+        order, or other names
+            that differ where what the model sees differs; () if the prompt has none, None if nobody
+            said.
     """
 
     rows: Rows
@@ -141,13 +139,18 @@ class Routing:
         if self.media is not None:
             arguments.each("media", self.media, str)
         if self.weights is not None:
-            object.__setattr__(self, "weights", arguments.array("weights", self.weights, "f", "nLK"))
+            object.__setattr__(
+                self, "weights", arguments.array("weights", self.weights, "f", "nLK")
+            )
             if self.weights.shape != self.rows.shape:
-                raise ValueError(f"weights must have the shape of rows {self.rows.shape}, not {self.weights.shape}")
+                raise ValueError(
+                    f"weights must have the shape of rows {self.rows.shape}, not {self.weights.shape}"
+                )
 
     @property
     def end(self) -> int:
-        """The position after the last row. In a finished response that is the position of the last token."""
+        """The position after the last row. In a finished response that is the position of the last
+        token."""
         return self.start + len(self.rows)
 
     @property
@@ -176,11 +179,14 @@ class Asked(TypedDict, total=False):
     """Values of the request that the response does not repeat.
 
     Attributes:
-        prompt_start: `routed_experts_prompt_start`, 0 by default. The forms `npy`, `raw` and `list` have no positions;
-            the form `object` does, and is checked against it. None accepts any, for responses whose request is unknown.
-        prompt_len: P, tokens of the prompt (of each prompt, if there are several). Needed to tell prompt rows from
-            generated ones where the response does not say where the prompt ends: in the joined layout without token
-            ids, and from `/inference/v1/generate`.
+        prompt_start: `routed_experts_prompt_start`, 0 by default. The forms `npy`, `raw` and `list`
+        have no positions;
+            the form `object` does, and is checked against it. None accepts any, for responses whose
+            request is unknown.
+        prompt_len: P, tokens of the prompt (of each prompt, if there are several). Needed to tell
+        prompt rows from
+            generated ones where the response does not say where the prompt ends: in the joined
+            layout without token ids, and from `/inference/v1/generate`.
         n: choices per prompt. Needed for several prompts, and to notice absent choices.
         dtype, num_layers, top_k: needed for the form `raw`, which is bare bytes.
         media: of the prompt (of each prompt, if there are several), as in `Routing`.
@@ -211,12 +217,14 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
     """The rows of each choice of a response, in the order of their indices.
 
     Args:
-        source: a response (dict, object of the OpenAI client, or JSON body as text or bytes; also a line of a batch's
+        source: a response (dict, object of the OpenAI client, or JSON body as text or bytes; also a
+        line of a batch's
             output file), or an iterator over a stream's chunks or lines, whose ends may be absent.
         asked: see `Asked`.
 
     Raises:
-        RoutingError: rows are missing, doubled or of another shape; the response is an error or was cut short.
+        RoutingError: rows are missing, doubled or of another shape; the response is an error or was
+        cut short.
     """
     collector = Collector(**asked)
     if isinstance(source, bytearray | memoryview):
@@ -273,7 +281,8 @@ class Collector:
         """The rows of each choice of a finished response.
 
         Raises:
-            RoutingError: the response was cut short, or has fewer or more rows than its tokens need.
+            RoutingError: the response was cut short, or has fewer or more rows than its tokens
+            need.
         """
         return list(self.each_finished())
 
@@ -282,13 +291,18 @@ class Collector:
         return list(self.each_so_far())
 
     def each_finished(self) -> Iterator[Routing]:
-        """`finish`, one choice after another: the rows of a prompt, which each of its choices has, take memory once."""
+        """`finish`, one choice after another: the rows of a prompt, which each of its choices has,
+        take memory once."""
         if self._events is not None and not self._events.done:
             raise RoutingError("the stream ended without [DONE]")
         if not self._choices:
-            raise RoutingError("the answer has no choices: it is no response of an endpoint that returns routing")
+            raise RoutingError(
+                "the answer has no choices: it is no response of an endpoint that returns routing"
+            )
         indices = sorted(self._choices)
-        if "n" in self._asked and (indices != list(range(len(indices))) or len(indices) % self._asked["n"]):
+        if "n" in self._asked and (
+            indices != list(range(len(indices))) or len(indices) % self._asked["n"]
+        ):
             raise RoutingError(f"choices {shown(indices)} are not all of the answer's")
         for routing in self.each_so_far():
             if routing.finish_reason is None:
@@ -311,7 +325,8 @@ class Collector:
 
     @property
     def num_bytes(self) -> int:
-        """Size of what `so_far` returns: the rows and tokens of a prompt are in those of each of its choices."""
+        """Size of what `so_far` returns: the rows and tokens of a prompt are in those of each of
+        its choices."""
         return sum(self._num_bytes_of(index) for index in self._choices)
 
     def _num_bytes_of(self, index: int) -> int:
@@ -335,7 +350,10 @@ class Collector:
                 self._prompts_of(choices, len(histograms), "histogram"), histograms, strict=True
             ):
                 prompt.histogram = _histogram(histogram)
-        prompts, weights = _get(chunk, "prompt_routed_experts"), _get(chunk, "prompt_routed_expert_weights")
+        prompts, weights = (
+            _get(chunk, "prompt_routed_experts"),
+            _get(chunk, "prompt_routed_expert_weights"),
+        )
         if prompts is None:
             return
         self._prompts_have_rows = True
@@ -343,7 +361,9 @@ class Collector:
         weighed = [None] * len(arrays) if weights is None else _arrays_of_prompts(weights)
         if len(weighed) != len(arrays):
             raise RoutingError(f"rows of {len(arrays)} prompts, but weights of {len(weighed)}")
-        for prompt, array, weight in zip(self._prompts_of(choices, len(arrays), "rows"), arrays, weighed, strict=True):
+        for prompt, array, weight in zip(
+            self._prompts_of(choices, len(arrays), "rows"), arrays, weighed, strict=True
+        ):
             self._add(prompt, array, weight)
 
     def _prompts_of(self, choices: Sequence[Any], count: int, what: str) -> list["_Part"]:
@@ -353,11 +373,15 @@ class Collector:
             raise RoutingError(f"{len(choices)} choices for {count} prompts: {_GIVE_N}")
         found = []
         for carrier in map(_index, choices[::n]):
-            prompt = self._prompts.setdefault(self._place(carrier), _Part(f"the prompt of choice {carrier}"))
+            prompt = self._prompts.setdefault(
+                self._place(carrier), _Part(f"the prompt of choice {carrier}")
+            )
             before = prompt.carriers.setdefault(what, carrier)
             if before != carrier:
                 why = "it comes once" if "n" in self._asked else _GIVE_N
-                raise RoutingError(f"a prompt's {what} came with choice {before} and with choice {carrier}: {why}")
+                raise RoutingError(
+                    f"a prompt's {what} came with choice {before} and with choice {carrier}: {why}"
+                )
             found.append(prompt)
         return found
 
@@ -381,7 +405,8 @@ class Collector:
             state.histogram = _histogram(counted)
         logprobs, texts = _logprobs(_get(choice, "logprobs"))
         state.logprobs += logprobs
-        # Only these: with stop strings and within characters of several tokens, a chunk has the text of other tokens.
+        # Only these: with stop strings and within characters of several tokens, a chunk has the
+        # text of other tokens.
         state.texts += texts or [None] * len(token_ids or ())
         value = _get(choice, "routed_experts")
         if value is not None:
@@ -397,14 +422,19 @@ class Collector:
             raise RoutingError(f"{part.name}: {error}") from error
         if len(rows):  # an empty list has no shape
             if self._shape not in (None, rows.shape[1:]):
-                raise RoutingError(f"{part.name}: rows of shape {rows.shape[1:]}, not {self._shape}")
+                raise RoutingError(
+                    f"{part.name}: rows of shape {rows.shape[1:]}, not {self._shape}"
+                )
             self._shape = rows.shape[1:]
         part.add(value, rows, beside, weights)
 
     def _routing_of(self, index: int) -> Routing:
         choice, prompt = self._choices[index], self._prompt_of(index)
         prompt_token_ids = choice.prompt_token_ids or self._prompt_token_ids
-        said, asked = (prompt if prompt.arrays else choice).start, self._asked.get("prompt_start", 0)
+        said, asked = (
+            (prompt if prompt.arrays else choice).start,
+            self._asked.get("prompt_start", 0),
+        )
         if None not in (said, asked) and said != asked:
             raise RoutingError(f"choice {index}: rows from {said} on, asked for from {asked} on")
         start = said if said is not None else asked or 0
@@ -416,7 +446,9 @@ class Collector:
         }
         prompt_len = _same_end(index, {name: end for name, end in ends.items() if end is not None})
         if prompt.arrays and choice.start not in (None, prompt_len):
-            raise RoutingError(f"choice {index}: rows from {choice.start} on after a prompt of {prompt_len} tokens")
+            raise RoutingError(
+                f"choice {index}: rows from {choice.start} on after a prompt of {prompt_len} tokens"
+            )
         arrays = prompt.arrays + choice.arrays
         weights = [each for each in prompt.weights + choice.weights if each is not None]
         if weights and len(weights) < len(arrays):
@@ -426,9 +458,12 @@ class Collector:
                 raise RoutingError(f"choice {index}: the histogram of its prompt did not come")
             start += prompt.histogram["rows"] + choice.histogram["rows"]  # all rows were left out
         elif not arrays and (prompt_len is None or start < prompt_len):
-            raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
+            raise RoutingError(
+                f"choice {index} has no routed_experts: the request must ask with return_routed_experts"
+            )
         shape = self._shape or (self._asked.get("num_layers", 0), self._asked.get("top_k", 0))
-        rows: Rows = _joined(arrays, shape, np.int16)  # which can hold every id and -1, for any type on the wire
+        # which can hold every id and -1, for any type on the wire
+        rows: Rows = _joined(arrays, shape, np.int16)
         return Routing(
             rows=rows,
             start=start,
@@ -451,7 +486,10 @@ class Collector:
         first = self._choices.get(place * self._asked.get("n", 1), choice)
         prompt = self._prompts.get(place) or _Part("")
         # Prompts of equal length differ in their token ids only.
-        is_other = None not in (ids := (first.prompt_token_ids, choice.prompt_token_ids)) and ids[0] != ids[1]
+        is_other = (
+            None not in (ids := (first.prompt_token_ids, choice.prompt_token_ids))
+            and ids[0] != ids[1]
+        )
         if self._prompts_have_rows and (is_other or not prompt.arrays):
             raise RoutingError(f"choice {index}: the rows of its prompt did not come")
         return prompt
@@ -459,7 +497,8 @@ class Collector:
 
 @dataclass
 class _Part:
-    """Rows of a prompt, or those that were generated: arrays that follow each other without gap or overlap."""
+    """Rows of a prompt, or those that were generated: arrays that follow each other without gap or
+    overlap."""
 
     name: str
     start: int | None = None  # of the first row, once an array says it
@@ -467,10 +506,18 @@ class _Part:
     arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
     weights: list[NDArray[np.float32] | None] = field(default_factory=list)  # of the arrays
     histogram: Histogram | None = None
-    carriers: dict[str, int] = field(default_factory=dict)  # indices of the choices that a prompt came with
-    num_bytes: int = 0  # of all arrays, as int16 with float32 weights, and what an array takes besides
+    # indices of the choices that a prompt came with
+    carriers: dict[str, int] = field(default_factory=dict)
+    # of all arrays, as int16 with float32 weights, and what an array takes besides
+    num_bytes: int = 0
 
-    def add(self, value: Any, rows: NDArray[np.integer[Any]], beside: Any, weights: NDArray[np.float32] | None) -> None:
+    def add(
+        self,
+        value: Any,
+        rows: NDArray[np.integer[Any]],
+        beside: Any,
+        weights: NDArray[np.float32] | None,
+    ) -> None:
         """Appends `rows` and their weights, which were decoded from `value` and `beside`."""
         start = value.get("start") if isinstance(value, Mapping) else None
         if isinstance(value, Mapping):
@@ -481,16 +528,21 @@ class _Part:
                 what = "overlap" if start < end else "a gap"
                 raise RoutingError(f"{self.name}: {what}: rows from {start} on after {end}")
             if (said := value.get("missing")) != (missing := count_missing(rows)):
-                raise RoutingError(f"{self.name}: {missing} rows are not known, said to be {shown(said)}")
+                raise RoutingError(
+                    f"{self.name}: {missing} rows are not known, said to be {shown(said)}"
+                )
         if weights is not None:
             if weights.shape != rows.shape and len(weights) + len(rows):
-                raise RoutingError(f"{self.name}: weights of shape {weights.shape} beside ids of {rows.shape}")
+                raise RoutingError(
+                    f"{self.name}: weights of shape {weights.shape} beside ids of {rows.shape}"
+                )
             if isinstance(beside, Mapping) and (
                 beside.get("start") != start or beside.get("missing") != count_missing(weights)
             ):
                 raise RoutingError(f"{self.name}: weights that are not of the ids beside them")
         if self.arrays and not len(rows):
-            return  # a stream may have any number of these, and each choice has all arrays of its prompt
+            # a stream may have any number of these, and each choice has all arrays of its prompt
+            return
         self.arrays.append(rows)
         self.weights.append(weights)
         self.length += len(rows)
@@ -512,7 +564,8 @@ class _Choice(_Part):
         if prompt_len is not None and self.token_ids is not None:
             num_tokens = prompt_len + len(self.token_ids)
         num_absent = num_tokens - len(self.texts)
-        if num_absent not in (0, prompt_len):  # with `echo`, log-probabilities have the prompt's texts too
+        # with `echo`, log-probabilities have the prompt's texts too
+        if num_absent not in (0, prompt_len):
             return None
         return Texts(num_absent, self.texts)
 
@@ -526,10 +579,14 @@ def _same_end(index: int, ends: Mapping[str, int]) -> int | None:
 
 
 def _check_length(routing: Routing) -> None:
-    """Raises `RoutingError` if the rows do not fit the number of tokens or the histogram that the response has."""
+    """Raises `RoutingError` if the rows do not fit the number of tokens or the histogram that the
+    response has."""
     if routing.prompt_len is None:
         return
-    if routing.histogram is not None and routing.prompt_len + routing.histogram["rows"] != routing.end:
+    if (
+        routing.histogram is not None
+        and routing.prompt_len + routing.histogram["rows"] != routing.end
+    ):
         raise RoutingError(
             f"choice {routing.index}: rows up to {routing.end}, but a histogram of {routing.histogram['rows']} rows "
             f"after {routing.prompt_len} prompt tokens"
@@ -547,15 +604,21 @@ def _check_length(routing: Routing) -> None:
 
 def _histogram(value: Any) -> Histogram:
     found: Histogram = value
-    if not isinstance(value, Mapping) or not all(_is_count(value.get(name)) for name in ("rows", "missing")):
+    if not isinstance(value, Mapping) or not all(
+        _is_count(value.get(name)) for name in ("rows", "missing")
+    ):
         raise RoutingError(f"not a histogram: {shown(value)}")
     if not _is_table(value.get("counts"), _is_count):
-        raise RoutingError("not a histogram: its counts are not lists of counts, one for each layer")
+        raise RoutingError(
+            "not a histogram: its counts are not lists of counts, one for each layer"
+        )
     if "weights" in value and not (
         _is_table(value["weights"], is_number)
         and [len(row) for row in value["weights"]] == [len(row) for row in found["counts"]]
     ):
-        raise RoutingError("not a histogram: its weights are not lists of numbers beside its counts")
+        raise RoutingError(
+            "not a histogram: its weights are not lists of numbers beside its counts"
+        )
     return found
 
 
@@ -564,7 +627,10 @@ def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
     return (
         isinstance(value, list)
         and len(value) > 0
-        and all(isinstance(row, list) and 0 < len(row) == len(value[0]) and all(map(holds, row)) for row in value)
+        and all(
+            isinstance(row, list) and 0 < len(row) == len(value[0]) and all(map(holds, row))
+            for row in value
+        )
     )
 
 
@@ -591,7 +657,8 @@ def _logprobs(value: Any) -> tuple[list[float | None], list[str | None]]:
 
 
 def without_envelope(chunk: Any) -> Any:
-    """The response in a line of a batch's output file, `{"custom_id", "response": {"body"}, "error"}`; else `chunk`."""
+    """The response in a line of a batch's output file, `{"custom_id", "response": {"body"},
+    "error"}`; else `chunk`."""
     if isinstance(chunk, _PLAIN) or _get(chunk, "custom_id") is None:
         return chunk
     response = _get(chunk, "response")
@@ -600,8 +667,10 @@ def without_envelope(chunk: Any) -> Any:
 
 
 def _get(thing: Any, name: str) -> Any:
-    """A field of a JSON object or of an object of the OpenAI client; also one that LiteLLM put aside."""
-    if type(thing) is dict and "provider_specific_fields" not in thing:  # the usual case, and much faster
+    """A field of a JSON object or of an object of the OpenAI client; also one that LiteLLM put
+    aside."""
+    # the usual case, and much faster
+    if type(thing) is dict and "provider_specific_fields" not in thing:
         return thing.get(name)
     if isinstance(thing, _PLAIN):
         raise RoutingError(f"{shown(thing)} in place of an object")
@@ -613,7 +682,13 @@ def _get(thing: Any, name: str) -> Any:
 
 
 def _get_message(error: Any) -> Any:
-    return error if isinstance(error, str) else shown(error) if isinstance(error, _PLAIN) else _get(error, "message")
+    return (
+        error
+        if isinstance(error, str)
+        else shown(error)
+        if isinstance(error, _PLAIN)
+        else _get(error, "message")
+    )
 
 
 def _listed(value: Any, name: str) -> Sequence[Any]:
@@ -658,4 +733,8 @@ def _arrays_of_prompts(value: Any) -> list[Any]:
 def _joined(arrays: list[NDArray[Any]], shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """[n, L, K]; an array of no rows has no shape."""
     arrays = [array for array in arrays if len(array)]
-    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty((0, *shape), dtype=dtype)
+    return (
+        np.concatenate(arrays).astype(dtype, copy=False)
+        if arrays
+        else np.empty((0, *shape), dtype=dtype)
+    )

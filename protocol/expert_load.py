@@ -16,8 +16,8 @@ _SLICE = 4096
 class Histogram(TypedDict):
     """The wire form of expert counts.
 
-    `counts` is [L][num_experts]. `missing` of the `rows` rows have unknown ids, which are not counted. `weights`, which
-    a request must ask for, is the sum of each expert's weights.
+    `counts` is [L][num_experts]. `missing` of the `rows` rows have unknown ids, which are not
+    counted. `weights`, which a request must ask for, is the sum of each expert's weights.
     """
 
     counts: list[list[int]]
@@ -27,7 +27,8 @@ class Histogram(TypedDict):
 
 
 def count_experts(rows: NDArray[np.integer[Any]], num_experts: int) -> NDArray[np.int64]:
-    """How many of `rows` ([n, L, K]) chose each expert: [L, num_experts]. Unknown ids are not counted.
+    """How many of `rows` ([n, L, K]) chose each expert: [L, num_experts]. Unknown ids are not
+    counted.
 
     >>> count_experts(np.array([[[0, 2]], [[2, 1]], [[-1, -1]]]), num_experts=4).tolist()
     [[1, 1, 2, 0]]
@@ -41,15 +42,20 @@ def count_experts(rows: NDArray[np.integer[Any]], num_experts: int) -> NDArray[n
     counts = np.zeros(layers * width, dtype=np.int64)
     offsets = (np.arange(layers) * width + 1)[:, None]
     for first in range(0, len(rows), _SLICE):
-        counts += np.bincount((rows[first : first + _SLICE] + offsets).ravel(), minlength=counts.size)
+        counts += np.bincount(
+            (rows[first : first + _SLICE] + offsets).ravel(), minlength=counts.size
+        )
     return counts.reshape(layers, width)[:, 1:]
 
 
-def sum_weights(rows: NDArray[np.integer[Any]], weights: NDArray[np.float32], num_experts: int) -> NDArray[np.float64]:
-    """The sum of the weights that each expert was chosen with: [L, num_experts]. Unknown ones are left out.
+def sum_weights(
+    rows: NDArray[np.integer[Any]], weights: NDArray[np.float32], num_experts: int
+) -> NDArray[np.float64]:
+    """The sum of the weights that each expert was chosen with: [L, num_experts]. Unknown ones are
+    left out.
 
-    >>> sum_weights(np.array([[[0, 2]], [[2, -1]]]), np.array([[[0.5, 0.25]], [[1, np.nan]]], np.float32), 3).tolist()
-    [[0.5, 0.0, 1.25]]
+    >>> sum_weights(np.array([[[0, 2]], [[2, -1]]]), np.array([[[0.5, 0.25]], [[1, np.nan]]],
+    np.float32), 3).tolist() [[0.5, 0.0, 1.25]]
 
     Raises:
         CodecError: an id is not an expert's.
@@ -69,7 +75,9 @@ def _checked(rows: Any, num_experts: Any) -> tuple[NDArray[np.integer[Any]], int
     num_experts = arguments.integer("num_experts", num_experts, 1, MAX_EXPERTS)
     rows = arguments.array("rows", rows, "iu", "nLK")
     if rows.min(initial=0) < UNKNOWN or rows.max(initial=0) >= num_experts:
-        raise CodecError(f"rows have ids from {rows.min()} to {rows.max()}, and {num_experts} experts")
+        raise CodecError(
+            f"rows have ids from {rows.min()} to {rows.max()}, and {num_experts} experts"
+        )
     return rows, num_experts
 
 
@@ -81,9 +89,11 @@ class ExpertLoad:
     """The load of L layers with E experts."""
 
     counts: NDArray[np.int64]  # [L, E] how often each expert was chosen
-    load: Floats  # [L, E] the counts divided by the mean count of the layer; 0 if nothing was counted
+    # [L, E] the counts divided by the mean count of the layer; 0 if nothing was counted
+    load: Floats
     entropy: Floats  # [L] of the shares, in bits
-    balance: Floats  # [L] the entropy divided by its maximum for that number of choices: 1 if all share evenly
+    # [L] the entropy divided by its maximum for that number of choices: 1 if all share evenly
+    balance: Floats
     imbalance: Floats  # [L] the load of the busiest expert
     busiest: NDArray[np.intp]  # [L] its id
     unused: NDArray[np.intp]  # [L] experts that were never chosen
@@ -92,19 +102,24 @@ class ExpertLoad:
 def expert_load(counts: ArrayLike) -> ExpertLoad:
     """The load of each layer, from `counts` [L, E] of `count_experts` or of a response's histogram.
 
-    >>> found = expert_load([[4, 4, 0, 0], [2, 2, 2, 2]])
-    >>> found.load.tolist()
-    [[2.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
-    >>> found.entropy.tolist(), found.balance.tolist(), found.imbalance.tolist(), found.unused.tolist()
-    ([1.0, 2.0], [0.5, 1.0], [2.0, 1.0], [2, 0])
+    >>> found = expert_load([[4, 4, 0, 0], [2, 2, 2, 2]]) >>> found.load.tolist() [[2.0, 2.0, 0.0,
+    0.0], [1.0, 1.0, 1.0, 1.0]] >>> found.entropy.tolist(), found.balance.tolist(),
+    found.imbalance.tolist(), found.unused.tolist() ([1.0, 2.0], [0.5, 1.0], [2.0, 1.0], [2, 0])
     """
     given = arguments.array("counts", counts, "iuf", "LE")
-    if not given.shape[1] or not ((given >= 0) & (given < 2**53) & (given == np.floor(given))).all():
-        raise ValueError("counts must be whole numbers that are not negative, of one expert or more")
+    if (
+        not given.shape[1]
+        or not ((given >= 0) & (given < 2**53) & (given == np.floor(given))).all()
+    ):
+        raise ValueError(
+            "counts must be whole numbers that are not negative, of one expert or more"
+        )
     whole = given.astype(np.int64)
     totals = whole.sum(axis=1, keepdims=True)
     shares = whole / np.maximum(totals, 1)
-    entropy = -(shares * np.log2(shares, out=np.zeros_like(shares), where=shares > 0)).sum(axis=1) + 0.0
+    entropy = (
+        -(shares * np.log2(shares, out=np.zeros_like(shares), where=shares > 0)).sum(axis=1) + 0.0
+    )
     most = np.log2(np.clip(totals[:, 0], 1, whole.shape[1]))
     load = shares * whole.shape[1]
     return ExpertLoad(

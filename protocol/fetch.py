@@ -1,4 +1,5 @@
-"""Fetches arrays that a response refers to (`routed_experts_delivery: reference`), whole or in part."""
+"""Fetches arrays that a response refers to (`routed_experts_delivery: reference`), whole or in
+part."""
 
 import http.client
 import math
@@ -28,7 +29,8 @@ class FetchError(Exception):
     """An array cannot be fetched.
 
     Attributes:
-        status: of the HTTP response; None if there is none. 404: there never was such an array; 410: it is gone.
+        status: of the HTTP response; None if there is none. 404: there never was such an array;
+        410: it is gone.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -38,7 +40,8 @@ class FetchError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class ArrayReference:
-    """Refers to an array, and is one for numpy: the array is read where it is used, not before. Can be pickled.
+    """Refers to an array, and is one for numpy: the array is read where it is used, not before. Can
+    be pickled.
 
     Engines in programs put it on outputs of requests that ask for references.
 
@@ -66,7 +69,9 @@ class ArrayReference:
         array = self.fetch().swapaxes(0, 1)
         return array if copy is False else np.array(array, dtype=dtype, copy=copy)
 
-    def fetch(self, *, layers: Range | None = None, tokens: Range | None = None, **options: Any) -> NDArray[Any]:
+    def fetch(
+        self, *, layers: Range | None = None, tokens: Range | None = None, **options: Any
+    ) -> NDArray[Any]:
         """See `fetch`: layers first."""
         return fetch(self.reference, layers=layers, tokens=tokens, **options)
 
@@ -82,16 +87,16 @@ def fetch(
 ) -> NDArray[Any]:
     """The array of a reference, or a part of it: [layers, n, K], layers first. Read-only.
 
-    If the reference has a `path` that this process can read, the file is mapped into memory, and is read where the
-    array is used; this works after the array has expired too. Otherwise it comes over HTTP. Safe to call from several
-    threads at once.
+    If the reference has a `path` that this process can read, the file is mapped into memory, and is
+    read where the array is used; this works after the array has expired too. Otherwise it comes
+    over HTTP. Safe to call from several threads at once.
 
     Args:
-        reference: with at least `url` (relative to `base_url`) or `path`, `shape` ([n, L, K]) and `dtype`.
-        layers: first layer, and the layer after the last, of the L layers; all by default.
+        reference: with at least `url` (relative to `base_url`) or `path`, `shape` ([n, L, K]) and
+        `dtype`. layers: first layer, and the layer after the last, of the L layers; all by default.
         tokens: first row, and the row after the last, of the n rows of this array; all by default.
-        base_url: that of OpenAI's client, such as `http://localhost:8000/v1`; not needed where the file is read.
-        api_key: is sent to that server only.
+        base_url: that of OpenAI's client, such as `http://localhost:8000/v1`; not needed where the
+        file is read. api_key: is sent to that server only.
 
     Raises:
         FetchError: the server does not return the array.
@@ -115,14 +120,19 @@ def fetch(
     query = f"layers={first_layer}:{end_layer}&tokens={first_token}:{end_token}"
     request = urllib.request.Request(f"{base_url.rstrip('/')}/{reference['url']}?{query}")
     if api_key is not None:
-        request.add_unredirected_header("Authorization", f"Bearer {api_key}")  # not to where the server redirects
-    return _read(request, (end_layer - first_layer, end_token - first_token, top_k), dtype, timeout_s)
+        # not to where the server redirects
+        request.add_unredirected_header("Authorization", f"Bearer {api_key}")
+    return _read(
+        request, (end_layer - first_layer, end_token - first_token, top_k), dtype, timeout_s
+    )
 
 
 def _described(reference: Mapping[str, Any]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
     """The shape ([n, L, K]) and dtype of the array."""
     arguments.instance("reference", reference, Mapping)
-    num_rows, num_layers, top_k = arguments.integers("shape of reference", reference.get("shape"), 3)
+    num_rows, num_layers, top_k = arguments.integers(
+        "shape of reference", reference.get("shape"), 3
+    )
     dtype = arguments.one_of("dtype of reference", reference.get("dtype"), NUMPY_DTYPES)
     return (num_rows, num_layers, top_k), NUMPY_DTYPES[dtype]
 
@@ -139,7 +149,8 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
     if not reference.get("path"):
         return None
     num_rows, num_layers, top_k = reference["shape"]
-    path = arguments.instance("path of reference", reference["path"], str)  # a number would be an open file
+    # a number would be an open file
+    path = arguments.instance("path of reference", reference["path"], str)
     try:
         with open(path, "rb", opener=open_file) as file:
             if read_npy_header(file) != ((num_layers, num_rows, top_k), dtype, "C"):
@@ -150,9 +161,13 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
 
 
 def _read(
-    request: urllib.request.Request, shape: tuple[int, int, int], dtype: np.dtype[Any], timeout_s: float
+    request: urllib.request.Request,
+    shape: tuple[int, int, int],
+    dtype: np.dtype[Any],
+    timeout_s: float,
 ) -> NDArray[Any]:
-    """The array in a response. It takes no memory before the server says that it sends as much, or has sent it."""
+    """The array in a response. It takes no memory before the server says that it sends as much, or
+    has sent it."""
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
@@ -160,7 +175,9 @@ def _read(
             is_right = told in (None, str(num_bytes))
             content = bytearray() if told is None or not is_right else bytearray(num_bytes)
             if not is_right or _fill(content, response, num_bytes) != num_bytes or response.read(1):
-                raise FetchError(f"{request.full_url} returned another number of bytes than {num_bytes}")
+                raise FetchError(
+                    f"{request.full_url} returned another number of bytes than {num_bytes}"
+                )
     except urllib.error.HTTPError as error:
         raise FetchError(f"{request.full_url}: {error.code} {error.reason}", error.code) from None
     except (OSError, http.client.HTTPException) as error:

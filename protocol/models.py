@@ -53,10 +53,13 @@ class RoutingFields(BaseModel):
     """The routing fields of a request."""
 
     return_routed_experts: StrictBool = Field(
-        default=False, description="Return the experts that the router chose for every token in every MoE layer."
+        default=False,
+        description="Return the experts that the router chose for every token in every MoE layer.",
     )
     routed_experts_prompt_start: StrictInt = Field(
-        default=0, ge=0, description="First prompt row to return; at most the number of prompt tokens."
+        default=0,
+        ge=0,
+        description="First prompt row to return; at most the number of prompt tokens.",
     )
     routed_experts_start_len: StrictInt = Field(
         default=0, ge=0, description="SGLang's name for `routed_experts_prompt_start`."
@@ -83,7 +86,8 @@ class RoutingFields(BaseModel):
         "vLLM's own capture, with zeros in dense layers (-1 in unknown rows).",
     )
     routed_experts_histogram: StrictBool = Field(
-        default=False, description="Return how often each expert of each layer was chosen, with or without the rows."
+        default=False,
+        description="Return how often each expert of each layer was chosen, with or without the rows.",
     )
     return_routed_expert_weights: StrictBool = Field(
         default=False,
@@ -105,7 +109,8 @@ class RoutingFields(BaseModel):
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """The checked routing options of a request: what to return, from which prompt row on, and in which form."""
+    """The checked routing options of a request: what to return, from which prompt row on, and in
+    which form."""
 
     rows: bool = True
     histogram: bool = False
@@ -118,9 +123,12 @@ class RoutingOptions:
     layers: Layers = "moe"
     by_reference: bool = False
     at_end: bool = False  # rows of a stream come at the end of each choice, as references do
-    explicit_fields: frozenset[str] = field(default=frozenset(), compare=False)  # by the request or the default
-    by_default: bool = field(default=False, compare=False)  # only the server-wide default asks for routing
-    refers_by_default: bool = field(default=False, compare=False)  # only the default asks for references
+    # by the request or the default
+    explicit_fields: frozenset[str] = field(default=frozenset(), compare=False)
+    # only the server-wide default asks for routing
+    by_default: bool = field(default=False, compare=False)
+    # only the default asks for references
+    refers_by_default: bool = field(default=False, compare=False)
 
     @property
     def asks_for_inline(self) -> bool:
@@ -128,7 +136,8 @@ class RoutingOptions:
         return DELIVERY in self.explicit_fields and not self.by_reference
 
     def with_vllms_forms(self) -> "RoutingOptions":
-        """The options for an endpoint where vLLM has its own form, which applies unless the request sets another."""
+        """The options for an endpoint where vLLM has its own form, which applies unless the request
+        sets another."""
         if (
             not self.rows
             or self.by_reference
@@ -140,14 +149,18 @@ class RoutingOptions:
         return replace(self, format="npy", layout="joined", dtype=dtype, layers=layers)
 
 
-def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> RoutingOptions | None:
-    """The routing options in the JSON object `body` of a request; None if it does not ask for routing.
+def parse_options(
+    body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> RoutingOptions | None:
+    """The routing options in the JSON object `body` of a request; None if it does not ask for
+    routing.
 
     Args:
         defaults: values of fields that the request leaves out.
 
     Raises:
-        FieldError: an invalid value, an unknown routing field, or a field without the opt-in. The last case reveals a
+        FieldError: an invalid value, an unknown routing field, or a field without the opt-in. The
+        last case reveals a
             gateway that removes the opt-in.
     """
     check_names(body)
@@ -168,7 +181,9 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
     by_reference = fields.routed_experts_delivery == "reference" and fields.return_routed_experts
     if by_reference and own.get(FORMAT, "object") not in ("object", "paired"):
         if DELIVERY in own:
-            raise FieldError(FORMAT, f"{FORMAT}: only object and paired can be delivered by reference")
+            raise FieldError(
+                FORMAT, f"{FORMAT}: only object and paired can be delivered by reference"
+            )
         by_reference = False  # the request wins over the default
     if is_paired and not fields.return_routed_expert_weights:
         raise FieldError(FORMAT, f"{FORMAT}: paired needs {WEIGHTS}: true")
@@ -202,7 +217,11 @@ def _refuse_unknown(name: str) -> NoReturn:
     shown = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()
     fields = {_own_part(each): each for each in RoutingFields.model_fields}
     near = difflib.get_close_matches(_own_part(shown), fields, n=1)
-    meant = f"did you mean {fields[near[0]]}?" if near else f"the fields are {', '.join(fields.values())}"
+    meant = (
+        f"did you mean {fields[near[0]]}?"
+        if near
+        else f"the fields are {', '.join(fields.values())}"
+    )
     raise FieldError(shown, f"{shown} is not a routing field: {meant}")
 
 
@@ -229,7 +248,11 @@ def check_defaults(defaults: object) -> dict[str, Any]:
 
 def _left_out(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     starts = {PROMPT_START, _START_LEN}
-    return {name: value for name, value in defaults.items() if not (name in starts and starts & given.keys())}
+    return {
+        name: value
+        for name, value in defaults.items()
+        if not (name in starts and starts & given.keys())
+    }
 
 
 def _validated(given: dict[str, Any]) -> RoutingFields:
@@ -245,8 +268,13 @@ def _validated(given: dict[str, Any]) -> RoutingFields:
 
 
 def _check_needs(given: Mapping[str, Any], fields: RoutingFields) -> None:
-    """Rejects fields without effect: without rows, a histogram has only a start, layers and weights."""
-    alone = {HISTOGRAM, PROMPT_START, _START_LEN, LAYERS, WEIGHTS} if fields.routed_experts_histogram else {HISTOGRAM}
+    """Rejects fields without effect: without rows, a histogram has only a start, layers and
+    weights."""
+    alone = (
+        {HISTOGRAM, PROMPT_START, _START_LEN, LAYERS, WEIGHTS}
+        if fields.routed_experts_histogram
+        else {HISTOGRAM}
+    )
     for name in RoutingFields.model_fields:
         if name in given and name != OPT_IN and name not in alone:
             raise FieldError(name, f"{name} needs {OPT_IN}: true in the same request")
@@ -259,17 +287,22 @@ def _prompt_start(given: Mapping[str, Any], fields: RoutingFields) -> tuple[int,
     if PROMPT_START not in given:
         return fields.routed_experts_start_len, _START_LEN
     if fields.routed_experts_prompt_start != fields.routed_experts_start_len:
-        raise FieldError(_START_LEN, f"{_START_LEN} and {PROMPT_START} are two names for one value and differ")
+        raise FieldError(
+            _START_LEN, f"{_START_LEN} and {PROMPT_START} are two names for one value and differ"
+        )
     return fields.routed_experts_prompt_start, PROMPT_START
 
 
-Shape = Annotated[list[int], Field(description="[rows, layers, experts per token]", min_length=3, max_length=3)]
+Shape = Annotated[
+    list[int], Field(description="[rows, layers, experts per token]", min_length=3, max_length=3)
+]
 Start = Annotated[int, Field(description="absolute position of the first row", ge=0)]
 
 
 class RoutedExpertsArray(BaseModel):
-    """The `object` form of one array of rows: `np.frombuffer(base64.b64decode(data), dtype).reshape(shape)`. Arrays of
-    weights have the same fields; they are `float32`, with NaN in unknown rows."""
+    """The `object` form of one array of rows: `np.frombuffer(base64.b64decode(data),
+    dtype).reshape(shape)`. Arrays of weights have the same fields; they are `float32`, with NaN in
+    unknown rows."""
 
     data: str = Field(description="base64 of the little-endian array, C order")
     shape: Shape
@@ -327,7 +360,9 @@ class RoutedExpertsHistogram(BaseModel):
 
     counts: list[list[int]] = Field(description="[layers][experts]")
     rows: int = Field(description="number of rows, including missing ones", ge=0)
-    missing: int = Field(description="rows with at least one unknown id; unknown ids are not counted", ge=0)
+    missing: int = Field(
+        description="rows with at least one unknown id; unknown ids are not counted", ge=0
+    )
     weights: list[list[float]] = Field(
         default_factory=list,
         description="[layers][experts]: sums of the weights, for requests with `return_routed_expert_weights`",
@@ -340,7 +375,9 @@ class CaptureInfo(BaseModel):
     runner: Literal["v1", "v2"]
     device: str
     kv_slots: int = Field(description="capacity of the host cache in rows: one per KV slot")
-    host_cache_bytes: int = Field(description="maximum size; memory is reserved as rows are written")
+    host_cache_bytes: int = Field(
+        description="maximum size; memory is reserved as rows are written"
+    )
     device_bytes: int = Field(description="memory of the capture on each worker's device")
     pinned_bytes: int = Field(description="pinned host memory of the capture in each worker")
 
@@ -352,18 +389,24 @@ class RoutedExpertsInfo(BaseModel):
     num_layers: int
     top_k: int
     num_experts: int
-    layer_ids: list[int] = Field(description="decoder layer (absolute index) of each of the L layers")
+    layer_ids: list[int] = Field(
+        description="decoder layer (absolute index) of each of the L layers"
+    )
     num_hidden_layers: int = Field(
-        default=0, description="decoder layers of the model, dense ones too, without those of multi-token prediction"
+        default=0,
+        description="decoder layers of the model, dense ones too, without those of multi-token prediction",
     )
     dtype: Literal["int16"] = "int16"
-    weights: bool = Field(default=False, description="whether requests may ask for the routers' weights")
+    weights: bool = Field(
+        default=False, description="whether requests may ask for the routers' weights"
+    )
     weights_scale: list[float] = Field(
         default_factory=list,
         description="for each of the L layers, what the output of its experts is multiplied by, besides the weights",
     )
     weights_on_input: bool = Field(
-        default=False, description="whether weights multiply the input of experts instead of their output"
+        default=False,
+        description="whether weights multiply the input of experts instead of their output",
     )
     version: str = Field(description="version of routed-experts-server")
     vllm_version: str

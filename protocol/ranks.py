@@ -1,7 +1,8 @@
 """Cuts rows as a trainer cuts its layers and tokens. Imports numpy only.
 
-Everywhere, a rank is given as `(rank, size)`, and tokens are the first dimension: packed sequences [T, L, K], or a
-padded batch as Megatron has it, [S, B, L, K]: `align(…).swapaxes(0, 1)`, with `cu_seqlens` [0, S].
+Everywhere, a rank is given as `(rank, size)`, and tokens are the first dimension: packed sequences
+[T, L, K], or a padded batch as Megatron has it, [S, B, L, K]: `align(…).swapaxes(0, 1)`, with
+`cu_seqlens` [0, S].
 """
 
 from bisect import bisect_left
@@ -29,9 +30,11 @@ class Packed:
     """Sequences one after the other, each with its padding behind it.
 
     Attributes:
-        rows: [T, L, K] ids; -1, which means "do not replay", where a row is not known: in padding and for the last
+        rows: [T, L, K] ids; -1, which means "do not replay", where a row is not known: in padding
+        and for the last
             token of a sequence too.
-        cu_seqlens: int32 [B + 1], where the sequences begin and end with their padding. TransformerEngine calls it
+        cu_seqlens: int32 [B + 1], where the sequences begin and end with their padding.
+        TransformerEngine calls it
             `cu_seqlens_padded`.
         num_tokens: int32 [B], tokens of each sequence without its padding.
         weights: [T, L, K] of the ids, NaN where unknown; None if the responses have none.
@@ -67,14 +70,16 @@ def pack(
     ([0, 4, 8], [True, True, False, False, True, True, False, False])
 
     Args:
-        multiple: each sequence is padded to a multiple of it. Context parallelism needs one of 2 · CP, sequence
+        multiple: each sequence is padded to a multiple of it. Context parallelism needs one of 2 ·
+        CP, sequence
             parallelism one of TP, both together 2 · CP · TP.
         length: T; what is left is padding of the last sequence.
         num_tokens: tokens of each sequence, if they were truncated; P + G by default.
         layers: those of a stage (`stage_layers`); only they are read and copied.
 
     Raises:
-        RoutingError: a sequence lacks rows before its last token, the sequences do not fit `length`, or only some have
+        RoutingError: a sequence lacks rows before its last token, the sequences do not fit
+        `length`, or only some have
             weights.
     """
     multiple = arguments.integer("multiple", multiple, least=1)
@@ -99,7 +104,10 @@ def pack(
 
 
 def _packed(
-    arrays: Sequence[NDArray[Any]], counts: Sequence[int], starts: NDArray[np.int32], pad: NDArray[Any]
+    arrays: Sequence[NDArray[Any]],
+    counts: Sequence[int],
+    starts: NDArray[np.int32],
+    pad: NDArray[Any],
 ) -> NDArray[Any]:
     packed = np.empty((starts[-1], *arrays[0].shape[1:]), pad.dtype)
     for array, count, (first, end) in zip(arrays, counts, pairwise(starts.tolist()), strict=True):
@@ -117,18 +125,18 @@ def stage_layers(
     virtual: Span = (0, 1),
     counts: Sequence[int] | None = None,
 ) -> slice:
-    """Which of the L layers of rows a stage of a pipeline has. As they follow each other, `rows[:, slice]` is a view.
+    """Which of the L layers of rows a stage of a pipeline has. As they follow each other, `rows[:,
+    slice]` is a view.
 
-    >>> stage_layers([1, 2, 3, 4, 5], 6, pipeline=(0, 2))  # decoder layers 0 to 2, of which 0 is dense
-    slice(0, 2, None)
-    >>> [stage_layers(range(8), 8, pipeline=(1, 2), virtual=(v, 2)) for v in (0, 1)]
-    [slice(2, 4, None), slice(6, 8, None)]
+    >>> stage_layers([1, 2, 3, 4, 5], 6, pipeline=(0, 2))  # decoder layers 0 to 2, of which 0 is
+    dense slice(0, 2, None) >>> [stage_layers(range(8), 8, pipeline=(1, 2), virtual=(v, 2)) for v in
+    (0, 1)] [slice(2, 4, None), slice(6, 8, None)]
 
     Args:
         layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`.
-        num_hidden_layers: decoder layers of the model, from there too: layers of multi-token prediction are none.
-        virtual: the virtual stage, of so many per rank.
-        counts: decoder layers of each stage in the model's order: all ranks' first virtual stages, then all ranks'
+        num_hidden_layers: decoder layers of the model, from there too: layers of multi-token
+        prediction are none. virtual: the virtual stage, of so many per rank. counts: decoder layers
+        of each stage in the model's order: all ranks' first virtual stages, then all ranks'
             second ones. Equally many by default.
 
     Raises:
@@ -137,28 +145,36 @@ def stage_layers(
     num_hidden_layers = arguments.integer("num_hidden_layers", num_hidden_layers)
     ids = arguments.integers("layer_ids", layer_ids)
     if ids != sorted(set(ids)) or max(ids, default=-1) >= num_hidden_layers:
-        raise ValueError(f"layer_ids must ascend within the {num_hidden_layers} decoder layers, not {ids}")
+        raise ValueError(
+            f"layer_ids must ascend within the {num_hidden_layers} decoder layers, not {ids}"
+        )
     (stage, stages), (chunk, chunks) = _rank("pipeline", pipeline), _rank("virtual", virtual)
     total = stages * chunks
     if counts is None:
         if num_hidden_layers % total:
             stated = f"{stages} pipeline · {chunks} virtual stages"
-            raise ValueError(f"{num_hidden_layers} decoder layers are not equally many for {stated}: give counts")
+            raise ValueError(
+                f"{num_hidden_layers} decoder layers are not equally many for {stated}: give counts"
+            )
         counts = [num_hidden_layers // total] * total
     sizes = arguments.integers("counts", counts, total)
     if sum(sizes) != num_hidden_layers:
-        raise ValueError(f"counts must add up to the {num_hidden_layers} decoder layers, not to {sum(sizes)}")
+        raise ValueError(
+            f"counts must add up to the {num_hidden_layers} decoder layers, not to {sum(sizes)}"
+        )
     place = chunk * stages + stage
     first = sum(sizes[:place])
     return slice(bisect_left(ids, first), bisect_left(ids, first + sizes[place]))
 
 
-def token_spans(cu_seqlens: Sequence[int], *, context: Span = (0, 1), sequence: Span = (0, 1)) -> list[Span]:
+def token_spans(
+    cu_seqlens: Sequence[int], *, context: Span = (0, 1), sequence: Span = (0, 1)
+) -> list[Span]:
     """Which tokens a rank has, in its order, as spans of the first dimension.
 
-    With context parallelism each sequence is cut into 2 · CP equal parts, and a rank has the one at its place and the
-    one as far from the end (zigzag, as in TransformerEngine). With sequence parallelism, what a context-parallel rank
-    has is cut into TP equal parts.
+    With context parallelism each sequence is cut into 2 · CP equal parts, and a rank has the one at
+    its place and the one as far from the end (zigzag, as in TransformerEngine). With sequence
+    parallelism, what a context-parallel rank has is cut into TP equal parts.
 
     >>> token_spans([0, 8, 16], context=(0, 2))
     [(0, 2), (6, 10), (14, 16)]
@@ -180,7 +196,11 @@ def token_spans(cu_seqlens: Sequence[int], *, context: Span = (0, 1), sequence: 
     if size > 1:
         chunks = [(first, _share(end - first, 2 * size, "2 · CP")) for first, end in pieces]
         places = (rank, 2 * size - 1 - rank)
-        pieces = [(first + at * chunk, first + (at + 1) * chunk) for first, chunk in chunks for at in places]
+        pieces = [
+            (first + at * chunk, first + (at + 1) * chunk)
+            for first, chunk in chunks
+            for at in places
+        ]
     share = _share(sum(end - first for first, end in pieces), parts, "TP")
     return _joined(_within(pieces, part * share, (part + 1) * share))
 
@@ -195,13 +215,16 @@ def take(array: NDArray[Scalar], spans: Sequence[Span]) -> NDArray[Scalar]:
         ValueError: `array` ends before the spans do.
     """
     if (most := max((end for _, end in spans), default=0)) > len(array):
-        raise ValueError(f"spans up to token {most} of an array of {len(array)}: give the one that cu_seqlens is of")
+        raise ValueError(
+            f"spans up to token {most} of an array of {len(array)}: give the one that cu_seqlens is of"
+        )
     parts = [array[first:end] for first, end in spans]
     if len(parts) == 1:
         return parts[0]
     size = sum(part.nbytes for part in parts)
     taken: NDArray[Scalar] | None = None
-    if size > _HUGE_PAGE:  # mapping what is before the first huge page can take longer than the copy
+    # mapping what is before the first huge page can take longer than the copy
+    if size > _HUGE_PAGE:
         memory = np.empty(size + _HUGE_PAGE, np.uint8)
         first = -memory.ctypes.data % _HUGE_PAGE
         taken = memory[first : first + size].view(array.dtype).reshape(-1, *array.shape[1:])
@@ -218,7 +241,9 @@ def _rank(name: str, of: Span) -> Span:
 def _share(tokens: int, parts: int, what: str) -> int:
     share, rest = divmod(tokens, parts)
     if rest:
-        raise ValueError(f"{tokens} tokens cannot be cut into {parts} ({what}) equal parts: pad them to a multiple")
+        raise ValueError(
+            f"{tokens} tokens cannot be cut into {parts} ({what}) equal parts: pad them to a multiple"
+        )
     return share
 
 

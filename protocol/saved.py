@@ -1,8 +1,9 @@
 """Reads files of responses. Imports numpy and the standard library only.
 
-A file has JSON bodies (one per line, pretty-printed, or in arrays), streams as curl prints them, lines of a batch's
-output, or all of them. The response of `GET /v1/routed_experts` applies to all responses after it, including later
-files. The field `routed_experts_info` of a response takes precedence, for that response and those after it in the file.
+A file has JSON bodies (one per line, pretty-printed, or in arrays), streams as curl prints them,
+lines of a batch's output, or all of them. The response of `GET /v1/routed_experts` applies to all
+responses after it, including later files. The field `routed_experts_info` of a response takes
+precedence, for that response and those after it in the file.
 """
 
 import json
@@ -16,13 +17,22 @@ from typing import Any, TextIO
 import numpy as np
 
 from routed_experts.protocol.codec import encode
-from routed_experts.protocol.collect import Asked, Collector, Routing, RoutingError, Texts, is_number, without_envelope
+from routed_experts.protocol.collect import (
+    Asked,
+    Collector,
+    Routing,
+    RoutingError,
+    Texts,
+    is_number,
+    without_envelope,
+)
 from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
 MAX_LAYERS, MAX_EXPERTS = 1 << 12, 1 << 15  # of a model; ids are int16
 
-# What a response says of itself takes nothing before it is held against these. A real file meets none of them.
+# What a response says of itself takes nothing before it is held against these. A real file meets
+# none of them.
 MAX_CHARS = 1 << 31
 """Of a response in a file: twice what a server sends unless its settings say otherwise."""
 MAX_REPEATED_BYTES = 1 << 36
@@ -50,7 +60,8 @@ _SSE_LENGTH = max(map(len, _SSE_FIELDS))
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Known facts about a response and its model, as in `GET /v1/routed_experts`; None if unknown."""
+    """Known facts about a response and its model, as in `GET /v1/routed_experts`; None if
+    unknown."""
 
     num_layers: int | None = None
     top_k: int | None = None
@@ -65,21 +76,37 @@ class ModelInfo:
         """Parses the response of `GET /v1/routed_experts`, or a part of it."""
         if not isinstance(document, Mapping):
             raise RoutingError(f"{INFO} must be an object, not {shown(document)}")
-        told: dict[str, Any] = {name: document.get(name) for name in ("num_layers", "top_k", "num_experts")}
+        told: dict[str, Any] = {
+            name: document.get(name) for name in ("num_layers", "top_k", "num_experts")
+        }
         for name, value in told.items():
             if value is not None and (type(value) is not int or not 1 <= value <= MAX_EXPERTS):
-                raise RoutingError(f"{name} must be a positive integer up to {MAX_EXPERTS}, not {shown(value)}")
+                raise RoutingError(
+                    f"{name} must be a positive integer up to {MAX_EXPERTS}, not {shown(value)}"
+                )
         ids, scale = document.get("layer_ids"), document.get("weights_scale") or None
         if ids is not None:
-            are_layers = isinstance(ids, list) and all(type(one) is int and 0 <= one < MAX_LAYERS for one in ids)
+            are_layers = isinstance(ids, list) and all(
+                type(one) is int and 0 <= one < MAX_LAYERS for one in ids
+            )
             if not are_layers or ids != sorted(set(ids)):
-                raise RoutingError(f"layer_ids must be ascending layer indices below {MAX_LAYERS}, not {shown(ids)}")
+                raise RoutingError(
+                    f"layer_ids must be ascending layer indices below {MAX_LAYERS}, not {shown(ids)}"
+                )
             if told["num_layers"] not in (None, len(ids)):
-                raise RoutingError(f"num_layers is {told['num_layers']}, but layer_ids are {shown(ids)}")
+                raise RoutingError(
+                    f"num_layers is {told['num_layers']}, but layer_ids are {shown(ids)}"
+                )
             told["layer_ids"] = tuple(ids)
         if scale is not None:
-            if not isinstance(scale, list) or not all(map(is_number, scale)) or len(scale) != len(ids or scale):
-                raise RoutingError(f"weights_scale must be a number for each layer, not {shown(scale)}")
+            if (
+                not isinstance(scale, list)
+                or not all(map(is_number, scale))
+                or len(scale) != len(ids or scale)
+            ):
+                raise RoutingError(
+                    f"weights_scale must be a number for each layer, not {shown(scale)}"
+                )
             told["weights_scale"] = tuple(map(float, scale))
         return cls(**told)
 
@@ -116,19 +143,24 @@ class SavedAnswer:
         except ValueError as error:
             raise RoutingError(f"{self.where}: {error}") from error
 
-    def routings(self, model: ModelInfo | None = None, *, unfinished: bool = False) -> list[Routing]:
+    def routings(
+        self, model: ModelInfo | None = None, *, unfinished: bool = False
+    ) -> list[Routing]:
         """The rows of each choice, in MoE layers only.
 
-        `model` has facts from another source, which take precedence. If `unfinished`, as on the page, choices may lack
-        a finish reason, and then rows too.
+        `model` has facts from another source, which take precedence. If `unfinished`, as on the
+        page, choices may lack a finish reason, and then rows too.
         """
         return list(self.choices_in(self.collected(model), model, unfinished=unfinished))
 
     def each_routing(self, model: ModelInfo | None = None) -> Iterator[Routing]:
-        """`routings`, one after another: the rows of a prompt, which each of its choices has, take memory once."""
+        """`routings`, one after another: the rows of a prompt, which each of its choices has, take
+        memory once."""
         yield from self.choices_in(self.collected(model), model)
 
-    def collected(self, model: ModelInfo | None = None, most_bytes: int = MAX_REPEATED_BYTES) -> Collector:
+    def collected(
+        self, model: ModelInfo | None = None, most_bytes: int = MAX_REPEATED_BYTES
+    ) -> Collector:
         """The response, before arrays of its choices are made; they may take `most_bytes`."""
         info = self._info(model)
         asked: Asked = {"prompt_start": None}
@@ -141,7 +173,9 @@ class SavedAnswer:
             for part in self.parts:
                 collector.take(part)
             if (size := collector.num_bytes) > most_bytes:
-                raise RoutingError(f"it takes {size} bytes with the prompt of each choice; {most_bytes} are allowed")
+                raise RoutingError(
+                    f"it takes {size} bytes with the prompt of each choice; {most_bytes} are allowed"
+                )
         return collector
 
     def choices_in(
@@ -159,24 +193,29 @@ class SavedAnswer:
 
 
 def page_lines(
-    files: Iterable[tuple[str, TextIO]], given: ModelInfo, about: ModelInfo | None = None, *, is_upload: bool = False
+    files: Iterable[tuple[str, TextIO]],
+    given: ModelInfo,
+    about: ModelInfo | None = None,
+    *,
+    is_upload: bool = False,
 ) -> Iterator[str]:
-    """The choices in files, given as names and texts, as the page shows them: a line of JSON for each, of this form.
+    """The choices in files, given as names and texts, as the page shows them: a line of JSON for
+    each, of this form.
 
         {"name": "FILE, line 3, choice 1", "file": "FILE", "model": str or null,
          "info": {num_layers, top_k, num_experts, layer_ids, weights_scale: those that are known},
-         "ids": {"start": int, "values": [int, ...]} or null: token ids from a position on; the others are unknown,
-         "texts": {"start": int, "values": [str or null, ...]} or null: likewise,
-         "prompt_len": int or null, "finish_reason": str, or null if it was cut off,
+         "ids": {"start": int, "values": [int, ...]} or null: token ids from a position on; the
+         others are unknown, "texts": {"start": int, "values": [str or null, ...]} or null:
+         likewise, "prompt_len": int or null, "finish_reason": str, or null if it was cut off,
          "rows": of MoE layers from `start` on, prompt and generated, in the form `object`, int16,
          "weights": likewise, float32, or null}
 
     If a response cannot be read, the last line is `{"error": {"message": str}}`.
 
     Args:
-        given: facts about the model, which take precedence.
-        about: what files before these say about the model.
-        is_upload: whether the limits hold for all files together, as on a server; else for each response.
+        given: facts about the model, which take precedence. about: what files before these say
+        about the model. is_upload: whether the limits hold for all files together, as on a server;
+        else for each response.
     """
     reader = Reader(given, about, MAX_UPLOADED_ITEMS if is_upload else None)
     left = MAX_PAGE_BYTES
@@ -190,7 +229,9 @@ def page_lines(
                         left -= len(line)
                     yield line
                     if left < 0:
-                        raise RoutingError(f"{answer.where}: this and what is before it take too many bytes")
+                        raise RoutingError(
+                            f"{answer.where}: this and what is before it take too many bytes"
+                        )
     except (OSError, RoutingError) as error:
         yield json.dumps({"error": {"message": str(error)}}) + "\n"
 
@@ -237,14 +278,22 @@ def _known_part(start: int, values: Sequence[Any]) -> str:
 
 
 def check_shown(answer: SavedAnswer, routing: Routing) -> None:
-    """Raises `RoutingError` if the page cannot show a choice, which has counts in place of rows, or too many tokens."""
+    """Raises `RoutingError` if the page cannot show a choice, which has counts in place of rows, or
+    too many tokens."""
     # The page has something for each token, whether anything is known of it or not.
     prompt = f"a prompt of {routing.prompt_len} tokens"
-    for end, what in ((routing.end, f"rows up to {routing.end}"), (routing.prompt_len or 0, prompt)):
+    for end, what in (
+        (routing.end, f"rows up to {routing.end}"),
+        (routing.prompt_len or 0, prompt),
+    ):
         if end > MAX_POSITIONS:
-            raise RoutingError(f"{answer.where}: {what}, but the page shows {MAX_POSITIONS} at most")
+            raise RoutingError(
+                f"{answer.where}: {what}, but the page shows {MAX_POSITIONS} at most"
+            )
     if routing.histogram is not None and not len(routing.rows):
-        raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
+        raise RoutingError(
+            f"{answer.where}: it has histograms only: set return_routed_experts in the request"
+        )
 
 
 def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
@@ -254,7 +303,9 @@ def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
         return routing
     dense = np.delete(rows, ids, axis=1) if max(ids, default=0) < rows.shape[1] else rows
     if (dense > 0).any() or not ids:
-        raise RoutingError(f"rows of {rows.shape[1]} layers, but the model has {len(ids)} MoE layers")
+        raise RoutingError(
+            f"rows of {rows.shape[1]} layers, but the model has {len(ids)} MoE layers"
+        )
     weights = None if routing.weights is None else routing.weights[:, ids]
     return replace(routing, rows=rows[:, ids], weights=weights)
 
@@ -264,11 +315,17 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
     if not len(rows):
         return routing
     if rows.shape[1] > MAX_LAYERS or rows.shape[2] > MAX_EXPERTS:
-        raise RoutingError(f"rows of {rows.shape[1]} layers and {rows.shape[2]} experts, which no model has")
-    # A router never chooses an expert twice for a token, so such a layer is dense. Top-1 models do not show it.
+        raise RoutingError(
+            f"rows of {rows.shape[1]} layers and {rows.shape[2]} experts, which no model has"
+        )
+    # A router never chooses an expert twice for a token, so such a layer is dense. Top-1 models do
+    # not show it.
     if info.layer_ids is None and rows.shape[2] > 1 and (rows == 0).all(axis=2).any():
         raise RoutingError(DENSE_NEED)
-    for count, expected, what in ((rows.shape[1], info.num_layers, "layers"), (rows.shape[2], info.top_k, "experts")):
+    for count, expected, what in (
+        (rows.shape[1], info.num_layers, "layers"),
+        (rows.shape[2], info.top_k, "experts"),
+    ):
         if expected not in (None, count):
             raise RoutingError(f"rows of {count} {what}, but the model has {expected}")
     if info.num_experts is not None and rows.max() >= info.num_experts:
@@ -280,7 +337,8 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
 
 
 def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[SavedAnswer]:
-    """The responses in files, given as names and texts. `given` are facts about the model, which take precedence."""
+    """The responses in files, given as names and texts. `given` are facts about the model, which
+    take precedence."""
     reader, name, found = Reader(given), "", False
     for name, file in files:
         for answer in reader.read(name, file):
@@ -293,7 +351,9 @@ def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[Save
 class Reader:
     """Reads one file after another."""
 
-    def __init__(self, given: ModelInfo, about: ModelInfo | None = None, most_items: int | None = None) -> None:
+    def __init__(
+        self, given: ModelInfo, about: ModelInfo | None = None, most_items: int | None = None
+    ) -> None:
         self.about = about or ModelInfo()  # what the files so far say about their model
         self._given = given
         self._num_items, self._most_items = 0, most_items
@@ -318,7 +378,8 @@ class Reader:
             raise RoutingError(f"{name} has no responses")
 
     def _responses(self, name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
-        """The line of each response (or other JSON value) in a file, and its parts. Arrays yield their elements."""
+        """The line of each response (or other JSON value) in a file, and its parts. Arrays yield
+        their elements."""
         text, number = _Text(file), 0
         try:
             while (begin := text.begin()) is not None:
@@ -329,7 +390,9 @@ class Reader:
                         yield number, chunks
                 else:
                     value = text.value()
-                    yield from ((number, [one]) for one in (value if isinstance(value, list) else [value]))
+                    yield from (
+                        (number, [one]) for one in (value if isinstance(value, list) else [value])
+                    )
         except UnicodeDecodeError as error:
             raise RoutingError(f"{name} cannot be read: it is not UTF-8 text") from error
         except EventError as error:
@@ -337,7 +400,9 @@ class Reader:
         except _TooLargeError as error:
             raise RoutingError(f"{name}, line {text.number}: {error}") from error
         except (ValueError, RecursionError) as error:
-            raise RoutingError(f"{name}, line {number} is not valid JSON, or was cut off: {error}") from error
+            raise RoutingError(
+                f"{name}, line {number} is not valid JSON, or was cut off: {error}"
+            ) from error
 
     def _count(self, num_items: int) -> None:
         self._num_items += num_items
@@ -353,7 +418,11 @@ def _num_items(parts: Iterable[Mapping[str, Any]]) -> int:
         count += 1
         for choice in choices if isinstance(choices, list) else ():
             logprobs = choice.get("logprobs") if isinstance(choice, dict) else None
-            lists = [each for each in logprobs.values() if isinstance(each, list)] if isinstance(logprobs, dict) else []
+            lists = (
+                [each for each in logprobs.values() if isinstance(each, list)]
+                if isinstance(logprobs, dict)
+                else []
+            )
             count += 1 + sum(map(len, lists)) // _LOGPROBS_OF_ONE
     return count
 
@@ -379,7 +448,8 @@ def _stream(text: "_Text") -> list[Any]:
 
 
 class _Text:
-    """Reads lines and JSON values of a file. Keeps only the current line; for a longer value, what it needs."""
+    """Reads lines and JSON values of a file. Keeps only the current line; for a longer value, what
+    it needs."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -387,7 +457,8 @@ class _Text:
         self.number = 1
 
     def begin(self) -> str | None:
-        """The next characters but spaces; None at the end. Does not copy the line, which may have a million values."""
+        """The next characters but spaces; None at the end. Does not copy the line, which may have a
+        million values."""
         while True:
             self._go(_SPACES.match(self._text, self._at).end())  # type: ignore[union-attr]
             if self._at < len(self._text):
@@ -409,7 +480,8 @@ class _Text:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                # Only a value that goes on beyond what was read so far needs more: twice as much each time.
+                # Only a value that goes on beyond what was read so far needs more: twice as much
+                # each time.
                 is_cut = not self._text[error.pos :].strip()
                 rest = self._more() if is_cut else ""
                 if not rest:

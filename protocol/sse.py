@@ -18,8 +18,9 @@ class _NotJsonError(EventError):
 class EventReader:
     """Server-sent events from whole lines, with or without their ends.
 
-    A line without its end may be cut within its JSON: httpx takes U+2028 and the like for ends of lines. The event then
-    comes with the line after it, so that its pieces are parsed once, however many there are.
+    A line without its end may be cut within its JSON: httpx takes U+2028 and the like for ends of
+    lines. The event then comes with the line after it, so that its pieces are parsed once, however
+    many there are.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,9 @@ class EventReader:
         """The JSON of the events in a line or several."""
         if not isinstance(text, str | bytes):
             raise TypeError(f"text must be str or bytes, not {type(text).__name__}")
-        for line in (text.encode(errors="surrogatepass") if isinstance(text, str) else text).split(b"\n"):
+        for line in (text.encode(errors="surrogatepass") if isinstance(text, str) else text).split(
+            b"\n"
+        ):
             name, _, payload = line.strip().partition(b":")
             if self._pieces and line and name != b"data":
                 self._pieces.append(line)

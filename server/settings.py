@@ -1,6 +1,7 @@
 """The settings of a server, or of an engine in a program: keys of vLLM's `additional_config`.
 
-With `routed-experts serve` they come as flags of the same names. They are checked here and nowhere else.
+With `routed-experts serve` they come as flags of the same names. They are checked here and nowhere
+else.
 """
 
 import json
@@ -27,7 +28,8 @@ class SettingsError(ValueError):
 
 
 def json_or_text(text: str) -> Any:
-    """The value of a flag: JSON, or a number as Python reads it, such as `.5`. Its kind refuses other text."""
+    """The value of a flag: JSON, or a number as Python reads it, such as `.5`. Its kind refuses
+    other text."""
     for read in (json.loads, int, float):
         with suppress(ValueError):
             return read(text)
@@ -54,7 +56,9 @@ _SECONDS = Kind(
     "SECONDS",
 )
 _SHARE = Kind(
-    "a number above 0, at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1, metavar="SHARE"
+    "a number above 0, at most 1",
+    lambda value: type(value) in (int, float) and 0 < value <= 1,
+    metavar="SHARE",
 )
 _SWITCH = Kind("true or false", lambda value: type(value) is bool)
 
@@ -73,7 +77,9 @@ class Settings:
         int, _BYTES, "maximum bytes of routing in one response (default: 1 GiB)"
     ] = MAX_RESPONSE_BYTES
     routed_experts_page: Annotated[
-        bool, _SWITCH, "serve a page at /routed_experts that shows the experts of a response while it is generated"
+        bool,
+        _SWITCH,
+        "serve a page at /routed_experts that shows the experts of a response while it is generated",
     ] = True
     routed_experts_store: Annotated[
         str | Path | None,
@@ -82,7 +88,9 @@ class Settings:
         "share it (default: one for this port in /dev/shm, removed at start and stop if no process uses it)",
     ] = None
     routed_experts_store_bytes: Annotated[
-        int | None, _BYTES, "maximum size of the store (default: half of the space that is free in its folder)"
+        int | None,
+        _BYTES,
+        "maximum size of the store (default: half of the space that is free in its folder)",
     ] = None
     routed_experts_store_seconds: Annotated[
         float, _SECONDS, "time after which stored arrays are deleted (default: 3600)"
@@ -97,10 +105,14 @@ class Settings:
         "and view read; the files contain the token ids of prompts and answers",
     ] = None
     routed_experts_record_tokens: Annotated[
-        bool, _SWITCH, "whether recorded files contain token ids; expert ids alone still tell something about a text"
+        bool,
+        _SWITCH,
+        "whether recorded files contain token ids; expert ids alone still tell something about a text",
     ] = True
     routed_experts_record_share: Annotated[
-        float, _SHARE, "share of the prompts to record, above 0 and at most 1 (default: 1), drawn for each"
+        float,
+        _SHARE,
+        "share of the prompts to record, above 0 and at most 1 (default: 1), drawn for each",
     ] = 1.0
     routed_experts_record_bytes: Annotated[
         int,
@@ -116,10 +128,12 @@ class Settings:
 
     @classmethod
     def of(cls, additional_config: object, args: object = None) -> "Settings":
-        """The settings in an `additional_config`, or, before that, in the arguments of `routed-experts serve`: only the
-        flags that were given are there. Both may have others' names too, and None for a default.
+        """The settings in an `additional_config`, or, before that, in the arguments of
+        `routed-experts serve`: only the flags that were given are there. Both may have others'
+        names too, and None for a default.
 
-        Flags stay in the arguments because vLLM hashes `additional_config`, for its caches and in its responses.
+        Flags stay in the arguments because vLLM hashes `additional_config`, for its caches and in
+        its responses.
         """
         given = {
             **(additional_config if isinstance(additional_config, Mapping) else {}),
@@ -139,9 +153,14 @@ class Settings:
             check_defaults(self.routed_experts_default)
         except FieldError as error:
             raise SettingsError(f"routed_experts_default: {error}.") from None
-        if self.routed_experts_default.get(WEIGHTS) and not self.enable_return_routed_expert_weights:
+        if (
+            self.routed_experts_default.get(WEIGHTS)
+            and not self.enable_return_routed_expert_weights
+        ):
             # Else requests that do not name them would be refused.
-            raise SettingsError(f"routed_experts_default: {WEIGHTS} needs enable_return_routed_expert_weights.")
+            raise SettingsError(
+                f"routed_experts_default: {WEIGHTS} needs enable_return_routed_expert_weights."
+            )
 
 
 KINDS: dict[str, Kind] = {each.name: each.type.__metadata__[0] for each in fields(Settings)}  # type: ignore[union-attr]
@@ -151,4 +170,6 @@ HELP: dict[str, str | None] = {each.name: each.type.__metadata__[1] for each in 
 
 def asks_for_every_request(config: Any) -> bool:
     """Whether the program set vLLM's own argument, so that all requests return rows."""
-    return isinstance(config.additional_config, dict) and bool(config.additional_config.get(VLLM_FLAG_ENABLED))
+    return isinstance(config.additional_config, dict) and bool(
+        config.additional_config.get(VLLM_FLAG_ENABLED)
+    )

@@ -1,4 +1,5 @@
-"""What the first process shares with each of several API processes: its port, and whether its engines live."""
+"""What the first process shares with each of several API processes: its port, and whether its
+engines live."""
 
 import multiprocessing
 import os
@@ -24,7 +25,8 @@ class Shared:
     engines_live: Connection  # at its end once an engine has died, or the first process
 
     def is_last_to_listen(self) -> bool:
-        """Tells the others that this process no longer listens. The last one has to close the port for all.
+        """Tells the others that this process no longer listens. The last one has to close the port
+        for all.
 
         Not earlier: a process that listens on a closed port logs tracebacks. Not later: clients
         would wait for somebody to accept their connection, and then be reset.
@@ -40,8 +42,8 @@ class Shared:
 
 
 def close_for_all(listening: socket.socket) -> list[socket.socket]:
-    """Closes a port for all processes that hold it, unlike `close`. Returns the connections that nobody has accepted:
-    the system would reset them."""
+    """Closes a port for all processes that hold it, unlike `close`. Returns the connections that
+    nobody has accepted: the system would reset them."""
     connections = []
     with suppress(OSError):  # nobody has listened yet, or it is closed, or nobody waits
         listening.setblocking(False)
@@ -53,7 +55,8 @@ def close_for_all(listening: socket.socket) -> list[socket.socket]:
 
 
 def ends_of_engines() -> list[int]:
-    """For each engine that this process has started, a file descriptor that is readable once the engine has ended.
+    """For each engine that this process has started, a file descriptor that is readable once the
+    engine has ended.
 
     Engines that Ray started, or another node, are not among them.
     """
@@ -66,5 +69,6 @@ def _end_of(child: BaseProcess) -> int:
     if child.pid is not None:
         with suppress(OSError, AttributeError):  # before Linux 5.3, or forbidden in a container
             return os.pidfd_open(child.pid)
-    # Workers that the engine forked hold this one, too: it may be readable only when they have ended.
+    # Workers that the engine forked hold this one, too: it may be readable only when they have
+    # ended.
     return os.dup(child.sentinel)

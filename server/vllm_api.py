@@ -1,4 +1,5 @@
-"""Every name of vLLM's engine that the API process and programs use; `http.vllm_http` has those of its HTTP server."""
+"""Every name of vLLM's engine that the API process and programs use; `http.vllm_http` has those of
+its HTTP server."""
 
 import logging
 
@@ -15,7 +16,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector, RequestState
+from vllm.v1.engine.output_processor import (
+    OutputProcessor,
+    OutputProcessorOutput,
+    RequestOutputCollector,
+    RequestState,
+)
 from vllm.v1.utils import APIServerProcessManager
 from vllm.version import __version__ as VLLM_VERSION
 
@@ -28,4 +34,5 @@ def get_logger(name: str) -> logging.Logger:
 def rank_of_process(config: VllmConfig) -> tuple[int, int]:
     """The rank of this API process, and how many there are."""
     parallel = config.parallel_config
-    return max(parallel._api_process_rank, 0), parallel._api_process_count  # -1 is the rank of engines
+    # -1 is the rank of engines
+    return max(parallel._api_process_rank, 0), parallel._api_process_count

@@ -1,4 +1,5 @@
-"""What the tiers share: the tiny model, its oracle and one server with the settings that provoke the most."""
+"""What the tiers share: the tiny model, its oracle and one server with the settings that provoke
+the most."""
 
 import os
 import socket
@@ -20,12 +21,22 @@ LONG_LIMIT_S = 2 * 3600
 BLOCK_SIZE = 32
 CHUNK = 64
 ON_THE_SERVER = (
-    *("tests/e2e/test_completions.py", "tests/clients/test_collect.py", "tests/clients/test_replay.py::test_the_ex"),
+    *(
+        "tests/e2e/test_completions.py",
+        "tests/clients/test_collect.py",
+        "tests/clients/test_replay.py::test_the_ex",
+    ),
     "tests/clients/test_compare.py::test_a_r",
 )
 """Tests of the server below, which so starts once, however many processes of pytest there are."""
 SERVER = "server"
-FIRST = [SERVER, *(f"tests/e2e/test_{name}.py" for name in ("nixl", "torture", "situations", "stopping", "examples"))]
+FIRST = [
+    SERVER,
+    *(
+        f"tests/e2e/test_{name}.py"
+        for name in ("nixl", "torture", "situations", "stopping", "examples")
+    ),
+]
 """What takes longest."""
 # Chunks and blocks much smaller than the defaults, so that short prompts cross both.
 SERVER_FLAGS = (*SMALL_KV, "--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(CHUNK))
@@ -33,7 +44,8 @@ SERVER_FLAGS += ("--max-num-seqs", "16", "--max-model-len", "512")
 
 
 def group_of(nodeid: str) -> str:
-    """Tests of a group run in one process: those of a server, of a file or, in `tests/gpu`, with a parameter."""
+    """Tests of a group run in one process: those of a server, of a file or, in `tests/gpu`, with a
+    parameter."""
     file = nodeid.partition("::")[0]
     if file.startswith("tests/gpu/"):
         return nodeid.partition("[")[2] or nodeid
@@ -67,9 +79,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def environment_of_others() -> Iterator[None]:
-    """vLLM's configurations set variables (one for an external launcher has no engine process): not for later tests.
+    """vLLM's configurations set variables (one for an external launcher has no engine process): not
+    for later tests.
 
-    And an engine core in this process keeps vLLM's variables as they were at its start, for the whole process.
+    And an engine core in this process keeps vLLM's variables as they were at its start, for the
+    whole process.
     """
     disable_envs_cache()
     with patch.dict(os.environ):
@@ -79,11 +93,14 @@ def environment_of_others() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_default_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server may run beside the tests, on vLLM's default port: they bind only what `free_port` or the system gave."""
+    """A server may run beside the tests, on vLLM's default port: they bind only what `free_port` or
+    the system gave."""
     bind = socket.socket.bind
 
     def bind_another(sock: socket.socket, address: Any) -> None:
-        assert isinstance(address, str | bytes) or address[1] != VLLM_PORT, f"a test takes port {VLLM_PORT}"
+        assert isinstance(address, str | bytes) or address[1] != VLLM_PORT, (
+            f"a test takes port {VLLM_PORT}"
+        )
         bind(sock, address)
 
     monkeypatch.setattr(socket.socket, "bind", bind_another)
@@ -122,7 +139,8 @@ def oracle(tiny_model: Path) -> Oracle:
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that most end-to-end tests share: asynchronous scheduling, and KV blocks for few requests at once.
+    """The server that most end-to-end tests share: asynchronous scheduling, and KV blocks for few
+    requests at once.
 
     It captures the routers' weights, too.
     """
@@ -134,10 +152,17 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "--async-scheduling",
         "--enable-prompt-tokens-details",
     )
-    flags += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-return-routed-expert-weights")
+    flags += (
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+        "--enable-return-routed-expert-weights",
+    )
     flags += ("--enable-scale-out",) if HAS_SCALE_OUT_FLAG else ()
     env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache and /abort_requests
-    with serving(tiny_model, tmp_path_factory.mktemp("server") / "log", *flags, module=ASYNC, env=env) as running:
+    with serving(
+        tiny_model, tmp_path_factory.mktemp("server") / "log", *flags, module=ASYNC, env=env
+    ) as running:
         assert running.is_async()
         yield running
 

@@ -1,7 +1,7 @@
 """Reads the code in the documentation.
 
-Each block of shell or Python has a comment above it: `<!-- run by TEST -->`, and TEST gets the block's text from its
-fixture `documented`, or `<!-- not run: REASON -->`.
+Each block of shell or Python has a comment above it: `<!-- run by TEST -->`, and TEST gets the
+block's text from its fixture `documented`, or `<!-- not run: REASON -->`.
 """
 
 import re
@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [page for folder in ("", "docs", "docs/lab", "docker") for page in sorted((ROOT / folder).glob("*.md"))]
+PAGES = [
+    page
+    for folder in ("", "docs", "docs/lab", "docker")
+    for page in sorted((ROOT / folder).glob("*.md"))
+]
 _BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
@@ -50,7 +54,10 @@ def spans() -> Iterator[tuple[str, str]]:
         prose = _BLOCK.sub(lambda found: "\n" * found[0].count("\n"), text)
         for paragraph in re.finditer(r"(?:[^\n]+\n?)+", prose):
             for found in _SPAN.finditer(paragraph[0]):
-                yield _name(page, prose, paragraph.start() + found.start()), " ".join(found[1].split())
+                yield (
+                    _name(page, prose, paragraph.start() + found.start()),
+                    " ".join(found[1].split()),
+                )
 
 
 def run_by(test: str) -> list[str]:
@@ -59,10 +66,16 @@ def run_by(test: str) -> list[str]:
 
 
 def exists(name: str, beside: Path = ROOT) -> bool:
-    """Whether there is such a file, below the repository, its tests or `beside`, and in it the test after `::`."""
+    """Whether there is such a file, below the repository, its tests or `beside`, and in it the test
+    after `::`."""
     path, _, test = name.partition("::")
     test = test.partition("[")[0].rpartition("::")[2]
-    found = next((folder / path for folder in (ROOT, ROOT / "tests", beside) if (folder / path).exists()), None)
+    found = next(
+        (folder / path for folder in (ROOT, ROOT / "tests", beside) if (folder / path).exists()),
+        None,
+    )
     if found is None:
         return False
-    return not test or bool(re.search(rf"(?:def|class) {test}\b", found.read_text(encoding="utf-8")))
+    return not test or bool(
+        re.search(rf"(?:def|class) {test}\b", found.read_text(encoding="utf-8"))
+    )

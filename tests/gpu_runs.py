@@ -2,10 +2,12 @@
 
 On the GPU machine, as a plugin of pytest, which writes what the run came to:
 
-    python -m pytest -p tests.gpu_runs --gpu-run run.json --commit $(git rev-parse --short HEAD) tests/gpu
+    python -m pytest -p tests.gpu_runs --gpu-run run.json --commit $(git rev-parse --short HEAD)
+    tests/gpu
 
-Here, to merge it into `docs/gpu-runs.json`, and to write the tables of `docs/support.md` and `docs/versions.md` from
-that file and `docs/support.toml` (without a file, after a change to `docs/support.toml`):
+Here, to merge it into `docs/gpu-runs.json`, and to write the tables of `docs/support.md` and
+`docs/versions.md` from that file and `docs/support.toml` (without a file, after a change to
+`docs/support.toml`):
 
     python -m tests.gpu_runs run.json
 """
@@ -35,7 +37,8 @@ _IN_CI = ("cpu", "weights")
 EXACT, REFUSED, UNTESTED = "exact", "refused", "untested"
 
 Run = dict[str, Any]
-"""The last run of a test: `outcome`, `commit` (None where nobody wrote it down), `date` and `device`."""
+"""The last run of a test: `outcome`, `commit` (None where nobody wrote it down), `date` and
+`device`."""
 
 Runs = dict[str, dict[str, Run]]
 """By version of vLLM, and by test as pytest names it."""
@@ -51,7 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.gpu_run is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(config.option.gpu_run, config.option.commit or commit()))
+        config.pluginmanager.register(
+            Recorder(config.option.gpu_run, config.option.commit or commit())
+        )
 
 
 def commit() -> str:
@@ -63,14 +68,20 @@ def commit() -> str:
         ).stdout.strip()
 
     try:
-        head, changes = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+        head, changes = (
+            git("rev-parse", "--short", "HEAD"),
+            git("status", "--porcelain", "--untracked-files=no"),
+        )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise pytest.UsageError("--gpu-run needs --commit where there is no repository of git's") from error
+        raise pytest.UsageError(
+            "--gpu-run needs --commit where there is no repository of git's"
+        ) from error
     return head + "+" if changes else head
 
 
 class Recorder:
-    """Writes the outcomes of a pytest session to a file, after each test, since time on GPUs may end at any moment.
+    """Writes the outcomes of a pytest session to a file, after each test, since time on GPUs may
+    end at any moment.
 
     Skipped tests are left out.
     """
@@ -83,13 +94,21 @@ class Recorder:
             raise pytest.UsageError("--gpu-run needs a GPU")
         count, device = torch.cuda.device_count(), torch.cuda.get_device_name(0)
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        self._run = {"commit": commit, "date": date, "device": device if count == 1 else f"{count} x {device}"}
+        self._run = {
+            "commit": commit,
+            "date": date,
+            "device": device if count == 1 else f"{count} x {device}",
+        }
         self._file, self._vllm = file, vllm.__version__.split("+")[0]
         self._outcomes: dict[str, Run] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed or (report.when == "call" and report.passed):  # failed in the test or around it
-            self._outcomes[report.nodeid.partition("@")[0]] = {**self._run, "outcome": report.outcome}
+        # failed in the test or around it
+        if report.failed or (report.when == "call" and report.passed):
+            self._outcomes[report.nodeid.partition("@")[0]] = {
+                **self._run,
+                "outcome": report.outcome,
+            }
         if report.when == "teardown":
             write(self._file, {self._vllm: self._outcomes})
 
@@ -103,7 +122,9 @@ def read(file: Path) -> Runs:
 
 
 def write(file: Path, runs: Runs) -> None:
-    file.write_text(json.dumps(runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(
+        json.dumps(runs, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def last_runs(runs: dict[str, Run], test: str) -> list[Run]:
@@ -131,7 +152,8 @@ def status(column: str, cell: list[str] | str | None, runs: dict[str, Run]) -> s
 
 
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> Iterator[str]:
-    """The lines of the table: features that are exact on the same devices share one, with their remarks.
+    """The lines of the table: features that are exact on the same devices share one, with their
+    remarks.
 
     V1 on CUDA is not shown: it was run with few features.
     """
@@ -141,10 +163,14 @@ def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> Iterator
         shows = ("note",) if cells["v2"] == EXACT else ("note", "why")  # no reasons for CPUs alone
         remarks = [feature[name] for name in shows if name in feature]
         shown = where(cells["cpu"], cells["v2"]), where(cells["weights"], cells["weights_cuda"])
-        lines.setdefault(shown, []).append(feature["name"] + (f" ({', '.join(remarks)})" if remarks else ""))
+        lines.setdefault(shown, []).append(
+            feature["name"] + (f" ({', '.join(remarks)})" if remarks else "")
+        )
     yield "| rows exact on | weights exact on | features |"
     yield "|---|---|---|"
-    for (rows, weights), names in sorted(lines.items(), key=lambda line: [_WHERE.index(each) for each in line[0]]):
+    for (rows, weights), names in sorted(
+        lines.items(), key=lambda line: [_WHERE.index(each) for each in line[0]]
+    ):
         yield f"| {rows} | {weights} | {'; '.join(names)} |"
 
 
@@ -159,7 +185,8 @@ def where(cpu: str, cuda: str) -> str:
 
 
 def filled(page: str, name: str, text: str) -> str:
-    """`page` with `text` between the lines `<!-- name -->` and `<!-- end of name -->`, which it must have."""
+    """`page` with `text` between the lines `<!-- name -->` and `<!-- end of name -->`, which it
+    must have."""
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     before, rest = page.split(start)
     _, after = rest.split(end)
@@ -167,7 +194,10 @@ def filled(page: str, name: str, text: str) -> str:
 
 
 def rendered(page: str, table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> str:
-    names = [*(refusal.name for refusal in REFUSALS), *(other["name"] for other in table["refused"])]
+    names = [
+        *(refusal.name for refusal in REFUSALS),
+        *(other["name"] for other in table["refused"]),
+    ]
     page = filled(page, "matrix", "\n".join(matrix(table["feature"], runs)))
     return filled(page, "refused", "; ".join(names) + ".")
 
@@ -203,7 +233,9 @@ def main(files: Sequence[str]) -> int:
     write(FILE, runs)
     page = rendered(MATRIX.read_text(encoding="utf-8"), support(), runs.get(INSTALLED_VLLM, {}))
     MATRIX.write_text(page, encoding="utf-8")
-    VERSIONS.write_text(rendered_versions(VERSIONS.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    VERSIONS.write_text(
+        rendered_versions(VERSIONS.read_text(encoding="utf-8"), runs), encoding="utf-8"
+    )
     return 0
 
 

@@ -1,7 +1,7 @@
 """The report of `make test-long`: a table of what ran, of how many cases, and how long it took.
 
-A plugin of pytest: `python -m pytest -m long -p tests.long_runs`. Tests tell the number of their cases by the fixture
-`cases`, and make that of hypothesis' examples and of requests by `times`.
+A plugin of pytest: `python -m pytest -m long -p tests.long_runs`. Tests tell the number of their
+cases by the fixture `cases`, and make that of hypothesis' examples and of requests by `times`.
 """
 
 import os

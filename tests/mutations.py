@@ -2,13 +2,14 @@
 
     python -m tests.mutations run --out build/mutations.jsonl
 
-Most are drawn from all files, in proportion to their statements: one operator, comparison, constant, condition or
-statement each. Those of the kind `own` were written by readers who looked for what no test sees. A change is found
-again by file, function and text, so the list survives moved lines.
+Most are drawn from all files, in proportion to their statements: one operator, comparison,
+constant, condition or statement each. Those of the kind `own` were written by readers who looked
+for what no test sees. A change is found again by file, function and text, so the list survives
+moved lines.
 
-`run` applies one change at a time to a copy of the tree and runs the files of `make test-fast` that the list names for
-it as `tests`, up to the first test that fails. They were chosen by reading: which execute the changed code, or name it.
-Run it again to continue a run that was stopped.
+`run` applies one change at a time to a copy of the tree and runs the files of `make test-fast` that
+the list names for it as `tests`, up to the first test that fails. They were chosen by reading:
+which execute the changed code, or name it. Run it again to continue a run that was stopped.
 """
 
 import argparse
@@ -36,8 +37,8 @@ ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests/mutations.jsonl"
 
 Change = dict[str, Any]
-"""`id`, `kind`, `file`, `line`, `function` (dotted; empty outside of any), `before`, `after`, and which `occurrence` of
-`before` in the function it is, from 0."""
+"""`id`, `kind`, `file`, `line`, `function` (dotted; empty outside of any), `before`, `after`, and
+which `occurrence` of `before` in the function it is, from 0."""
 
 
 def _scope_of(node: ast.AST, outer: str) -> str:
@@ -114,14 +115,22 @@ class Failures:
 
 def run_tests(tests: Sequence[str], result: Path) -> int:
     """Runs files of tests up to the first that fails, and writes that."""
-    failures, quiet = Failures(), ["-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=120"]
-    code = int(pytest.main([*quiet, "-m", "not (slow or e2e or gpu or release)", *tests], plugins=[failures]))
+    failures, quiet = (
+        Failures(),
+        ["-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=120"],
+    )
+    code = int(
+        pytest.main(
+            [*quiet, "-m", "not (slow or e2e or gpu or release)", *tests], plugins=[failures]
+        )
+    )
     result.write_text(json.dumps(failures.failed))
     return code
 
 
 def failing(tests: Sequence[str], limit: float, folder: Path) -> str | None:
-    """The first test that fails, None if all pass. "time limit" and "exit CODE" where none has failed."""
+    """The first test that fails, None if all pass. "time limit" and "exit CODE" where none has
+    failed."""
     result = folder / "failed.json"
     result.unlink(missing_ok=True)
     code = in_child(partial(run_tests, tests, result), limit, folder / "log")
@@ -146,20 +155,29 @@ def run_change(change: Change, folder: Path, limit: float, mtimes: Iterator[int]
     write(apply(change, source, at))
     by = failing(change["tests"], limit, folder)
     write(source)
-    outcome = "unseen" if by is None else "unclear" if by.startswith("exit ") else "seen"  # no test failed: look
+    # no test failed: look
+    outcome = "unseen" if by is None else "unclear" if by.startswith("exit ") else "seen"
     return {"outcome": outcome, "by": by, "seconds": round(time.monotonic() - began, 1)}
 
 
 def copy_tree(folder: Path) -> dict[str, str]:
     """Copies the working tree to `folder`/tree. Returns the environment that imports the copy."""
-    listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True
+    )
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).exists():
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "tree" / name)
-    subprocess.run([sys.executable, folder / "tree/bench/link_package.py", folder / "site"], check=True)
+    subprocess.run(
+        [sys.executable, folder / "tree/bench/link_package.py", folder / "site"], check=True
+    )
     paths = (str(folder / "site"), str(folder / "tree"), os.environ.get("PYTHONPATH", ""))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "MUTATIONS_IN_COPY": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "MUTATIONS_IN_COPY": "1",
+    }
 
 
 def run(args: argparse.Namespace) -> None:
@@ -170,10 +188,21 @@ def run(args: argparse.Namespace) -> None:
     assert "routed_experts" not in sys.modules, "each child imports the code with its change"
     folder, mtimes = Path.cwd().parent, itertools.count(10**9)
     listed = [json.loads(line) for line in args.changes.read_text().splitlines()]
-    for test in sorted({test for change in listed for test in change["tests"]}) if args.unchanged else ():
+    for test in (
+        sorted({test for change in listed for test in change["tests"]}) if args.unchanged else ()
+    ):
         began = time.monotonic()
-        print(test, failing([test], args.limit, folder) or "passes", f"{time.monotonic() - began:.0f} s", flush=True)
-    results = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+        print(
+            test,
+            failing([test], args.limit, folder) or "passes",
+            f"{time.monotonic() - began:.0f} s",
+            flush=True,
+        )
+    results = (
+        [json.loads(line) for line in args.out.read_text().splitlines()]
+        if args.out.exists()
+        else []
+    )
     done = {result["id"] for result in results}
     for change in listed:
         if change["id"] not in done and (not args.only or change["id"] in args.only):
@@ -185,14 +214,22 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
     running.add_argument("--changes", type=Path, default=LIST)
     running.add_argument("--only", nargs="+", type=int, help="ids of changes")
-    running.add_argument("--limit", type=float, default=300, help="seconds of tests for each change")
-    running.add_argument("--unchanged", action="store_true", help="first run each file of tests on the code as it is")
-    running.add_argument("--out", type=Path, required=True, help="file for one JSON object for each change")
+    running.add_argument(
+        "--limit", type=float, default=300, help="seconds of tests for each change"
+    )
+    running.add_argument(
+        "--unchanged", action="store_true", help="first run each file of tests on the code as it is"
+    )
+    running.add_argument(
+        "--out", type=Path, required=True, help="file for one JSON object for each change"
+    )
     args = parser.parse_args()
     args.out = args.out.absolute()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +240,9 @@ def main() -> None:
         again = [sys.executable, "-m", "tests.mutations", *sys.argv[1:], "--out", str(args.out)]
         again += ["--changes", str(args.changes.absolute())]
         environment = copy_tree(Path(folder))
-        sys.exit(subprocess.run(again, cwd=f"{folder}/tree", env=environment, check=False).returncode)
+        sys.exit(
+            subprocess.run(again, cwd=f"{folder}/tree", env=environment, check=False).returncode
+        )
 
 
 if __name__ == "__main__":

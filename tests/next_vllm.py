@@ -1,8 +1,10 @@
-"""Lists what is gone from another vLLM than the installed one, and runs the engine-free tests on its Python.
+"""Lists what is gone from another vLLM than the installed one, and runs the engine-free tests on
+its Python.
 
-vLLM's CUDA releases come weeks before a CPU build. They run no engine here, but their Python runs with the compiled
-libraries of the installed CPU build, as far as tests without an engine need it. That is most of what a new version can
-break. Nothing is installed: the wheel's Python is unpacked into a folder of its own, which comes first on the path.
+vLLM's CUDA releases come weeks before a CPU build. They run no engine here, but their Python runs
+with the compiled libraries of the installed CPU build, as far as tests without an engine need it.
+That is most of what a new version can break. Nothing is installed: the wheel's Python is unpacked
+into a folder of its own, which comes first on the path.
 """
 
 import argparse
@@ -32,17 +34,20 @@ PACKAGES = ("capture", "server")
 
 
 def pytest_configure() -> None:
-    """As a plugin of pytest, in the run that this module starts: a version that nobody has seen yet is not refused,
-    so that only what is broken fails."""
+    """As a plugin of pytest, in the run that this module starts: a version that nobody has seen yet
+    is not refused, so that only what is broken fails."""
     version = versions.vllm.__version__.split("+")[0]
     if version not in (*versions.SUPPORTED_VLLM, *versions.UNTESTED_VLLM):
         versions.UNTESTED_VLLM += (version,)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m tests.next_vllm [--version 0.33.0] [options of pytest]`; returns pytest's exit status."""
+    """`python -m tests.next_vllm [--version 0.33.0] [options of pytest]`; returns pytest's exit
+    status."""
     parser = argparse.ArgumentParser(prog="tests.next_vllm", allow_abbrev=False)
-    parser.add_argument("--version", default="", help="version of vLLM; the newest on the package index by default")
+    parser.add_argument(
+        "--version", default="", help="version of vLLM; the newest on the package index by default"
+    )
     parser.add_argument("--list", action="store_true", help="list what is gone, and run no tests")
     args, options = parser.parse_known_args(argv)
     try:
@@ -58,7 +63,11 @@ def main(argv: list[str] | None = None) -> int:
         "VLLM_TARGET_DEVICE": "cpu",
         versions.ALLOW_UNTESTED_VARIABLE: "1",
     }
-    there = set(json.loads(subprocess.run(NAMES, env=env, cwd=ROOT, stdout=subprocess.PIPE).stdout.splitlines()[-1]))
+    there = set(
+        json.loads(
+            subprocess.run(NAMES, env=env, cwd=ROOT, stdout=subprocess.PIPE).stdout.splitlines()[-1]
+        )
+    )
     print(f"Names of vLLM {versions.vllm.__version__} that {version} lacks:")
     print("\n".join(sorted(names() - there)) or "none that this project uses", flush=True)
     if args.list:
@@ -72,13 +81,20 @@ def main(argv: list[str] | None = None) -> int:
 
 # ---- what is gone ----
 
-NAMES = (sys.executable, "-c", "import json, tests.next_vllm as n; print(json.dumps(sorted(n.names())))")
+NAMES = (
+    sys.executable,
+    "-c",
+    "import json, tests.next_vllm as n; print(json.dumps(sorted(n.names())))",
+)
 
 
 def names() -> set[str]:
-    """The names that this project imports or requires, and that the vLLM which this process finds has, or need not."""
+    """The names that this project imports or requires, and that the vLLM which this process finds
+    has, or need not."""
     version = versions.vllm.__version__
-    required = {_dotted(name) for name in (*REQUIRED, *HTTP) if name.is_there() or not name.is_due(version)}
+    required = {
+        _dotted(name) for name in (*REQUIRED, *HTTP) if name.is_there() or not name.is_due(version)
+    }
     return required | {name for name in _imported() if _is_there(name)}
 
 
@@ -90,7 +106,11 @@ def _imported() -> Iterator[str]:
     for package in PACKAGES:
         for file in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
+                if (
+                    isinstance(node, ast.ImportFrom)
+                    and node.module
+                    and node.module.split(".")[0] == "vllm"
+                ):
                     yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -134,7 +154,11 @@ def unpack(version: str, folder: Path) -> None:
         pip("download", "--no-deps", "--only-binary=:all:", "--dest", made, f"vllm=={version}")
         (wheel,) = Path(made).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(UNPACKED)]
+            names = [
+                name
+                for name in archive.namelist()
+                if name.startswith("vllm/") and name.endswith(UNPACKED)
+            ]
             archive.extractall(Path(made) / "python", names)
         for library in libraries.rglob("*.so"):
             link = Path(made) / "python/vllm" / library.relative_to(libraries)

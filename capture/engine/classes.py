@@ -1,5 +1,6 @@
-"""Names the worker and scheduler classes for vLLM, which looks them up by name in every process: ours, or a program's
-own with the capture mixed in, as `routed_experts.capture.engine.classes.package:module:Class`."""
+"""Names the worker and scheduler classes for vLLM, which looks them up by name in every process:
+ours, or a program's own with the capture mixed in, as
+`routed_experts.capture.engine.classes.package:module:Class`."""
 
 import inspect
 from functools import cache
@@ -15,11 +16,17 @@ _PREFIX = f"{__name__}."
 
 
 def worker_name(given: Any) -> str:
-    """The value for `worker_cls` if a program sets `given`. Refuses other devices, and what it cannot be mixed into."""
+    """The value for `worker_cls` if a program sets `given`. Refuses other devices, and what it
+    cannot be mixed into."""
     device = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
     if device is None:
         raise UnsupportedConfig("Routed experts are captured on CUDA and on CPU only.")
-    return _name("worker_cls", None if given == "auto" else given, WORKERS[device], "vllm.v1.worker.gpu_worker.Worker")
+    return _name(
+        "worker_cls",
+        None if given == "auto" else given,
+        WORKERS[device],
+        "vllm.v1.worker.gpu_worker.Worker",
+    )
 
 
 def scheduler_name(given: Any) -> str:
@@ -55,7 +62,10 @@ def _name(argument: str, given: Any, default: str, base_name: str) -> str:
 
 
 def _can_be_named(cls: type) -> bool:
-    return cls.__module__ != "__main__" and getattr(import_module(cls.__module__), cls.__qualname__, None) is cls
+    return (
+        cls.__module__ != "__main__"
+        and getattr(import_module(cls.__module__), cls.__qualname__, None) is cls
+    )
 
 
 def _class_named(name: str) -> Any:

@@ -118,7 +118,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "Prefill context parallelism spreads a prompt's tokens over ranks, and each routes its own: set "
         "--prefill-context-parallel-size to 1.",
     ),
-    # Rows are whole, slots are not: the output rank's slot mapping has -1 for tokens whose KV is on another rank.
+    # Rows are whole, slots are not: the output rank's slot mapping has -1 for tokens whose KV is on
+    # another rank.
     Refusal(
         "decode context parallelism",
         lambda c: c.parallel_config.decode_context_parallel_size > 1,
@@ -129,7 +130,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "microbatches, except dual-batch overlap on the V2 model runner",
         lambda c: (
             # --ubatch-size alone: vLLM keeps the state of one microbatch only.
-            c.parallel_config.use_ubatching and not (c.parallel_config.enable_dbo and c.use_v2_model_runner)
+            c.parallel_config.use_ubatching
+            and not (c.parallel_config.enable_dbo and c.use_v2_model_runner)
         ),
         "Rows of steps in microbatches were found to be exact with --enable-dbo on vLLM's V2 model runner only: add it "
         "and set VLLM_USE_V2_MODEL_RUNNER=1 in the environment, or remove --enable-dbo and --ubatch-size.",
@@ -208,9 +210,12 @@ def _keeps_every_token(spec: KVCacheSpec) -> bool:
 
 
 def full_attention_group(kv_cache_config: KVCacheConfig) -> int:
-    """Index of the KV cache group whose blocks hold every token of a sequence. Refuses models whose groups all drop
-    tokens (sliding windows, states), whose hits have no rows, or whose hits compute last tokens without others."""
-    if any(seams.replays_prefixes(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
+    """Index of the KV cache group whose blocks hold every token of a sequence. Refuses models whose
+    groups all drop tokens (sliding windows, states), whose hits have no rows, or whose hits compute
+    last tokens without others."""
+    if any(
+        seams.replays_prefixes(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups
+    ):
         raise UnsupportedConfig(BOUNDED_REPLAY)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if _keeps_every_token(group.kv_cache_spec):

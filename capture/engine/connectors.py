@@ -19,7 +19,8 @@ class Kind(Enum):
     """Where a connector's KV comes from."""
 
     STORE = "store"  # an earlier computation of the same tokens, which a request can recompute
-    TRANSFER = "transfer"  # the prefill instance: loaded even without rows, unless that instance may have freed it
+    # the prefill instance: loaded even without rows, unless that instance may have freed it
+    TRANSFER = "transfer"
 
 
 @dataclass(frozen=True)
@@ -27,28 +28,36 @@ class Connector:
     """A KV connector whose loads are all announced to the scheduler."""
 
     kind: Kind
-    # Whether loads never overwrite blocks of a prefix hit. Other connectors may fetch whole chunks and overwrite KV
-    # that this engine computed.
+    # Whether loads never overwrite blocks of a prefix hit. Other connectors may fetch whole chunks
+    # and overwrite KV that this engine computed.
     writes_behind_hit: bool
-    # Default of `kv_lease_duration`, in seconds; None if unknown. After the lease the blocks go to other requests, and
-    # a later pull silently reads their KV.
+    # Default of `kv_lease_duration`, in seconds; None if unknown. After the lease the blocks go to
+    # other requests, and a later pull silently reads their KV.
     lease_s: float | None = None
     pull_fields: tuple[str, ...] = ()  # what `do_remote_prefill` needs in `kv_transfer_params`
 
 
 _NIXL_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 _NIXL_PULL = Connector(
-    Kind.TRANSFER, writes_behind_hit=True, lease_s=30, pull_fields=(*_NIXL_FIELDS, "remote_block_ids")
+    Kind.TRANSFER,
+    writes_behind_hit=True,
+    lease_s=30,
+    pull_fields=(*_NIXL_FIELDS, "remote_block_ids"),
 )
-_NIXL_PUSH = Connector(Kind.TRANSFER, writes_behind_hit=True, lease_s=30, pull_fields=(*_NIXL_FIELDS, "tp_size"))
+_NIXL_PUSH = Connector(
+    Kind.TRANSFER, writes_behind_hit=True, lease_s=30, pull_fields=(*_NIXL_FIELDS, "tp_size")
+)
 _MOONCAKE_FIELDS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 CONNECTORS: dict[str, Connector] = {
     "NixlConnector": _NIXL_PULL,
     "NixlPullConnector": _NIXL_PULL,
     "NixlPushConnector": _NIXL_PUSH,
-    "MooncakeConnector": Connector(Kind.TRANSFER, writes_behind_hit=True, pull_fields=_MOONCAKE_FIELDS),
-    # The fields that a pull needs depend on its mode and on the request id, which may contain the address.
+    "MooncakeConnector": Connector(
+        Kind.TRANSFER, writes_behind_hit=True, pull_fields=_MOONCAKE_FIELDS
+    ),
+    # The fields that a pull needs depend on its mode and on the request id, which may contain the
+    # address.
     "MoRIIOConnector": Connector(Kind.TRANSFER, writes_behind_hit=False),
     "OffloadingConnector": Connector(Kind.STORE, writes_behind_hit=True),
     "SimpleCPUOffloadConnector": Connector(Kind.STORE, writes_behind_hit=True),
@@ -59,14 +68,15 @@ CONNECTORS: dict[str, Connector] = {
     "HF3FSKVConnector": Connector(Kind.STORE, writes_behind_hit=False),
     "ExampleConnector": Connector(Kind.STORE, writes_behind_hit=False),
 }
-"""By name. Absent: DecodeBenchConnector (its KV is made up), ExampleHiddenStatesConnector, HiSparseConnector (it moves
-KV of running requests), and connectors whose code was not reviewed."""
+"""By name. Absent: DecodeBenchConnector (its KV is made up), ExampleHiddenStatesConnector,
+HiSparseConnector (it moves KV of running requests), and connectors whose code was not reviewed."""
 
 MULTI = "MultiConnector"
 
 
 def used_by(config: KVTransferConfig) -> list[Connector | None]:
-    """The connectors of a configuration, for a `MultiConnector` its children in order; None for an unknown one."""
+    """The connectors of a configuration, for a `MultiConnector` its children in order; None for an
+    unknown one."""
     return [_known(child) for child in children_of(config)]
 
 
@@ -80,12 +90,17 @@ def lease_of(config: KVTransferConfig) -> float | None:
     for child in children_of(config):
         known = _known(child)
         if known is not None and known.lease_s is not None:
-            return float((child.get("kv_connector_extra_config") or {}).get("kv_lease_duration", known.lease_s))
+            return float(
+                (child.get("kv_connector_extra_config") or {}).get(
+                    "kv_lease_duration", known.lease_s
+                )
+            )
     return None
 
 
 def reads_back(config: KVTransferConfig) -> bool:
-    """Whether prefill instances read KV of decode instances too (NIXL's `bidirectional_kv_xfer`)."""
+    """Whether prefill instances read KV of decode instances too (NIXL's
+    `bidirectional_kv_xfer`)."""
     extra = (child.get("kv_connector_extra_config") or {} for child in children_of(config))
     return any(each.get("bidirectional_kv_xfer", False) for each in extra)
 
@@ -99,7 +114,8 @@ def children_of(config: KVTransferConfig) -> list[Mapping[str, Any]]:
 
 
 def _known(config: Mapping[str, Any]) -> Connector | None:
-    """None for a class from another module, which may differ from vLLM's of that name; LMCache has its own classes."""
+    """None for a class from another module, which may differ from vLLM's of that name; LMCache has
+    its own classes."""
     path = config.get("kv_connector_module_path") or ""
     if path and not path.startswith("lmcache."):
         return None
@@ -112,7 +128,8 @@ def on_load() -> str:
 
 
 def describe(config: KVTransferConfig, policy: str, keep_rows: Sequence[bool]) -> str:
-    """One log line on what a configuration means for rows. `keep_rows`: for each connector, whether rows are kept."""
+    """One log line on what a configuration means for rows. `keep_rows`: for each connector, whether
+    rows are kept."""
     transfer = "KV of another instance has the rows that come in kv_transfer_params, else none (-1)"
     kept = "KV that is offloaded keeps its rows"
     store = (

@@ -1,7 +1,8 @@
 """Checks the fields of `kv_transfer_params` that vLLM's KV connectors use unchecked.
 
-Connectors use clients' values as dict keys, as indices and in arithmetic, in the scheduler's process and in workers,
-where an exception ends the engine. Written for vLLM 0.32; needed until vLLM checks the values itself.
+Connectors use clients' values as dict keys, as indices and in arithmetic, in the scheduler's
+process and in workers, where an exception ends the engine. Written for vLLM 0.32; needed until vLLM
+checks the values itself.
 """
 
 import re
@@ -18,7 +19,8 @@ _MAX_INT = (1 << 31) - 1
 
 
 class TransferParamsError(ValueError):
-    """A value that would end the engine. `param` is its path, such as `kv_transfer_params.remote_engine_id`."""
+    """A value that would end the engine. `param` is its path, such as
+    `kv_transfer_params.remote_engine_id`."""
 
     def __init__(self, message: str, *path: str) -> None:
         self.param = ".".join((FIELD, *path))
@@ -42,7 +44,10 @@ _TEXT: Type = (lambda value: isinstance(value, str), "must be a string")
 _FLAG: Type = (lambda value: isinstance(value, bool), "must be true or false")
 _COUNT: Type = (_is_int, f"must be an integer from 0 to {_MAX_INT}")
 _SIZE: Type = (lambda value: _is_int(value, 1, 65535), "must be an integer from 1 to 65535")
-_TIME: Type = (lambda value: type(value) in (int, float) and abs(value) < 1 << 60, "must be a number of seconds")
+_TIME: Type = (
+    lambda value: type(value) in (int, float) and abs(value) < 1 << 60,
+    "must be a number of seconds",
+)
 _BLOCKS: Type = (
     lambda value: _is_list(value, lambda group: _is_list(group, _is_int)),
     "must be a list of block ids for each KV cache group",
@@ -61,7 +66,9 @@ _FIELDS: dict[str, Type] = {
     **dict.fromkeys(("remote_engine_id", "remote_request_id", "transfer_id"), _TEXT),
     **dict.fromkeys(("remote_host", "remote_bootstrap_addr"), _TEXT),
     **dict.fromkeys(("remote_handshake_port", "remote_notify_port", "remote_dp_rank"), _DIGITS),
-    **dict.fromkeys(("remote_dp_size", "remote_dp_size_local", "remote_tp_size", "tp_size"), _DIGITS),
+    **dict.fromkeys(
+        ("remote_dp_size", "remote_dp_size_local", "remote_tp_size", "tp_size"), _DIGITS
+    ),
     "remote_block_ids": _ANY_BLOCKS,
 }
 _NIXL_FIELDS: dict[str, Type] = {
@@ -70,10 +77,15 @@ _NIXL_FIELDS: dict[str, Type] = {
     "remote_blocks_expiry_time": _TIME,
     "remote_block_ids": _BLOCKS,
 }
-"""Of connectors whose lease is known. MoRIIO has a `tp_size` of 0 too, and in older versions flat block ids."""
+"""Of connectors whose lease is known. MoRIIO has a `tp_size` of 0 too, and in older versions flat
+block ids."""
 _OBJECTS = ("remote_prefiller", "remote_decoder", "remote_kv_source")
 """Objects that tiers of OffloadingConnector read."""
-_IN_OBJECTS: Mapping[str, Type] = {"kv_request_id": _TEXT, "remote_host": _TEXT, "remote_port": _DIGITS}
+_IN_OBJECTS: Mapping[str, Type] = {
+    "kv_request_id": _TEXT,
+    "remote_host": _TEXT,
+    "remote_port": _DIGITS,
+}
 
 
 def takes_prefill_rows(config: KVTransferConfig | None) -> bool:
@@ -82,7 +94,8 @@ def takes_prefill_rows(config: KVTransferConfig | None) -> bool:
 
 
 def check(params: Any, config: KVTransferConfig | None) -> None:
-    """Raises `TransferParamsError` for a value that would end the engine, in a field that a connector reads."""
+    """Raises `TransferParamsError` for a value that would end the engine, in a field that a
+    connector reads."""
     if params is None:
         return
     if not isinstance(params, dict):
@@ -114,5 +127,10 @@ def _check_pull(params: Mapping[str, Any], config: KVTransferConfig) -> None:
                 raise TransferParamsError("is needed with do_remote_prefill", name)
             if name == "remote_block_ids" and not any(params[name]):
                 raise TransferParamsError("is empty, which do_remote_prefill cannot pull", name)
-        if child.get("kv_connector") == "MooncakeConnector" and child.get("kv_role") == "kv_producer":
-            raise TransferParamsError("cannot be true on an instance whose kv_role is kv_producer", "do_remote_prefill")
+        if (
+            child.get("kv_connector") == "MooncakeConnector"
+            and child.get("kv_role") == "kv_producer"
+        ):
+            raise TransferParamsError(
+                "cannot be true on an instance whose kv_role is kv_producer", "do_remote_prefill"
+            )

@@ -1,4 +1,5 @@
-"""The supported versions of vLLM. Unlike the rest of `capture.engine`, this module works with any version."""
+"""The supported versions of vLLM. Unlike the rest of `capture.engine`, this module works with any
+version."""
 
 import os
 from collections.abc import Iterable
@@ -8,11 +9,12 @@ import vllm
 from routed_experts.capture.seams.required import Name, missing
 
 SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-"""Versions of vLLM on which `tests/gpu` passed, oldest first, and `make test-vllm` on those with a build for CPUs."""
+"""Versions of vLLM on which `tests/gpu` passed, oldest first, and `make test-vllm` on those with a
+build for CPUs."""
 
 INSTALLED_VLLM = "0.32.0"
-"""What `make setup`, the locks and the images install: the newest with builds for CUDA and for CPUs, on which the most
-tests were run. The extras allow each supported version."""
+"""What `make setup`, the locks and the images install: the newest with builds for CUDA and for
+CPUs, on which the most tests were run. The extras allow each supported version."""
 
 UNTESTED_VLLM: tuple[str, ...] = ()
 """Versions that the code is written for, but on which not all tests were run or passed."""
@@ -23,11 +25,13 @@ ALLOW_UNTESTED_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED"
 
 
 class UnsupportedConfig(ValueError):
-    """An engine configuration or a vLLM that cannot give exact routing. The message says what to change."""
+    """An engine configuration or a vLLM that cannot give exact routing. The message says what to
+    change."""
 
 
 def check_vllm_version(allow_untested: bool = False) -> None:
-    """Raises `UnsupportedConfig` for a vLLM that is unsupported, or untested and not allowed, here or by variable."""
+    """Raises `UnsupportedConfig` for a vLLM that is unsupported, or untested and not allowed, here
+    or by variable."""
     installed = vllm.__version__.split("+")[0]
     if installed in SUPPORTED_VLLM:
         return
@@ -37,7 +41,9 @@ def check_vllm_version(allow_untested: bool = False) -> None:
     )
     if installed not in UNTESTED_VLLM:
         lacks = missing()
-        raise UnsupportedConfig(f"{message}. This version lacks {_listed(lacks)}." if lacks else f"{message}.")
+        raise UnsupportedConfig(
+            f"{message}. This version lacks {_listed(lacks)}." if lacks else f"{message}."
+        )
     if not (allow_untested or untested_is_allowed()):
         raise UnsupportedConfig(
             f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
@@ -46,8 +52,9 @@ def check_vllm_version(allow_untested: bool = False) -> None:
 
 
 def check_vllm_has(names: Iterable[Name]) -> None:
-    """Raises `UnsupportedConfig` if the installed vLLM lacks one of `names`: what this project does with it would not
-    happen, without a word. A supported version has all of them, but a build of somebody's own may have its number."""
+    """Raises `UnsupportedConfig` if the installed vLLM lacks one of `names`: what this project does
+    with it would not happen, without a word. A supported version has all of them, but a build of
+    somebody's own may have its number."""
     if lacks := missing(names):
         raise UnsupportedConfig(
             f"vLLM {vllm.__version__} lacks {_listed(lacks)}, which routed-experts-server needs: install "

@@ -13,15 +13,18 @@ from routed_experts.protocol.codec import UNKNOWN, Rows
 
 
 def within(ids: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
-    """Which of `ids` ([n]) are at least 0 and less than `count`, in one comparison: unsigned, -1 is the largest."""
+    """Which of `ids` ([n]) are at least 0 and less than `count`, in one comparison: unsigned, -1 is
+    the largest."""
     return ids.view(np.uint64) < count
 
 
 class HostCache:
-    """One row for each KV slot, so that a row is valid exactly as long as the KV of its token: new rows overwrite old
-    ones as new KV overwrites old KV. Memory is reserved by the operating system only as it is written.
+    """One row for each KV slot, so that a row is valid exactly as long as the KV of its token: new
+    rows overwrite old ones as new KV overwrites old KV. Memory is reserved by the operating system
+    only as it is written.
 
-    Slots outside the KV cache, such as the -1 that vLLM gives to padding, are never written and have no rows.
+    Slots outside the KV cache, such as the -1 that vLLM gives to padding, are never written and
+    have no rows.
     """
 
     def __init__(self, num_blocks: int, block_size: int, has_weights: bool = False) -> None:
@@ -29,18 +32,21 @@ class HostCache:
         self.has_weights = has_weights  # of rows
         self.row_shape = 0, 0  # (L, K), or (3L, K) with weights: known with the first rows
         self._readers: WeakSet[Any] = WeakSet()  # `PendingRows` that wait
-        self._is_awaited: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)  # blocks, by a reader
+        # blocks, by a reader
+        self._is_awaited: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
         self._rows: NDArray[np.int16] = np.empty((num_blocks, block_size, 0, 0), dtype=np.int16)
         # np.empty holds garbage that looks like ids, so which slots were written is kept beside it.
         self._written: NDArray[np.bool_] = np.zeros((num_blocks, block_size), dtype=np.bool_)
         self._written_by_slot = self._written.reshape(-1)
-        self._causes: NDArray[np.uint8] = np.zeros((num_blocks, block_size), dtype=np.uint8)  # of unwritten slots
+        # of unwritten slots
+        self._causes: NDArray[np.uint8] = np.zeros((num_blocks, block_size), dtype=np.uint8)
 
     def _allocate(self, row_shape: tuple[int, ...]) -> None:
         if not self._rows.size:
             height, top_k = self.row_shape = row_shape[0], row_shape[1]
             self._rows = np.empty((*self._written.shape, height, top_k), dtype=np.int16)
-            # A row as one opaque item: numpy then moves it with one copy and not with a loop over L and K.
+            # A row as one opaque item: numpy then moves it with one copy and not with a loop over L
+            # and K.
             self._row_type = np.dtype((np.void, height * top_k * self._rows.itemsize))
             self._by_slot = self._rows.reshape(self._written.size, -1).view(self._row_type)[:, 0]
 
@@ -51,7 +57,12 @@ class HostCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of rows written so far."""
-        return int(np.count_nonzero(self._written)) * self.row_shape[0] * self.row_shape[1] * self._rows.itemsize
+        return (
+            int(np.count_nonzero(self._written))
+            * self.row_shape[0]
+            * self.row_shape[1]
+            * self._rows.itemsize
+        )
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.int16]) -> None:
         """Stores `rows` ([n, L, K]) at `slots` ([n])."""
@@ -60,11 +71,14 @@ class HostCache:
         if not inside.all():
             slots, rows = slots[inside], rows[inside]
         self._before_write(slots)
-        self._by_slot[slots] = rows.reshape(-1, self.row_shape[0] * self.row_shape[1]).view(self._row_type)[:, 0]
+        self._by_slot[slots] = rows.reshape(-1, self.row_shape[0] * self.row_shape[1]).view(
+            self._row_type
+        )[:, 0]
         self._written_by_slot[slots] = True
 
     def wait(self, reader: Any, blocks: NDArray[np.int64]) -> None:
-        """Calls `reader.before_write` before some of `blocks` are written, as long as the reader exists."""
+        """Calls `reader.before_write` before some of `blocks` are written, as long as the reader
+        exists."""
         self._readers.add(reader)
         self._is_awaited[blocks] = True
 
@@ -84,10 +98,17 @@ class HostCache:
         self._written_by_slot[slots] = False
         self._causes.reshape(-1)[slots] = cause
 
-    def causes(self, block_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """The `Cause` [n] of unknown rows at `positions` ([n]) of a sequence with this block table."""
-        slots = block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
-        return np.where(self._written_by_slot[slots], np.uint8(Cause.FAULT), self._causes.reshape(-1)[slots])
+    def causes(
+        self, block_ids: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.uint8]:
+        """The `Cause` [n] of unknown rows at `positions` ([n]) of a sequence with this block
+        table."""
+        slots = (
+            block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
+        )
+        return np.where(
+            self._written_by_slot[slots], np.uint8(Cause.FAULT), self._causes.reshape(-1)[slots]
+        )
 
     def are_written(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         written: NDArray[np.bool_] = within(slots, self._written.size)
@@ -95,10 +116,13 @@ class HostCache:
         return written
 
     def missing_weights(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `slots` ([n]) have rows [3L, K] without weights (`rows.py`); none where no row has any."""
+        """Which of `slots` ([n]) have rows [3L, K] without weights (`rows.py`); none where no row
+        has any."""
         written = self.are_written(slots) & self.has_weights
         if written.any():
-            written[written] = missing_weights(self._rows.reshape(-1, *self.row_shape), slots[written])
+            written[written] = missing_weights(
+                self._rows.reshape(-1, *self.row_shape), slots[written]
+            )
         return written
 
     def copy_from(
@@ -108,8 +132,8 @@ class HostCache:
         slots: NDArray[np.int64],
         cause: Cause | NDArray[np.uint8] = Cause.FAULT,
     ) -> None:
-        """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the same row shape.
-        `cause` is why `sources` are not written: all of them, or [n] each."""
+        """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the
+        same row shape. `cause` is why `sources` are not written: all of them, or [n] each."""
         inside = within(slots, self._written.size)
         causes = np.broadcast_to(np.uint8(cause), slots.shape)[inside]
         slots, sources = slots[inside], sources[inside]
@@ -122,20 +146,27 @@ class HostCache:
         self._causes.reshape(-1)[slots] = causes
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids: as there, all sources are
-        read before any destination is written. Copies of other groups' blocks, such as Mamba states, bring no rows."""
+        """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids: as
+        there, all sources are read before any destination is written. Copies of other groups'
+        blocks, such as Mamba states, bring no rows."""
         blocks = np.array(pairs, dtype=np.int64).T[:, :, None]
         sources, slots = (blocks * self.block_size + np.arange(self.block_size)).reshape(2, -1)
         self.copy_from(
-            self, sources, slots, self._causes.reshape(-1)[np.where(within(sources, self._written.size), sources, 0)]
+            self,
+            sources,
+            slots,
+            self._causes.reshape(-1)[np.where(within(sources, self._written.size), sources, 0)],
         )
 
     def read(self, block_ids: NDArray[np.int64], first: int, out: Rows) -> None:
-        """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written. Other
-        threads run meanwhile. Raises if the block table (from position 0 on) is too short, or names no block."""
+        """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where
+        never written. Other threads run meanwhile. Raises if the block table (from position 0 on)
+        is too short, or names no block."""
         size, end = self.block_size, first + len(out)
         if len(block_ids) * size < end:
-            raise ValueError(f"a block table of {len(block_ids)} blocks does not reach position {end}")
+            raise ValueError(
+                f"a block table of {len(block_ids)} blocks does not reach position {end}"
+            )
         blocks = block_ids[first // size : -(-end // size)]
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < len(self._rows):
             raise ValueError("a block table names a block that there is none of")
@@ -148,7 +179,8 @@ class HostCache:
         if head:
             out[:head] = self._rows[blocks[0], first % size :][:head]
         whole = out[head : len(out) - tail].reshape(-1, *self._rows.shape[1:])
-        # "clip" writes straight into `whole`; with checks of its own, numpy would make a copy first.
+        # "clip" writes straight into `whole`; with checks of its own, numpy would make a copy
+        # first.
         np.take(self._rows, blocks[bool(head) :][: len(whole)], axis=0, out=whole, mode="clip")
         if tail:
             out[len(out) - tail :] = self._rows[blocks[-1], :tail]

@@ -1,4 +1,5 @@
-"""Sends rows of prompts ahead of the first tokens of their requests, and rows that are needed at the end before it."""
+"""Sends rows of prompts ahead of the first tokens of their requests, and rows that are needed at
+the end before it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,13 @@ from routed_experts.capture.scheduler.request_rows import RequestRows
 from routed_experts.capture.wire.message import GENERATED_ROWS, PROMPT_ROWS, RowsOutput
 
 _PART_BYTES = 8 << 20
-"""Maximum bytes of such rows in a message that also has other requests' tokens, which it delays by about 3 ms. A
-prompt of 32k tokens (Qwen3-30B-A3B) takes three or four steps."""
+"""Maximum bytes of such rows in a message that also has other requests' tokens, which it delays by
+about 3 ms. A prompt of 32k tokens (Qwen3-30B-A3B) takes three or four steps."""
 
 _BACKLOG_SHARE = 16
-"""If more wait, since long prefills add more than one part per step, each message takes a quarter of the backlog up to
-three parts, so that prompts wait for few steps, or 1 / _BACKLOG_SHARE of it, if that is more."""
+"""If more wait, since long prefills add more than one part per step, each message takes a quarter
+of the backlog up to three parts, so that prompts wait for few steps, or 1 / _BACKLOG_SHARE of it,
+if that is more."""
 
 
 @dataclass(eq=False)
@@ -27,7 +29,8 @@ class _Entry:
     client: int  # index of the API process
     rows: PendingRows
     brings: RowsOutput  # whose rows its outputs bring
-    requests: list[RequestRows] = field(default_factory=list)  # of a prompt: those that have received a token
+    # of a prompt: those that have received a token
+    requests: list[RequestRows] = field(default_factory=list)
     followers: list[EngineCoreOutput] = field(default_factory=list)  # in order
 
     @property
@@ -35,7 +38,8 @@ class _Entry:
         return self.brings.kind == PROMPT_ROWS
 
     def take(self, num_bytes: int) -> list[EngineCoreOutput]:
-        """The next rows, at most `num_bytes`. The last rows of a request come with its last output."""
+        """The next rows, at most `num_bytes`. The last rows of a request come with its last
+        output."""
         size = self.rows.nbytes
         part = self.rows.take(num_bytes)
         if not len(self.rows) and not self.is_prompt:
@@ -43,7 +47,11 @@ class _Entry:
             return []
         if self.rows.nbytes == size:
             return []
-        return [EngineCoreOutput(self.brings.output_id, [], stop_reason=self.brings.kind, routed_experts=part)]
+        return [
+            EngineCoreOutput(
+                self.brings.output_id, [], stop_reason=self.brings.kind, routed_experts=part
+            )
+        ]
 
 
 class _Waiting(NamedTuple):
@@ -61,15 +69,15 @@ class _Last(NamedTuple):
 
 
 class OutputQueue:
-    """Sends each prompt's rows once, before any token of its requests, and a request's last rows before its end. Their
-    outputs wait where these do not fit a message; other requests do not."""
+    """Sends each prompt's rows once, before any token of its requests, and a request's last rows
+    before its end. Their outputs wait where these do not fit a message; other requests do not."""
 
     def __init__(self) -> None:
         self.part_bytes = _PART_BYTES
         # Prompts by their keys, and last rows, in the order in which they came.
         self._entries: dict[object, _Entry] = {}
-        # By request id, which is all that an output says of its request. An id may come again: so what is here of a
-        # request goes as soon as nobody waits for its outputs (`leave`).
+        # By request id, which is all that an output says of its request. An id may come again: so
+        # what is here of a request goes as soon as nobody waits for its outputs (`leave`).
         self._waiting: dict[str, _Waiting] = {}
         self._last: dict[str, _Last] = {}  # of requests whose last output was not seen yet
         self._ends: list[tuple[RequestRows, EngineCoreOutput]] = []
@@ -83,7 +91,8 @@ class OutputQueue:
         return waiting is not None and waiting.request is request
 
     def send_prompt(self, request: RequestRows, key: object, rows: PendingRows) -> None:
-        """Sends a prompt's rows with the first token of one of its requests. `key` identifies the prompt."""
+        """Sends a prompt's rows with the first token of one of its requests. `key` identifies the
+        prompt."""
         brings = RowsOutput(PROMPT_ROWS, request.opt_in.prompt_id, request.request_id)
         self._entries[key] = _Entry(key, request.client, rows, brings)
         self.follow(request, key)
@@ -96,8 +105,9 @@ class OutputQueue:
             self._waiting[request.request_id] = _Waiting(request, prompt)
 
     def leave(self, request_id: str) -> object | None:
-        """Called when an API process has aborted a request, perhaps one that has ended: drops its outputs, and the rows
-        of its prompt if no other request waits for them. Returns the prompt's key then.
+        """Called when an API process has aborted a request, perhaps one that has ended: drops its
+        outputs, and the rows of its prompt if no other request waits for them. Returns the prompt's
+        key then.
 
         Requests whose rows come at the end stay, as their API process waits for that.
         """
@@ -108,7 +118,9 @@ class OutputQueue:
         del self._waiting[request_id]
         self._ends = [(ended, output) for ended, output in self._ends if ended is not request]
         prompt.requests.remove(request)
-        prompt.followers = [output for output in prompt.followers if output.request_id != request_id]
+        prompt.followers = [
+            output for output in prompt.followers if output.request_id != request_id
+        ]
         if prompt.requests:
             return None
         del self._entries[prompt.key]
@@ -143,26 +155,35 @@ class OutputQueue:
         for output in outputs:
             if (waiting := self._waiting.get(output.request_id)) is not None:
                 waiting.prompt.followers.append(output)
-            elif output.finish_reason is not None and (last := self._last.pop(output.request_id, None)) is not None:
+            elif (
+                output.finish_reason is not None
+                and (last := self._last.pop(output.request_id, None)) is not None
+            ):
                 key = object()
-                brings = RowsOutput(GENERATED_ROWS, last.request.opt_in.prompt_id, output.request_id)
+                brings = RowsOutput(
+                    GENERATED_ROWS, last.request.opt_in.prompt_id, output.request_id
+                )
                 self._entries[key] = _Entry(key, client, last.rows, brings, followers=[output])
             else:
                 others.append(output)
         return others
 
     def _release(self, client: int, is_alone: bool) -> list[EngineCoreOutput]:
-        """The next rows for an API process, and the outputs that waited for them. The entry that came first gets half
-        of a message; shorter ones come before longer ones in the rest."""
+        """The next rows for an API process, and the outputs that waited for them. The entry that
+        came first gets half of a message; shorter ones come before longer ones in the rest."""
         entries = [entry for entry in self._entries.values() if entry.client == client]
-        room = sum(entry.rows.nbytes for entry in entries) + sum(last.rows.nbytes for last in self._last.values())
+        room = sum(entry.rows.nbytes for entry in entries) + sum(
+            last.rows.nbytes for last in self._last.values()
+        )
         if not is_alone or len(entries) > 1:
             most = max(self.part_bytes, min(room // 4, 3 * self.part_bytes), room // _BACKLOG_SHARE)
             room = min(room, most)
         outputs: list[EngineCoreOutput] = []
         while entries:
             first, *others = entries
-            shorter = [(entry, room) for entry in sorted(others, key=lambda entry: entry.rows.nbytes)]
+            shorter = [
+                (entry, room) for entry in sorted(others, key=lambda entry: entry.rows.nbytes)
+            ]
             for entry, share in [(first, room // 2 if others else room), *shorter, (first, room)]:
                 if room < entry.rows.row_bytes:
                     break
@@ -173,7 +194,8 @@ class OutputQueue:
             for entry in entries:
                 if not len(entry.rows):
                     outputs += self._close(entry)
-            entries = [entry for key, entry in self._entries.items() if key not in known]  # what followed a prompt
+            # what followed a prompt
+            entries = [entry for key, entry in self._entries.items() if key not in known]
         return outputs
 
     def _close(self, entry: _Entry) -> list[EngineCoreOutput]:

@@ -1,4 +1,5 @@
-"""Rows of a sequence that wait to be sent: rows at hand, and rows that are still to be read from the host cache."""
+"""Rows of a sequence that wait to be sent: rows at hand, and rows that are still to be read from
+the host cache."""
 
 from collections.abc import Callable
 
@@ -17,14 +18,16 @@ Report = Callable[[NDArray[np.int64], int, Rows], None]
 
 
 class PendingRows:
-    """Rows [n, L, K] (with weights [n, 3L, K]) from position `start` on, to be taken from the front."""
+    """Rows [n, L, K] (with weights [n, 3L, K]) from position `start` on, to be taken from the
+    front."""
 
     def __init__(
         self,
         cache: HostCache,
         start: int,
         pieces: list[Piece],
-        block_ids: NDArray[np.int64],  # of the sequence, as far as rows are to be read; those before are not looked at
+        # of the sequence, as far as rows are to be read; those before are not looked at
+        block_ids: NDArray[np.int64],
         report: Report,
         ids_only: bool = False,
     ) -> None:
@@ -64,7 +67,9 @@ class PendingRows:
                     self._read(at, out)
                 else:
                     out[:] = piece
-        return PlacedRows(start, np.ascontiguousarray(self._cache.ids(rows)) if self._ids_only else rows)
+        return PlacedRows(
+            start, np.ascontiguousarray(self._cache.ids(rows)) if self._ids_only else rows
+        )
 
     def _pop(self, count: int) -> Piece:
         """Takes off the first piece, or its first `count` rows."""
@@ -85,13 +90,20 @@ class PendingRows:
             self._report(self._block_ids, first, out)
 
     def before_write(self, blocks: NDArray[np.bool_]) -> None:
-        """Reads rows in `blocks` ([number of blocks]), which are about to be written, and those between them."""
+        """Reads rows in `blocks` ([number of blocks]), which are about to be written, and those
+        between them."""
         size, at, pieces = self._cache.block_size, self.start, list[Piece]()
         for piece in self._pieces:
             end = at + _size(piece)
-            own = self._block_ids[at // size : -(-end // size)] if isinstance(piece, int) else self._block_ids[:0]
+            own = (
+                self._block_ids[at // size : -(-end // size)]
+                if isinstance(piece, int)
+                else self._block_ids[:0]
+            )
             if len(written := np.flatnonzero(blocks[own]).tolist()):
-                first, last = ((at // size + index) * size for index in (written[0], written[-1] + 1))
+                first, last = (
+                    (at // size + index) * size for index in (written[0], written[-1] + 1)
+                )
                 first, last = max(first, at), min(last, end)
                 rows = np.empty((last - first, *self._cache.row_shape), dtype=np.int16)
                 self._read(first, rows)

@@ -1,4 +1,5 @@
-"""Takes prompt rows off requests that come with KV of a prefill instance, and adds them to prefills that end."""
+"""Takes prompt rows off requests that come with KV of a prefill instance, and adds them to prefills
+that end."""
 
 from copy import copy
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ _TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
 
 
 def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> None:
-    """Sets them also in `extra_args`, which go to workers. Copies that object, because a program may own it."""
+    """Sets them also in `extra_args`, which go to workers. Copies that object, because a program
+    may own it."""
     request.kv_transfer_params = params
     if (sampling := request.sampling_params) is not None and sampling.extra_args:
         request.sampling_params = sampling = copy(sampling)
@@ -50,8 +52,9 @@ class PrefillRowsExchange:
         self._to_export: set[str] = set()  # requests whose rows go with their KV
 
     def receive(self, request: Request, config: KVTransferConfig | None) -> TakenParams:
-        """Strips `routed_experts` from `kv_transfer_params` before the connector and the workers see it. Ignores params
-        that would end the engine. Over HTTP such params get 400; programs can set any object.
+        """Strips `routed_experts` from `kv_transfer_params` before the connector and the workers
+        see it. Ignores params that would end the engine. Over HTTP such params get 400; programs
+        can set any object.
 
         Keeps nothing of the request before `add`, because vLLM may refuse it.
         """
@@ -61,7 +64,9 @@ class PrefillRowsExchange:
         try:
             transfer_params.check(params, config)
         except transfer_params.TransferParamsError as error:
-            logger.warning("Request %r: its kv_transfer_params are ignored: %s.", request.request_id, error)
+            logger.warning(
+                "Request %r: its kv_transfer_params are ignored: %s.", request.request_id, error
+            )
             _set_transfer_params(request, None)
             return taken
         if PARAM not in params:
@@ -90,9 +95,12 @@ class PrefillRowsExchange:
         if taken.arrival is not None:
             self.pulls.add(request, taken.arrival)
 
-    def _arrival(self, request: Request, opt_in: OptIn | None, rows: prefill_rows.PrefillRows) -> Arrival:
+    def _arrival(
+        self, request: Request, opt_in: OptIn | None, rows: prefill_rows.PrefillRows
+    ) -> Arrival:
         params = request.kv_transfer_params or {}
-        is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # vLLM's name
+        # vLLM's name
+        is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")
         source = params.get("remote_engine_id"), params.get("remote_request_id")
         arrival = self.pulls.arrival(request, rows, source, is_first)
         if arrival.pull is None:
@@ -103,7 +111,8 @@ class PrefillRowsExchange:
         return arrival
 
     def _fitting(self, rows: prefill_rows.PrefillRows) -> prefill_rows.PrefillRows:
-        """The rows as this engine uses them; none of another model's, and as long as no step has run."""
+        """The rows as this engine uses them; none of another model's, and as long as no step has
+        run."""
         if rows.has_weights and not self._has_weights:
             rows = rows._replace(rows=rows.ids, has_weights=False)
         shape = self._source.cache.row_shape
@@ -113,32 +122,49 @@ class PrefillRowsExchange:
 
     def fail_late_pulls(self, output: KVConnectorOutput) -> None:
         """Marks pulls that ended too late as failed, before vLLM processes the step's output."""
-        late = {request_id for request_id in output.finished_recving or () if self.pulls.end(request_id)}
+        late = {
+            request_id for request_id in output.finished_recving or () if self.pulls.end(request_id)
+        }
         for request_id in late - output.failed_recving:
-            logger.warning("Request %r: its pull outlived the lease of the KV, and counts as failed.", request_id)
+            logger.warning(
+                "Request %r: its pull outlived the lease of the KV, and counts as failed.",
+                request_id,
+            )
         output.failed_recving |= late
 
     def export(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Adds a finished request's rows to `params`, with which another instance pulls its KV. Called while the
-        request still has its blocks. Aborted requests get none: some rows may not have arrived."""
+        """Adds a finished request's rows to `params`, with which another instance pulls its KV.
+        Called while the request still has its blocks. Aborted requests get none: some rows may not
+        have arrived."""
         is_wanted = request.request_id in self._to_export
         self._to_export.discard(request.request_id)
-        has_ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        has_ended = request.status in (
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+            RequestStatus.FINISHED_STOPPED,
+        )
         if not (is_wanted and has_ended and params and params.get("do_remote_prefill")):
             return params
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
         value = self._encoded(self._source.cache, request, count)
         if value is None:
-            logger.warning("Request %r: the rows of %d tokens are too large to send.", request.request_id, count)
+            logger.warning(
+                "Request %r: the rows of %d tokens are too large to send.",
+                request.request_id,
+                count,
+            )
             return params
         return {**params, PARAM: value}
 
     def _encoded(self, cache: HostCache, request: Request, count: int) -> dict[str, Any] | None:
-        """The first `count` rows, with weights if the request asks for them and they are not too many."""
+        """The first `count` rows, with weights if the request asks for them and they are not too
+        many."""
         ids = ids_shape(cache.row_shape) if self._has_weights else cache.row_shape
         if count * ids[0] * ids[1] > prefill_rows.MAX_BYTES:
             return None
-        rows, opt_in = np.empty((count, *cache.row_shape), dtype=np.int16), OptIn.of(request.sampling_params)
+        rows, opt_in = (
+            np.empty((count, *cache.row_shape), dtype=np.int16),
+            OptIn.of(request.sampling_params),
+        )
         cache.read(block_ids(self._source.block_table(request.request_id)), 0, rows)
         value, until = None, self.pulls.until()
         if self._has_weights and opt_in is not None and opt_in.weights:

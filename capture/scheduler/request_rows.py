@@ -17,8 +17,10 @@ class RequestRows:
     is_last_only: bool  # whether generated rows stay in the host cache until it ends
     next_row: int  # rows before it were sent or are held, but for the prompt's
     is_prompt_due: bool = True  # until the first token
-    held: list[Rows] = field(default_factory=list)  # the last rows before `next_row`, if they are sent at its end only
-    last_rows: PendingRows | None = None  # once it has ended: what is to be sent with its last output
+    # the last rows before `next_row`, if they are sent at its end only
+    held: list[Rows] = field(default_factory=list)
+    # once it has ended: what is to be sent with its last output
+    last_rows: PendingRows | None = None
 
     @property
     def first_held(self) -> int:
@@ -27,4 +29,6 @@ class RequestRows:
     @property
     def first_needed(self) -> int:
         """Position of the first row that is still to be computed or read for it."""
-        return min(self.opt_in.prompt_start, self.num_prompt) if self.is_prompt_due else self.next_row
+        return (
+            min(self.opt_in.prompt_start, self.num_prompt) if self.is_prompt_due else self.next_row
+        )

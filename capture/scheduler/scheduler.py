@@ -1,4 +1,5 @@
-"""The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and tracks each request's rows."""
+"""The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and tracks each request's
+rows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -30,18 +31,24 @@ from routed_experts.capture.wire.rows import captures_weights
 from routed_experts.capture.wire.stats import StatsRecorder
 from routed_experts.capture.wire.transport import detach
 
-logger = init_logger(f"vllm.routed_experts.{__name__}")  # a child of vLLM's logger, which is configured
+# a child of vLLM's logger, which is configured
+logger = init_logger(f"vllm.routed_experts.{__name__}")
 
 
 class SchedulerConnector(ConnectorSlot):
-    """In vLLM's `scheduler.aux_output_connector`. Keeps the rows of every request: a later one may hit them."""
+    """In vLLM's `scheduler.aux_output_connector`. Keeps the rows of every request: a later one may
+    hit them."""
 
-    def __init__(self, scheduler: Scheduler, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, scheduler: Scheduler, config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
         kv_group = full_attention_group(kv_cache_config)
         block_size = kv_cache_config.kv_cache_groups[kv_group].kv_cache_spec.block_size
         self.cache = HostCache(kv_cache_config.num_blocks, block_size, captures_weights(config))
         source = RowSource(scheduler, kv_group, self.cache)
-        self.distributor = RowDistributor(scheduler, source, has_drafts=config.speculative_config is not None)
+        self.distributor = RowDistributor(
+            scheduler, source, has_drafts=config.speculative_config is not None
+        )
         self.output_queue = self.distributor.queue
         self._stats = StatsRecorder(config.parallel_config.data_parallel_index)
         self._steps: dict[int, Step] = {}  # in flight
@@ -81,13 +88,19 @@ class SchedulerConnector(ConnectorSlot):
             self.distributor.prefill_again(request)
 
     def reset(self, *more: Any, **options: Any) -> None:
-        """Called when the prefix cache was reset, as when weights change: no earlier row is hit then."""
+        """Called when the prefix cache was reset, as when weights change: no earlier row is hit
+        then."""
         self.distributor.weights_may_differ()
 
     def build_connector_meta(
-        self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request], *more: Any, **options: Any
+        self,
+        scheduler_output: SchedulerOutput,
+        requests: Mapping[str, Request],
+        *more: Any,
+        **options: Any,
     ) -> int:
-        """Called when a step has been scheduled, before its requests are advanced. Its number comes with its output."""
+        """Called when a step has been scheduled, before its requests are advanced. Its number comes
+        with its output."""
         step = Step(scheduler_output, self.distributor.schedule(scheduler_output, requests))
         step.loads = self.external_kv.pop_loads(scheduler_output, requests)
         step.stores = self.external_kv.pop_stores(scheduler_output)
@@ -96,7 +109,8 @@ class SchedulerConnector(ConnectorSlot):
         return self._num_steps
 
     def receive(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Step:
-        """Takes the rows of a step's output, before vLLM passes it to requests. Rows move as their KV did."""
+        """Takes the rows of a step's output, before vLLM passes it to requests. Rows move as their
+        KV did."""
         step = self._steps.pop(scheduler_output.aux_output_connector_metadata)
         arrived = detach(output)
         if arrived is None and scheduler_output.total_num_scheduled_tokens:
@@ -112,7 +126,11 @@ class SchedulerConnector(ConnectorSlot):
             self.cache.copy_blocks(copies)
         if arrived is not None:
             self.cache.write(arrived.slots, arrived.rows)
-            step.rows, step.offsets, step.index = arrived.rows, arrived.offsets, output.req_id_to_index
+            step.rows, step.offsets, step.index = (
+                arrived.rows,
+                arrived.offsets,
+                output.req_id_to_index,
+            )
             self._stats.count_step(self.cache.ids(arrived.rows), arrived.waited_s)
             for load in step.loads:
                 if load.ends_late:
@@ -123,13 +141,16 @@ class SchedulerConnector(ConnectorSlot):
         return step
 
     def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
-        """Adds rows, causes of unknown rows and counters to messages. `is_idle`: whether no request is left."""
+        """Adds rows, causes of unknown rows and counters to messages. `is_idle`: whether no request
+        is left."""
         singles = self.distributor.distribute(step, messages)
         notes: dict[int, dict[str, Any]] = {}
         for client, unknown in self.distributor.source.pop_unknown():
             notes.setdefault(client, {}).setdefault(CAUSES, []).append(unknown)
         stats = self._stats.report(
-            is_idle, len(self.distributor.tracked), lambda: self.external_kv.kept_bytes + self.cache.used_bytes
+            is_idle,
+            len(self.distributor.tracked),
+            lambda: self.external_kv.kept_bytes + self.cache.used_bytes,
         )
         if stats is not None:  # for one process, because metrics are summed over processes
             notes.setdefault(0, {})[STATS] = asdict(stats)
@@ -137,7 +158,9 @@ class SchedulerConnector(ConnectorSlot):
             message = messages.setdefault(client, EngineCoreOutputs())
             rows = pack(message.outputs, singles.get(client, ()))
             if rows is not None or client in notes:
-                envelope = EngineCoreOutput(ENVELOPE_ID, [], stop_reason=ENVELOPE_ID, routed_experts=rows)
+                envelope = EngineCoreOutput(
+                    ENVELOPE_ID, [], stop_reason=ENVELOPE_ID, routed_experts=rows
+                )
                 envelope.kv_transfer_params = notes.get(client)
                 message.outputs.insert(0, envelope)
 
@@ -147,7 +170,9 @@ class SchedulerCapture(ConnectedScheduler):
 
     aux_output_connector: SchedulerConnector
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
+    ) -> None:
         check_engine_config(vllm_config)
         check_vllm_has(SCHEDULER)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
@@ -158,7 +183,9 @@ class SchedulerCapture(ConnectedScheduler):
         hit = super()._get_local_prefix_cache_hit(request, *limit)
         return self.aux_output_connector.external_kv.truncate_prefix_hit(request, hit)
 
-    def _update_requests_with_invalid_blocks(self, *args: Any, **kwargs: Any) -> tuple[set[str], int, set[int]]:
+    def _update_requests_with_invalid_blocks(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[set[str], int, set[int]]:
         affected = super()._update_requests_with_invalid_blocks(*args, **kwargs)
         for request_id in affected[0]:
             self.aux_output_connector.distributor.prefill_again(self.requests[request_id])
@@ -178,16 +205,23 @@ class SchedulerCapture(ConnectedScheduler):
             connector.prefill_rows.add(request, prompt_rows)
             connector.add(request)
 
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
         # Iterated over twice.
-        ids = list(request_ids) if request_ids is not None and not isinstance(request_ids, str) else request_ids
+        ids = (
+            list(request_ids)
+            if request_ids is not None and not isinstance(request_ids, str)
+            else request_ids
+        )
         finished = super().finish_requests(ids, finished_status)
         if finished_status is not RequestStatus.FINISHED_ABORTED:
             return finished  # vLLM tells the API process of an error with the step's outputs
         distributor = self.aux_output_connector.distributor
         others = distributor.end_aborted(finished, is_asked=ids is not None)
         if ids is None:
-            # At a pause or the engine's end vLLM tells clients at once that the requests returned here have ended.
+            # At a pause or the engine's end vLLM tells clients at once that the requests returned
+            # here have ended.
             return others
         for request_id in [ids] if isinstance(ids, str) else ids:
             distributor.leave(request_id)
@@ -206,15 +240,16 @@ class SchedulerCapture(ConnectedScheduler):
         if (arrived := model_runner_output.kv_connector_output) is not None:
             connector.prefill_rows.fail_late_pulls(arrived)
         for request_id in step.reused_ids:
-            # vLLM would give the tokens of the request that was aborted to the one that has its id now, or fail. Needed
-            # as long as VLLM_DISABLE_REQUEST_ID_RANDOMIZATION exists.
+            # vLLM would give the tokens of the request that was aborted to the one that has its id
+            # now, or fail. Needed as long as VLLM_DISABLE_REQUEST_ID_RANDOMIZATION exists.
             del scheduler_output.num_scheduled_tokens[request_id]
         messages = super().update_from_output(scheduler_output, model_runner_output)
         connector.distribute(step, messages, is_idle=not self.requests)
         return messages
 
     def has_requests(self) -> bool:
-        """True also while rows are pending, so that vLLM runs another step, even an empty one, to send them."""
+        """True also while rows are pending, so that vLLM runs another step, even an empty one, to
+        send them."""
         return super().has_requests() or len(self.aux_output_connector.output_queue) > 0
 
 
@@ -227,6 +262,7 @@ class CaptureAsyncScheduler(SchedulerCapture, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Scheduler:
-    """`scheduler_cls`; a function, as vLLM disables asynchronous scheduling for a class that does not match."""
+    """`scheduler_cls`; a function, as vLLM disables asynchronous scheduling for a class that does
+    not match."""
     is_async = vllm_config.scheduler_config.async_scheduling
     return (CaptureAsyncScheduler if is_async else CaptureScheduler)(vllm_config, *args, **kwargs)

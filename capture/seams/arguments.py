@@ -1,15 +1,19 @@
-"""How a program asks vLLM for routed experts. Imports nothing, so that it costs nothing where nobody asks."""
+"""How a program asks vLLM for routed experts. Imports nothing, so that it costs nothing where
+nobody asks."""
 
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
-# Until 0.31: engine arguments and the model's configuration have the flag themselves, there is no `aux_output_config`.
+# Until 0.31: engine arguments and the model's configuration have the flag themselves, there is no
+# `aux_output_config`.
 
 
 def asks(args: Any) -> bool:
     """Whether engine arguments ask vLLM for routed experts."""
-    return bool(getattr(getattr(args, "aux_output_config", args), "enable_return_routed_experts", False))
+    return bool(
+        getattr(getattr(args, "aux_output_config", args), "enable_return_routed_experts", False)
+    )
 
 
 def clear_flag(args: Any) -> None:
@@ -21,8 +25,9 @@ def clear_flag(args: Any) -> None:
 
 
 def set_flag_on_engine(engine: Any) -> None:
-    """Sets the flag that a finished engine returns routed experts, where a program looks it up: until 0.31 in a copy of
-    its `model_config`, as in the scheduler's and the worker's the flag means vLLM's own capture."""
+    """Sets the flag that a finished engine returns routed experts, where a program looks it up:
+    until 0.31 in a copy of its `model_config`, as in the scheduler's and the worker's the flag
+    means vLLM's own capture."""
     if hasattr(engine.model_config, "enable_return_routed_experts"):
         engine.model_config = copy(engine.model_config)
         engine.model_config.enable_return_routed_experts = True
@@ -34,6 +39,7 @@ def vllm_captures(config: Any) -> bool:
 
 
 def has_other_outputs(config: Any) -> bool:
-    """Since 0.34: whether vLLM's auxiliary output connector is on for something else than routed experts."""
+    """Since 0.34: whether vLLM's auxiliary output connector is on for something else than routed
+    experts."""
     aux = getattr(config, "aux_output_config", None)
     return aux is not None and aux.enabled and not aux.enable_return_routed_experts

@@ -1,4 +1,5 @@
-"""Until 0.30, on CPUs: MoE kernels choose the experts themselves, with a function of their module."""
+"""Until 0.30, on CPUs: MoE kernels choose the experts themselves, with a function of their
+module."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +16,9 @@ _sinks: list[Sink] = []  # the last one is that of the layer that runs
 
 
 def _functions() -> list[Any]:
-    return [sys.modules[name] for name in _MODULES if hasattr(sys.modules.get(name), "select_experts")]
+    return [
+        sys.modules[name] for name in _MODULES if hasattr(sys.modules.get(name), "select_experts")
+    ]
 
 
 def routes_itself(runner: Any) -> bool:

@@ -13,14 +13,18 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
-HAS_AUX_OUTPUTS = "aux_output_connector_metadata" in {field.name for field in fields(SchedulerOutput)}
+HAS_AUX_OUTPUTS = "aux_output_connector_metadata" in {
+    field.name for field in fields(SchedulerOutput)
+}
 """Whether schedulers and model runners call an auxiliary output connector."""
 
 KNOWS_STALE_STEPS = "is_stale" in signature(Scheduler._update_request_with_output).parameters
-"""Whether output of a step that began before its request was preempted is told from output of a later step."""
+"""Whether output of a step that began before its request was preempted is told from output of a
+later step."""
 
 HAS_SINK = hasattr(routed_experts_capturer, "RoutedExpertsSink")
-"""Whether monolithic kernels are given a sink for their choice: what this project was first written against."""
+"""Whether monolithic kernels are given a sink for their choice: what this project was first written
+against."""
 
 _REFUSES_RESETS = "PauseState" in Scheduler.reset_prefix_cache.__code__.co_names
 
@@ -55,11 +59,14 @@ class _Calling(Scheduler):
 
 
 class _Resetting(Scheduler):
-    """0.31 refuses to reset running requests where there is a connector. Ours allows it: it keeps rows by KV slot."""
+    """0.31 refuses to reset running requests where there is a connector. Ours allows it: it keeps
+    rows by KV slot."""
 
     aux_output_connector: Any
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         connector, self.aux_output_connector = self.aux_output_connector, None
         try:
             for request in self.running if reset_running_requests else ():
@@ -72,12 +79,15 @@ class _Resetting(Scheduler):
         return is_reset
 
 
-ConnectedScheduler: type[Scheduler] = _Calling if not HAS_AUX_OUTPUTS else _Resetting if _REFUSES_RESETS else Scheduler
+ConnectedScheduler: type[Scheduler] = (
+    _Calling if not HAS_AUX_OUTPUTS else _Resetting if _REFUSES_RESETS else Scheduler
+)
 """vLLM's scheduler, or what makes an older one call `aux_output_connector`."""
 
 
 def v2_batch(runner: Any, kv_group: int) -> tuple[Any, NDArray[np.int64]]:
-    """Until 0.31, on the V2 model runner, which calls no connector: a step's slots, and where each request's begin."""
+    """Until 0.31, on the V2 model runner, which calls no connector: a step's slots, and where each
+    request's begin."""
     batch = runner.execute_model_state.input_batch
     offsets = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
     return runner.block_tables.slot_mappings[kv_group], offsets

@@ -1,8 +1,10 @@
-"""What the capture needs of vLLM and would not miss by itself: names that it overrides, replaces or reads by a string.
+"""What the capture needs of vLLM and would not miss by itself: names that it overrides, replaces or
+reads by a string.
 
-Python does not say that a method overrides nothing and is never called, nor that an attribute which is read with a
-default has another name now. So each process looks at its start whether its names are there (`missing`). A test finds
-them in the code, and compares them with this list (`tests/contract/test_seams.py`).
+Python does not say that a method overrides nothing and is never called, nor that an attribute which
+is read with a default has another name now. So each process looks at its start whether its names
+are there (`missing`). A test finds them in the code, and compares them with this list
+(`tests/contract/test_seams.py`).
 """
 
 import inspect
@@ -17,7 +19,8 @@ import vllm
 class Name(NamedTuple):
     """A name in vLLM."""
 
-    places: tuple[str, ...]  # `module:Class.attribute`, or `module:name`; several if it moved, the newest first
+    # `module:Class.attribute`, or `module:name`; several if it moved, the newest first
+    places: tuple[str, ...]
     since: str = ""  # the first version that has it; every supported one if empty
     until: str = ""  # the first version that has it no more
 
@@ -49,20 +52,57 @@ _PROCESSOR = "vllm.v1.engine.output_processor"
 _ENTRY = "vllm.entrypoints"
 
 SCHEDULER: tuple[Name, ...] = (
-    *_of(_SCHEDULER, "add_request", "finish_requests", "has_requests", "update_from_output", "set_pause_state"),
-    *_of(_SCHEDULER, "reset_prefix_cache", "_connector_finished", "_update_requests_with_invalid_blocks"),
+    *_of(
+        _SCHEDULER,
+        "add_request",
+        "finish_requests",
+        "has_requests",
+        "update_from_output",
+        "set_pause_state",
+    ),
+    *_of(
+        _SCHEDULER,
+        "reset_prefix_cache",
+        "_connector_finished",
+        "_update_requests_with_invalid_blocks",
+    ),
     *_of(_SCHEDULER, "_free_request", "_preempt_request", "_update_after_schedule"),
     *_of(_SCHEDULER, "_get_local_prefix_cache_hit", since="0.28.0"),
     *_of("vllm.v1.core.sched.output:SchedulerOutput", "kv_cache_block_copies"),
-    *_of("vllm.v1.core.sched.output:SchedulerOutput", "aux_output_connector_metadata", since="0.31.0"),
+    *_of(
+        "vllm.v1.core.sched.output:SchedulerOutput", "aux_output_connector_metadata", since="0.31.0"
+    ),
     *_of("vllm.v1.engine:EngineCoreOutput", "routed_experts", "stop_reason", "kv_transfer_params"),
-    *_of(f"{_KV_CONNECTORS}.base:KVConnectorBase_V1", "get_num_new_matched_tokens", "update_state_after_alloc"),
+    *_of(
+        f"{_KV_CONNECTORS}.base:KVConnectorBase_V1",
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+    ),
     # A KV connector needs vLLM 0.32.
-    *_of(f"{_KV_CONNECTORS}.multi_connector:MultiConnector", "_connectors", "_requests_to_connector", since="0.32.0"),
+    *_of(
+        f"{_KV_CONNECTORS}.multi_connector:MultiConnector",
+        "_connectors",
+        "_requests_to_connector",
+        since="0.32.0",
+    ),
     *_of(f"{_KV_CONNECTORS}.multi_connector:MultiKVConnectorMetadata", "metadata", since="0.32.0"),
-    *_of("vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager", "lookup", "prepare_load", since="0.32.0"),
-    *_of("vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager", "prepare_store", "reset_cache", since="0.32.0"),
-    *_of(f"{_OFFLOADING}:OffloadingConnectorScheduler", "_current_batch_allocated_block_ids", since="0.32.0"),
+    *_of(
+        "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager",
+        "lookup",
+        "prepare_load",
+        since="0.32.0",
+    ),
+    *_of(
+        "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager",
+        "prepare_store",
+        "reset_cache",
+        since="0.32.0",
+    ),
+    *_of(
+        f"{_OFFLOADING}:OffloadingConnectorScheduler",
+        "_current_batch_allocated_block_ids",
+        since="0.32.0",
+    ),
     *_of("vllm.v1.kv_cache_interface:KVCacheSpec", "prefix_replay_tokens", since="0.31.0"),
     *_of("vllm.config:SpeculativeConfig", "enable_adaptive_verification", since="0.28.0"),
     *_of("vllm.config.multimodal:MultiModalConfig", "mm_encoder_only"),
@@ -85,9 +125,17 @@ WORKER: tuple[Name, ...] = (
     *_of(f"{_FUSED_MOE}.layer", "MoERunner"),
     *_of(_ROUTER, "set_capture_fn", "_compute_routing", "select_experts"),
     *_of(_EXPERTS, "forward_modular", "forward_monolithic"),
-    *_of(f"{_FUSED_MOE}.expert_substitution:SubstitutedRoutedExperts", "expert_substitution", since="0.33.0"),
+    *_of(
+        f"{_FUSED_MOE}.expert_substitution:SubstitutedRoutedExperts",
+        "expert_substitution",
+        since="0.33.0",
+    ),
     *_of(f"{_FUSED_MOE}.layer:MoERunner", "routed_scaling_factor"),
-    *_of(f"{_FUSED_MOE}.modular_kernel:FusedMoEExpertsMonolithic", "supports_routing_replay_capture", since="0.27.1"),
+    *_of(
+        f"{_FUSED_MOE}.modular_kernel:FusedMoEExpertsMonolithic",
+        "supports_routing_replay_capture",
+        since="0.27.1",
+    ),
     *_of(f"{_FUSED_MOE}.modular_kernel:FusedMoEKernel", "impl"),
     *_of(f"{_FUSED_MOE}.modular_kernel:FusedMoEKernelMonolithicImpl", "fused_experts"),
     *_of(f"{_FUSED_MOE}.fused_moe_method_base:FusedMoEMethodBase", "moe_kernel"),
@@ -132,9 +180,13 @@ _FLAGS = tuple(
 )
 
 HTTP: tuple[Name, ...] = (
-    *_of(_COMPLETION, "create_completion", "render_completion_request", "completion_stream_generator"),
+    *_of(
+        _COMPLETION, "create_completion", "render_completion_request", "completion_stream_generator"
+    ),
     *_of(_COMPLETION, "request_output_to_completion_response", "beam_search"),
-    *_of(_CHAT, "create_chat_completion", "render_chat_request", "chat_completion_stream_generator"),
+    *_of(
+        _CHAT, "create_chat_completion", "render_chat_request", "chat_completion_stream_generator"
+    ),
     *_of(_CHAT, "chat_completion_full_generator", "beam_search"),
     *_of(_TOKENS, "serve_tokens", "serve_tokens_stream_generator", "serve_tokens_full_generator"),
     *_of(f"{_ENTRY}.openai.completion.protocol:CompletionRequest", "to_sampling_params"),
@@ -175,11 +227,14 @@ def _is_there(place: str) -> bool:
         if part in getattr(owner, "__dataclass_fields__", ()):
             return True
         if not hasattr(owner, part):
-            return inspect.isclass(owner) and any(map(re.compile(rf"\bself\.{part}\b").search, _sources(owner)))
+            return inspect.isclass(owner) and any(
+                map(re.compile(rf"\bself\.{part}\b").search, _sources(owner))
+            )
         owner = getattr(owner, part)
     return True
 
 
 def _sources(cls: type) -> Iterable[str]:
-    """The source of vLLM's classes in a class's order of resolution: attributes of instances stand nowhere else."""
+    """The source of vLLM's classes in a class's order of resolution: attributes of instances stand
+    nowhere else."""
     return (inspect.getsource(base) for base in cls.__mro__ if base.__module__.startswith("vllm."))

@@ -10,21 +10,26 @@ logger = init_logger(f"vllm.routed_experts.{__name__}")
 class ConnectorSlot:
     """Base of an object that vLLM calls as its auxiliary output connector.
 
-    Newer versions of vLLM pass more arguments and call more methods, for example for log-probabilities. Methods ignore
-    extra arguments, and unknown methods return None, which means that the connector has no such output. Another
-    connector next to ours is refused (`capture/engine/config.py`).
+    Newer versions of vLLM pass more arguments and call more methods, for example for
+    log-probabilities. Methods ignore extra arguments, and unknown methods return None, which means
+    that the connector has no such output. Another connector next to ours is refused
+    (`capture/engine/config.py`).
     """
 
     def take_output(self, *args: Any, **options: Any) -> None:
-        """Called for each request with new tokens. All of a message's outputs are given their rows at once later."""
+        """Called for each request with new tokens. All of a message's outputs are given their rows
+        at once later."""
 
-    # The next three are called since vLLM 0.33. `ExternalKVTracker` limits loads earlier, when vLLM asks the connector.
+    # The next three are called since vLLM 0.33. `ExternalKVTracker` limits loads earlier, when vLLM
+    # asks the connector.
 
     def max_cache_hit(self, *args: Any, **options: Any) -> int | None:
         """Limit of tokens in a prefix hit; None is no limit, since rows live as long as the KV."""
         return None
 
-    def cap_external_hit(self, request: Any, num_local: int, num_external: int, *more: Any, **options: Any) -> int:
+    def cap_external_hit(
+        self, request: Any, num_local: int, num_external: int, *more: Any, **options: Any
+    ) -> int:
         """Limit of tokens to load."""
         return num_external
 
@@ -36,5 +41,7 @@ class ConnectorSlot:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):
                 raise AttributeError(f"{type(self).__name__} has no {name}")
-            logger.warning_once("vLLM called the unknown method %s of its auxiliary output connector.", name)
+            logger.warning_once(
+                "vLLM called the unknown method %s of its auxiliary output connector.", name
+            )
             return lambda *args, **kwargs: None

@@ -1,4 +1,5 @@
-"""The envelope: a message's first output, with the rows of the others, causes of unknown rows, and statistics."""
+"""The envelope: a message's first output, with the rows of the others, causes of unknown rows, and
+statistics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
@@ -10,15 +11,17 @@ from numpy.typing import NDArray
 from routed_experts.protocol.codec import Rows
 
 ENVELOPE_ID = "routed_experts"
-"""Request id of the envelope, and its `stop_reason`: a client may choose the same request id, but vLLM's engine puts
-nothing of clients into `stop_reason`. `routed_experts` has what `pack` gave, and `kv_transfer_params` may have CAUSES
-and STATS."""
+"""Request id of the envelope, and its `stop_reason`: a client may choose the same request id, but
+vLLM's engine puts nothing of clients into `stop_reason`. `routed_experts` has what `pack` gave, and
+`kv_transfer_params` may have CAUSES and STATS."""
 
 CAUSES, STATS = "causes", "stats"
-"""A list of `UnknownRows`: why rows of this message and of later ones are unknown. The fields of an `EngineStats`."""
+"""A list of `UnknownRows`: why rows of this message and of later ones are unknown. The fields of an
+`EngineStats`."""
 
 SMALL_ARRAY_BYTES = 16 << 10
-"""Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy."""
+"""Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a
+copy."""
 
 _TABLE_TYPE = np.dtype(np.int32)
 _WORDS = _TABLE_TYPE.itemsize // np.dtype(np.int16).itemsize
@@ -52,11 +55,12 @@ class SingleRows(NamedTuple):
 
 
 def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArray[np.int16] | None:
-    """The rows of a message in one array, for its envelope: `singles`, and the `PlacedRows` on `outputs`, which are
-    taken off. None if there are none. Large arrays stay on their outputs, and are not copied.
+    """The rows of a message in one array, for its envelope: `singles`, and the `PlacedRows` on
+    `outputs`, which are taken off. None if there are none. Large arrays stay on their outputs, and
+    are not copied.
 
-    An int32 is the number of entries. In a table of int32 follow for each of them the index of its output, the position
-    of its first row, and the shape of its rows; then come all rows.
+    An int32 is the number of entries. In a table of int32 follow for each of them the index of its
+    output, the position of its first row, and the shape of its rows; then come all rows.
     """
     tables = [single.table(outputs) for single in singles]
     bodies: list[tuple[Rows, Any]] = [(single.rows, single.places) for single in singles]
@@ -80,7 +84,9 @@ def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArr
     header[0], header[1:] = len(table), table.reshape(-1)
     for rows, places in bodies:
         count = len(rows) if isinstance(places, slice) else len(places)
-        out = packed[at : at + count * rows.shape[1] * rows.shape[2]].reshape(count, *rows.shape[1:])
+        out = packed[at : at + count * rows.shape[1] * rows.shape[2]].reshape(
+            count, *rows.shape[1:]
+        )
         if isinstance(places, slice):
             out[:] = rows
         else:
@@ -94,12 +100,14 @@ class Unpacker:
 
     def __init__(self) -> None:
         self._message: object = None
-        self._entries: dict[int, tuple[int, Rows | None]] = {}  # by the output's index in the message
+        # by the output's index in the message
+        self._entries: dict[int, tuple[int, Rows | None]] = {}
         self._num_outputs = 0  # in slices before
 
     def open(self, outputs: list[Output], message: object) -> Mapping[str, Any]:
-        """Takes the envelope off `outputs`, the next slice of a message. Gives what it has besides rows. `message`
-        tells messages apart, so that what is left of one is never taken for another's."""
+        """Takes the envelope off `outputs`, the next slice of a message. Gives what it has besides
+        rows. `message` tells messages apart, so that what is left of one is never taken for
+        another's."""
         if message != self._message:
             self._message, self._entries, self._num_outputs = message, {}, 0
         if not outputs or outputs[0].stop_reason != ENVELOPE_ID:
@@ -110,8 +118,9 @@ class Unpacker:
         return envelope.kv_transfer_params or {}
 
     def rows(self, outputs: Sequence[Output]) -> Iterator[tuple[Output, int, Rows]]:
-        """Takes the rows off the slice's outputs: each output that has some, the position of its first row, and its
-        rows. Packed ones are views of the message. Rows without an envelope have no position and are dropped."""
+        """Takes the rows off the slice's outputs: each output that has some, the position of its
+        first row, and its rows. Packed ones are views of the message. Rows without an envelope have
+        no position and are dropped."""
         first, self._num_outputs = self._num_outputs, self._num_outputs + len(outputs)
         for index, output in enumerate(outputs, first):
             alone, output.routed_experts = output.routed_experts, None
@@ -124,7 +133,9 @@ class Unpacker:
 def _entries(packed: NDArray[np.int16]) -> dict[int, tuple[int, Rows | None]]:
     at = (1 + _COLUMNS * int(packed[:_WORDS].view(_TABLE_TYPE)[0])) * _WORDS
     entries: dict[int, tuple[int, Rows | None]] = {}
-    for index, start, count, height, top_k in packed[_WORDS:at].view(_TABLE_TYPE).reshape(-1, _COLUMNS).tolist():
+    for index, start, count, height, top_k in (
+        packed[_WORDS:at].view(_TABLE_TYPE).reshape(-1, _COLUMNS).tolist()
+    ):
         rows = None
         if count != _ALONE:
             rows = packed[at : at + count * height * top_k].reshape(count, height, top_k)

@@ -13,15 +13,15 @@ OPT_IN_ARG = "routed_experts.opt_in"
 
 @dataclass(frozen=True, slots=True)
 class OptIn:
-    """Opts a request in: its rows are to be sent. All requests of one prompt (`n` > 1) carry the same one, and its rows
-    come once, before the first tokens of any of them (`PROMPT_ROWS`)."""
+    """Opts a request in: its rows are to be sent. All requests of one prompt (`n` > 1) carry the
+    same one, and its rows come once, before the first tokens of any of them (`PROMPT_ROWS`)."""
 
     prompt_start: int  # position of the first prompt row to send
     prompt_id: bytes  # 16 random bytes, which tell prompts apart
     shared: bool  # whether the prompt has several requests
     weights: bool = False  # whether rows are to have weights, where the engine captures them
-    # Whether generated rows come with the request's last output, as nobody needs them before. Then each request has a
-    # last output, also if it is aborted.
+    # Whether generated rows come with the request's last output, as nobody needs them before. Then
+    # each request has a last output, also if it is aborted.
     final_only: bool = False
     # Whether rows that are not there may stay unknown; then nothing is computed again for them.
     allow_missing: bool = False
@@ -29,7 +29,8 @@ class OptIn:
     _FORM: ClassVar[struct.Struct] = struct.Struct("<q16sB")
 
     def encode(self) -> bytes:
-        """As bytes, because clients can fill `extra_args` at some endpoints, with JSON, which has no bytes."""
+        """As bytes, because clients can fill `extra_args` at some endpoints, with JSON, which has
+        no bytes."""
         flags = self.shared | self.weights << 1 | self.final_only << 2 | self.allow_missing << 3
         return self._FORM.pack(self.prompt_start, self.prompt_id, flags)
 
@@ -39,12 +40,21 @@ class OptIn:
         if not isinstance(value, bytes) or len(value) != cls._FORM.size:
             return None
         prompt_start, prompt_id, flags = cls._FORM.unpack(value)
-        return cls(prompt_start, prompt_id, bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
+        return cls(
+            prompt_start,
+            prompt_id,
+            bool(flags & 1),
+            bool(flags & 2),
+            bool(flags & 4),
+            bool(flags & 8),
+        )
 
     @classmethod
     def of(cls, params: Any) -> "OptIn | None":
         """What a request with these `SamplingParams` opted in to; None if it did not."""
-        return cls.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
+        return (
+            cls.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
+        )
 
 
 PROMPT_ROWS = "routed_experts.prompt"
@@ -57,8 +67,9 @@ GENERATED_ROWS = "routed_experts.rows"
 class RowsOutput(NamedTuple):
     """Whose rows an output brings that has no tokens.
 
-    Clients choose request ids, and may use one again. So the kind is in `stop_reason`, into which vLLM's engine puts
-    nothing of theirs, and the output's own id begins with random bytes: no request has it, and vLLM ignores it.
+    Clients choose request ids, and may use one again. So the kind is in `stop_reason`, into which
+    vLLM's engine puts nothing of theirs, and the output's own id begins with random bytes: no
+    request has it, and vLLM ignores it.
     """
 
     kind: str  # PROMPT_ROWS or GENERATED_ROWS
@@ -79,16 +90,18 @@ class RowsOutput(NamedTuple):
 
 
 class Cause(IntEnum):
-    """Why a slot has no row although it has KV. `KV_STORE` and `KV_TRANSFER` follow from settings."""
+    """Why a slot has no row although it has KV. `KV_STORE` and `KV_TRANSFER` follow from
+    settings."""
 
     FAULT = 0
     KV_STORE = 1
-    """KV of a store, which `--routed-experts-on-load missing` or a hybrid model loads without rows."""
+    """KV of a store, which `--routed-experts-on-load missing` or a hybrid model loads without
+    rows."""
     KV_TRANSFER = 2
     """KV of another instance that came without rows."""
     COMPUTED_IF_ASKED = 3
-    """KV of a store, which requests that ask for rows compute instead. A fault in their rows; in those of others, which
-    take what is there, `KV_STORE`."""
+    """KV of a store, which requests that ask for rows compute instead. A fault in their rows; in
+    those of others, which take what is there, `KV_STORE`."""
 
 
 class PlacedRows(NamedTuple):

@@ -1,4 +1,5 @@
-"""Prompt rows sent from a prefill to a decode instance with the KV, as `kv_transfer_params.routed_experts`."""
+"""Prompt rows sent from a prefill to a decode instance with the KV, as
+`kv_transfer_params.routed_experts`."""
 
 import math
 from typing import Any, NamedTuple, TypeGuard
@@ -10,7 +11,8 @@ from routed_experts.capture.wire.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 PARAM = "routed_experts"
-"""Key in `kv_transfer_params`: the rows, which are no JSON; on a prefill request True, which asks for them."""
+"""Key in `kv_transfer_params`: the rows, which are no JSON; on a prefill request True, which asks
+for them."""
 
 MAX_BYTES = 64 << 20
 """Larger rows are left out, and missing."""
@@ -20,10 +22,15 @@ WireRows = NDArray[np.uint8] | NDArray[np.int16]
 
 WORDS = "words"
 """The dtype of rows with weights. Between the processes of an instance only."""
-_DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2"), WORDS: np.dtype("<i2")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "uint8": np.dtype("u1"),
+    "int16": np.dtype("<i2"),
+    WORDS: np.dtype("<i2"),
+}
 _WORDS_BYTES = 3  # for each of ids in int16, with its weight
 
-_LATEST = 1 << 40  # `until` is before it, which NaN and Infinity, as Python's JSON reads them, are not
+# `until` is before it, which NaN and Infinity, as Python's JSON reads them, are not
+_LATEST = 1 << 40
 
 
 class PrefillRows(NamedTuple):
@@ -39,11 +46,11 @@ class PrefillRows(NamedTuple):
 
 
 def encode(rows: Rows, until: float, has_weights: bool = False) -> dict[str, Any] | None:
-    """`rows` ([n, L, K], with weights [n, 3L, K]) as `kv_transfer_params` have them, one byte for each id if that is
-    enough. None if they are too large.
+    """`rows` ([n, L, K], with weights [n, 3L, K]) as `kv_transfer_params` have them, one byte for
+    each id if that is enough. None if they are too large.
 
-    Between the processes of an instance `data` is bytes, which are not JSON: so no client of another endpoint can make
-    the engine take rows for true. Over HTTP it is base64.
+    Between the processes of an instance `data` is bytes, which are not JSON: so no client of
+    another endpoint can make the engine take rows for true. Over HTTP it is base64.
     """
     is_narrow = rows.view(np.uint16).max(initial=0) <= np.iinfo(np.uint8).max  # which -1 is not
     name = WORDS if has_weights else "uint8" if is_narrow else "int16"
@@ -65,21 +72,38 @@ def is_time(until: Any) -> TypeGuard[float]:
 
 
 def decode(value: Any) -> PrefillRows | None:
-    """The rows that `encode` was given, without a copy. None for any other object: programs can put any there."""
+    """The rows that `encode` was given, without a copy. None for any other object: programs can put
+    any there."""
     if not isinstance(value, dict):
         return None
     data, name, shape, until = (value.get(key) for key in ("data", "dtype", "shape", "until"))
-    if not isinstance(data, bytes | bytearray) or type(name) is not str or name not in _DTYPES or not is_time(until):
+    if (
+        not isinstance(data, bytes | bytearray)
+        or type(name) is not str
+        or name not in _DTYPES
+        or not is_time(until)
+    ):
         return None
-    if not isinstance(shape, list) or len(shape) != 3 or any(type(size) is not int or size < 0 for size in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 3
+        or any(type(size) is not int or size < 0 for size in shape)
+    ):
         return None
     dtype, size = _DTYPES[name], math.prod(shape) * _DTYPES[name].itemsize
-    if len(data) != size or size > _limit(name) or max(shape) > MAX_BYTES or not shape[1] or not shape[2]:
+    if (
+        len(data) != size
+        or size > _limit(name)
+        or max(shape) > MAX_BYTES
+        or not shape[1]
+        or not shape[2]
+    ):
         return None
     decoded = PrefillRows(np.frombuffer(data, dtype).reshape(shape), name == WORDS, float(until))
     return decoded if decoded.ids.min(initial=0) >= UNKNOWN else None
 
 
 def without_rows(value: dict[str, Any]) -> dict[str, Any]:
-    """The same with rows of no tokens, for the other choices of a prompt: one of them brings the rows."""
+    """The same with rows of no tokens, for the other choices of a prompt: one of them brings the
+    rows."""
     return {**value, "data": b"", "shape": [0, *value["shape"][1:]]}

@@ -1,8 +1,9 @@
-"""Rows of engines that capture weights too: ids and weights in one array of words, which is moved as rows of ids are.
+"""Rows of engines that capture weights too: ids and weights in one array of words, which is moved
+as rows of ids are.
 
-Such a row is [3L, K] int16: the L x K ids, then the L x K float32 of their weights, two words each. A row whose words
-are all -1 has ids of -1 and weights of NaN. The word of a known weight may be -1 too: whether a row is known, its ids
-say.
+Such a row is [3L, K] int16: the L x K ids, then the L x K float32 of their weights, two words each.
+A row whose words are all -1 has ids of -1 and weights of NaN. The word of a known weight may be -1
+too: whether a row is known, its ids say.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ from routed_experts.protocol.codec import UNKNOWN, Rows
 
 WEIGHTS_FLAG = "--enable-return-routed-expert-weights"
 WEIGHTS_KEY = "enable_return_routed_expert_weights"
-"""In `VllmConfig.additional_config`, which every process of an engine has: true to capture the routers' weights too."""
+"""In `VllmConfig.additional_config`, which every process of an engine has: true to capture the
+routers' weights too."""
 
 _WEIGHT_WORDS = 2  # of a float32
 _PLANES = 1 + _WEIGHT_WORDS
@@ -42,18 +44,23 @@ def ids_of(rows: NDArray[Any]) -> Rows:
 
 
 def weights_of(rows: Rows) -> NDArray[np.float32]:
-    """The weights [n, L, K] in `rows` ([n, 3L, K]), NaN where they are unknown; a copy, but of a single row."""
+    """The weights [n, L, K] in `rows` ([n, 3L, K]), NaN where they are unknown; a copy, but of a
+    single row."""
     num_rows, height, top_k = rows.shape
     num_layers = height // _PLANES
     words = np.ascontiguousarray(rows[:, num_layers:])
     return words.reshape(num_rows, num_layers, _WEIGHT_WORDS * top_k).view("<f4")
 
 
-def missing_weights(rows: NDArray[Any], places: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.bool_]:
-    """Which of `rows` ([n, 3L, K], contiguous) at `places` have no weights, perhaps beside ids that are known: those
-    handed over without. Looks at one weight of each row only."""
+def missing_weights(
+    rows: NDArray[Any], places: NDArray[np.int64] | slice = slice(None)
+) -> NDArray[np.bool_]:
+    """Which of `rows` ([n, 3L, K], contiguous) at `places` have no weights, perhaps beside ids that
+    are known: those handed over without. Looks at one weight of each row only."""
     first = rows.shape[1] // _PLANES * rows.shape[2]
-    words = rows.reshape(len(rows), rows.shape[1] * rows.shape[2])[places, first : first + _WEIGHT_WORDS]
+    words = rows.reshape(len(rows), rows.shape[1] * rows.shape[2])[
+        places, first : first + _WEIGHT_WORDS
+    ]
     unknown: NDArray[np.bool_] = (words == UNKNOWN).all(axis=1)
     return unknown
 

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 from routed_experts.protocol.codec import Rows
 
 INTERVAL_S = 1.0
-"""Between two reports of an engine that is busy, and between two samples of the load of its experts."""
+"""Between two reports of an engine that is busy, and between two samples of the load of its
+experts."""
 
 _SAMPLED_ROWS = 512
-_KEPT_SHARE = 0.9  # of the samples before, with each new one: the load is that of the last ten seconds or so
+# of the samples before, with each new one: the load is that of the last ten seconds or so
+_KEPT_SHARE = 0.9
 
 
 @dataclass
@@ -25,8 +27,8 @@ class EngineStats:
     copy_wait_s: float = 0.0  # seconds that outputs of steps waited for their rows
     requests_tracked: int = 0  # requests with the opt-in that the engine holds state for
     host_cache_bytes: int = 0  # memory that the rows in the host cache take
-    # For each layer, how often its busiest expert was chosen and how often all of them were, in samples of which newer
-    # ones weigh more; empty before the first.
+    # For each layer, how often its busiest expert was chosen and how often all of them were, in
+    # samples of which newer ones weigh more; empty before the first.
     busiest: list[float] = field(default_factory=list)
     routed: list[float] = field(default_factory=list)
     rows_forgotten: int = 0  # rows discarded because the KV connector did something unexpected
@@ -46,7 +48,11 @@ class ExpertLoad:
         before, num_layers = self._counts, some.shape[1]
         width = max(int(some.max()) + 1, before.shape[1])
         flat = (some + np.arange(num_layers)[:, None] * width)[some >= 0]
-        self._counts = np.bincount(flat, minlength=num_layers * width).reshape(num_layers, width).astype(np.float64)
+        self._counts = (
+            np.bincount(flat, minlength=num_layers * width)
+            .reshape(num_layers, width)
+            .astype(np.float64)
+        )
         self._counts[: len(before), : before.shape[1]] += _KEPT_SHARE * before
 
     def busiest(self) -> list[float]:
@@ -69,19 +75,25 @@ class StatsRecorder:
         self._was_idle = True
 
     def count_step(self, rows: Rows, copy_wait_s: float) -> None:
-        """Counts a step that has arrived with `rows` ([n, L, K]), for which its output waited so many seconds."""
+        """Counts a step that has arrived with `rows` ([n, L, K]), for which its output waited so
+        many seconds."""
         self.totals.rows_captured += len(rows)
         self.totals.copy_wait_s += copy_wait_s
         if len(rows) and self._clock() >= self._next_sample:
             self._next_sample = self._clock() + INTERVAL_S
             self._load.sample(rows)
 
-    def report(self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]) -> EngineStats | None:
-        """The numbers after a step, if they are due: once in an interval, and when the engine begins or ends work."""
+    def report(
+        self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]
+    ) -> EngineStats | None:
+        """The numbers after a step, if they are due: once in an interval, and when the engine
+        begins or ends work."""
         now = self._clock()
         if not (is_idle or self._was_idle or now >= self._next_report):
             return None
         self._was_idle = is_idle
         self._next_report = now + INTERVAL_S
         gauges = {"requests_tracked": requests_tracked, "host_cache_bytes": host_cache_bytes()}
-        return replace(self.totals, **gauges, busiest=self._load.busiest(), routed=self._load.routed())
+        return replace(
+            self.totals, **gauges, busiest=self._load.busiest(), routed=self._load.routed()
+        )

@@ -1,4 +1,5 @@
-"""Carries a step's rows from the worker to the scheduler, in `ModelRunnerOutput`, with every executor."""
+"""Carries a step's rows from the worker to the scheduler, in `ModelRunnerOutput`, with every
+executor."""
 
 from dataclasses import dataclass
 
@@ -7,8 +8,8 @@ from numpy.typing import NDArray
 from vllm.v1.outputs import ModelRunnerOutput
 
 STEP = "step"
-"""vLLM's type maps request ids to outputs, and its Ray executor copies the `rows` of each. Here one key stands for all
-requests of a step: one array is cheaper than one per request."""
+"""vLLM's type maps request ids to outputs, and its Ray executor copies the `rows` of each. Here one
+key stands for all requests of a step: one array is cheaper than one per request."""
 
 
 @dataclass
@@ -17,8 +18,10 @@ class StepRows:
 
     # [n, L, K] logical expert ids, in the order of the batch; [n, 3L, K] with weights (`rows.py`).
     rows: NDArray[np.int16]
-    slots: NDArray[np.int64]  # [n], the KV slot (block id x block size + offset) that each token's KV was written to
-    offsets: NDArray[np.int64]  # [requests + 1], where each request's rows begin, in the order of the batch
+    # [n], the KV slot (block id x block size + offset) that each token's KV was written to
+    slots: NDArray[np.int64]
+    # [requests + 1], where each request's rows begin, in the order of the batch
+    offsets: NDArray[np.int64]
     waited_s: float = 0.0  # seconds that the step's output waited for them
 
 

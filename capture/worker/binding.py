@@ -30,14 +30,20 @@ from routed_experts.capture.engine.versions import (
     untested_is_allowed,
 )
 from routed_experts.capture.seams import cpu_kernels
-from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource, RoutedExpertsSink, can_report_choice
+from routed_experts.capture.seams.engine import (
+    RoutedExpertsCaptureSource,
+    RoutedExpertsSink,
+    can_report_choice,
+)
 from routed_experts.capture.wire.rows import WEIGHTS_FLAG
 from routed_experts.capture.worker.capturer import Capturer, LocalTokenSlice, RowShape, Sink
 
 _SHARED_BY_LAYERS = ".meta_mlp."
-"""Part of the names of InternS2-Mobius's MoE layers, each of which serves several decoder layers."""
+"""Part of the names of InternS2-Mobius's MoE layers, each of which serves several decoder
+layers."""
 _BY_MODALITY = (".text_experts", ".vision_experts")
-"""Parts of the names of ERNIE-4.5-VL's MoE layers: a step's text tokens pass through one, its image tokens another."""
+"""Parts of the names of ERNIE-4.5-VL's MoE layers: a step's text tokens pass through one, its image
+tokens another."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +52,28 @@ class MoELayers:
 
     runners: tuple[MoERunner, ...]
     shape: RowShape
-    # In place of `runners`: fused layers (MegaMoE), which give their logical ids to a `capture_fn` of their own.
+    # In place of `runners`: fused layers (MegaMoE), which give their logical ids to a `capture_fn`
+    # of their own.
     fused: tuple[Any, ...] = ()
 
 
 def find_moe_layers(model: torch.nn.Module) -> MoELayers:
-    """The MoE layers of `model` and the shape of their rows; a pipeline stage may have none. Refuses layers whose
-    routing cannot be captured, or that do not fit one array."""
+    """The MoE layers of `model` and the shape of their rows; a pipeline stage may have none.
+    Refuses layers whose routing cannot be captured, or that do not fit one array."""
     if getattr(model, "decoder_replay_layers", None) is not None:
         raise UnsupportedConfig(BOUNDED_REPLAY)
     fused = [module for module in model.modules() if isinstance(module, RoutedExpertsCaptureSource)]
     if fused:
         return _fused_layers(model, fused)
-    named = {name: module for name, module in model.named_modules() if isinstance(module, MoERunner)}
-    towers = tuple(f"{name}." for name in getattr(model, "_tower_model_names", ()))  # of multimodal models
+    named = {
+        name: module for name, module in model.named_modules() if isinstance(module, MoERunner)
+    }
+    # of multimodal models
+    towers = tuple(f"{name}." for name in getattr(model, "_tower_model_names", ()))
     if any(name.startswith(towers) for name in named):
-        raise UnsupportedConfig("The model's encoder of images, video or audio has MoE layers, which route no tokens.")
+        raise UnsupportedConfig(
+            "The model's encoder of images, video or audio has MoE layers, which route no tokens."
+        )
     runners = tuple(sorted(named.values(), key=lambda runner: int(runner.layer_id)))
     for runner in runners:
         _check_capturable(runner)
@@ -72,13 +84,16 @@ def find_moe_layers(model: torch.nn.Module) -> MoELayers:
 
 
 def _fused_layers(model: torch.nn.Module, fused: Iterable[Any]) -> MoELayers:
-    """MegaMoE layers: one kernel sends the tokens to their experts' ranks and back. Each rank sees its own tokens."""
+    """MegaMoE layers: one kernel sends the tokens to their experts' ranks and back. Each rank sees
+    its own tokens."""
     if not untested_is_allowed():
         raise UnsupportedConfig(
             "The capture of the model's fused MoE layers (MegaMoE) has not run on a GPU yet: choose another kernel "
             f"with --moe-backend, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment)."
         )
-    if get_tp_group().world_size > 1 or any(isinstance(module, MoERunner) for module in model.modules()):
+    if get_tp_group().world_size > 1 or any(
+        isinstance(module, MoERunner) for module in model.modules()
+    ):
         raise UnsupportedConfig(
             "Fused MoE layers (MegaMoE) are captured without tensor parallelism, which spreads tokens over its ranks, "
             "and without MoE layers of another kind: choose another kernel with --moe-backend, or use data parallelism."
@@ -96,7 +111,9 @@ def _row_shape(
 ) -> RowShape:
     layer_ids = tuple(int(layer.layer_id) for layer in layers)
     if len(set(layer_ids)) != len(layer_ids):
-        raise UnsupportedConfig(f"Several MoE layers share a decoder layer, which rows cannot express: {layer_ids}.")
+        raise UnsupportedConfig(
+            f"Several MoE layers share a decoder layer, which rows cannot express: {layer_ids}."
+        )
     if len(kinds) > 1:
         raise UnsupportedConfig(
             f"The MoE layers differ in experts or top-k, which one array cannot express: {sorted(kinds)}."
@@ -106,9 +123,11 @@ def _row_shape(
 
 
 def has_parts(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether an MoE layer among `modules` is sequence-parallel: each tensor-parallel rank routes a part of the tokens.
-    Each model decides this itself; not all follow vLLM's configuration."""
-    return any(isinstance(module, MoERunner) and module.moe_config.sp_size > 1 for module in modules)
+    """Whether an MoE layer among `modules` is sequence-parallel: each tensor-parallel rank routes a
+    part of the tokens. Each model decides this itself; not all follow vLLM's configuration."""
+    return any(
+        isinstance(module, MoERunner) and module.moe_config.sp_size > 1 for module in modules
+    )
 
 
 def check_weights(layers: MoELayers, is_eager: bool) -> None:
@@ -134,8 +153,9 @@ def check_weights(layers: MoELayers, is_eager: bool) -> None:
 
 
 def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> None:
-    """Makes every layer write its logical expert ids into its view of the device cache, and their weights if captured:
-    inside the opaque MoE operator, so that it works under torch.compile and is recorded by graph capture."""
+    """Makes every layer write its logical expert ids into its view of the device cache, and their
+    weights if captured: inside the opaque MoE operator, so that it works under torch.compile and is
+    recorded by graph capture."""
     for row, layer in enumerate(layers.fused):
         layer.capture_fn = capturer.sink(row, local_token_slice(dp_rank) if dp_size > 1 else None)
     tp_rank = get_tp_group().rank_in_group if has_parts(layers.runners) else 0
@@ -143,7 +163,11 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
         sp_size = int(runner.moe_config.sp_size)
         own_tokens = local_token_slice(dp_rank, tp_rank, sp_size) if dp_size > 1 else None
         # Where all ranks route all tokens, one of them is enough for the join.
-        sink = _ignore if sp_size == 1 and tp_rank > 0 else capturer.sink(row, own_tokens, owns_topk_buffer(runner))
+        sink = (
+            _ignore
+            if sp_size == 1 and tp_rank > 0
+            else capturer.sink(row, own_tokens, owns_topk_buffer(runner))
+        )
         view, weights = capturer.cache.views(row)
         is_direct = can_write_directly(runner, dp_size)
         if weights is not None and (is_direct or (owns_topk_buffer(runner) and own_tokens is None)):
@@ -163,8 +187,8 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
 
 @contextmanager
 def storing_after_forward(model: torch.nn.Module, capturer: Capturer) -> Iterator[None]:
-    """In CUDA graphs of a whole forward pass of `model`, stores the ids of all layers at the end of the graph; eager
-    forward passes and piecewise graphs store them layer by layer."""
+    """In CUDA graphs of a whole forward pass of `model`, stores the ids of all layers at the end of
+    the graph; eager forward passes and piecewise graphs store them layer by layer."""
 
     def hold(*_: Any) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -189,8 +213,10 @@ def _ignore(ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
 
 
 def capture_choice(router: BaseRouter, sink: Sink) -> None:
-    """Gives `sink` the logical ids that a router chooses, and their weights as the experts' kernel gets them."""
-    compute = router._compute_routing  # on the instance, because vLLM's capture function gets the ids only
+    """Gives `sink` the logical ids that a router chooses, and their weights as the experts' kernel
+    gets them."""
+    # on the instance, because vLLM's capture function gets the ids only
+    compute = router._compute_routing
 
     def compute_routing(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = compute(*args, **kwargs)
@@ -202,7 +228,8 @@ def capture_choice(router: BaseRouter, sink: Sink) -> None:
 
 
 def check_weights_are_kept(runner: MoERunner) -> None:
-    """Refuses a layer whose experts' kernel changes its weights, in vLLM's own first step before it is ready."""
+    """Refuses a layer whose experts' kernel changes its weights, in vLLM's own first step before it
+    is ready."""
     experts = runner.routed_experts
     forward = experts.forward_modular
 
@@ -211,7 +238,8 @@ def check_weights_are_kept(runner: MoERunner) -> None:
             return forward(*args, topk_weights=topk_weights, **kwargs)
         before = topk_weights.clone()
         output = forward(*args, topk_weights=topk_weights, **kwargs)
-        if not torch.equal(before.view(torch.uint8), topk_weights.view(torch.uint8)):  # NaN is equal to itself
+        # NaN is equal to itself
+        if not torch.equal(before.view(torch.uint8), topk_weights.view(torch.uint8)):
             raise UnsupportedConfig(
                 f"The MoE kernel of layer {runner.layer_id} changes the weights that it is given: choose another one "
                 f"with --moe-backend, or remove {WEIGHTS_FLAG}."
@@ -223,14 +251,18 @@ def check_weights_are_kept(runner: MoERunner) -> None:
 
 
 def owns_topk_buffer(runner: MoERunner) -> bool:
-    """Whether the layer's ids and weights are tensors that the MoE operator allocates, so that a reference keeps their
-    memory. The compiled graph around it reuses that of others, as in the Transformers backend, despite references."""
-    return type(runner.router) in (FusedTopKRouter, FusedTopKBiasRouter, GroupedTopKRouter) and not runner.is_monolithic
+    """Whether the layer's ids and weights are tensors that the MoE operator allocates, so that a
+    reference keeps their memory. The compiled graph around it reuses that of others, as in the
+    Transformers backend, despite references."""
+    return (
+        type(runner.router) in (FusedTopKRouter, FusedTopKBiasRouter, GroupedTopKRouter)
+        and not runner.is_monolithic
+    )
 
 
 def can_write_directly(runner: MoERunner, dp_size: int) -> bool:
-    """Whether the layer's top-k kernel can be given the device cache's view as its output. Only for vLLM's default
-    router on CUDA with int32 ids, if it sees only this rank's tokens."""
+    """Whether the layer's top-k kernel can be given the device cache's view as its output. Only for
+    vLLM's default router on CUDA with int32 ids, if it sees only this rank's tokens."""
     return (
         current_platform.is_cuda()
         and dp_size == 1
@@ -239,9 +271,12 @@ def can_write_directly(runner: MoERunner, dp_size: int) -> bool:
     )
 
 
-def write_directly(router: FusedTopKRouter, view: torch.Tensor, weights_view: torch.Tensor | None = None) -> None:
-    """Makes the router's top-k kernel write into `view` ([N, K] int32) instead of a tensor of its own, and weights into
-    `weights_view` ([N, K] float32). A step of more than N tokens raises: the kernel would write past their end."""
+def write_directly(
+    router: FusedTopKRouter, view: torch.Tensor, weights_view: torch.Tensor | None = None
+) -> None:
+    """Makes the router's top-k kernel write into `view` ([N, K] int32) instead of a tensor of its
+    own, and weights into `weights_view` ([N, K] float32). A step of more than N tokens raises: the
+    kernel would write past their end."""
     scores = {"softmax": dispatch_topk_softmax_func, "sigmoid": dispatch_topk_sigmoid_func}
     top_k_kernel = scores[router.scoring_func]()
 
@@ -255,7 +290,9 @@ def write_directly(router: FusedTopKRouter, view: torch.Tensor, weights_view: to
         assert indices_type in (None, torch.int32)
         num_tokens = router_logits.shape[0]
         if num_tokens > view.shape[0]:
-            raise RuntimeError(f"a step of {num_tokens} tokens does not fit the device cache of {view.shape[0]}")
+            raise RuntimeError(
+                f"a step of {num_tokens} tokens does not fit the device cache of {view.shape[0]}"
+            )
         ids = view[:num_tokens]
         if weights_view is None:
             weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
@@ -265,18 +302,20 @@ def write_directly(router: FusedTopKRouter, view: torch.Tensor, weights_view: to
         chosen = top_k_kernel(weights, ids, source_rows, router_logits, router.renormalize)
         return chosen[0], chosen[1]
 
-    # On the instance, because the model creates its routers itself. vLLM's method allocates the kernel's output, and a
-    # copy would add a kernel per layer and step. Needed until vLLM lets callers pass the output.
+    # On the instance, because the model creates its routers itself. vLLM's method allocates the
+    # kernel's output, and a copy would add a kernel per layer and step. Needed until vLLM lets
+    # callers pass the output.
     router._compute_routing = compute_routing
     # Does nothing, but vLLM 0.33 expects every captured router to have a capture function.
     router.set_capture_fn(_ignore)
 
 
 def local_token_slice(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> LocalTokenSlice:
-    """Returns a function that finds a data-parallel rank's tokens in a router's ids: those, or the gathered tokens of
-    all ranks in rank order. With sequence-parallel MoE, each tensor-parallel rank (`sp_rank` of `sp_size`) has an equal
-    part of them, the last part padded. With dual-batch overlap, the microbatches of a step, each with its own thread
-    and context, pass through each layer in order."""
+    """Returns a function that finds a data-parallel rank's tokens in a router's ids: those, or the
+    gathered tokens of all ranks in rank order. With sequence-parallel MoE, each tensor-parallel
+    rank (`sp_rank` of `sp_size`) has an equal part of them, the last part padded. With dual-batch
+    overlap, the microbatches of a step, each with its own thread and context, pass through each
+    layer in order."""
     microbatches: list[int] = []  # token counts of the microbatches seen in this layer so far
 
     def first_token(count: int) -> int:
@@ -285,8 +324,11 @@ def local_token_slice(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> Local
         current = ubatching.dbo_current_ubatch_id()
         if current == 0:
             microbatches.clear()  # left over from a failed forward pass
-        if len(microbatches) != current:  # as after any error in vLLM, the other threads then wait forever
-            raise RuntimeError(f"microbatch {current} of a step came to a router as number {len(microbatches)}")
+        # as after any error in vLLM, the other threads then wait forever
+        if len(microbatches) != current:
+            raise RuntimeError(
+                f"microbatch {current} of a step came to a router as number {len(microbatches)}"
+            )
         first = sum(microbatches)
         microbatches.append(count)
         if len(microbatches) == ubatching._NUM_UBATCHES:
@@ -297,14 +339,17 @@ def local_token_slice(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> Local
         metadata = get_forward_context().dp_metadata
         if metadata is None:
             if sp_size > 1:
-                raise RuntimeError("vLLM does not say how the tokens of a step are spread over the ranks")
+                raise RuntimeError(
+                    "vLLM does not say how the tokens of a step are spread over the ranks"
+                )
             return 0, ids
         counts = metadata.num_tokens_across_dp_cpu.tolist()
         parts = [-(-count // sp_size) for count in counts]
         part = parts[dp_rank]
         if ids.shape[0] == part:
             own = ids
-        elif ids.shape[0] == sum(parts) * sp_size:  # its own part here too: each rank writes its rows only
+        # its own part here too: each rank writes its rows only
+        elif ids.shape[0] == sum(parts) * sp_size:
             own = ids[sum(parts[:dp_rank]) * sp_size + sp_rank * part :][:part]
         else:
             raise RuntimeError(
@@ -329,7 +374,9 @@ def _check_capturable(runner: MoERunner) -> None:
             "cannot be captured."
         )
     if _SHARED_BY_LAYERS in runner.layer_name:
-        raise UnsupportedConfig("Decoder layers of the model share MoE layers, which rows cannot express.")
+        raise UnsupportedConfig(
+            "Decoder layers of the model share MoE layers, which rows cannot express."
+        )
     if any(part in runner.layer_name for part in _BY_MODALITY):
         raise UnsupportedConfig(
             "The model routes text and image tokens in different MoE layers, which rows cannot express."
@@ -339,7 +386,9 @@ def _check_capturable(runner: MoERunner) -> None:
             _monolithic_experts(runner)
         return
     if not isinstance(router, BaseRouter):
-        raise UnsupportedConfig(f"The router {type(router).__name__} of layer {runner.layer_id} cannot be captured.")
+        raise UnsupportedConfig(
+            f"The router {type(router).__name__} of layer {runner.layer_id} cannot be captured."
+        )
     if isinstance(router, ZeroExpertRouter):
         raise UnsupportedConfig(
             f"Layer {runner.layer_id} has zero experts, whose ids vLLM replaces by 0: its routing cannot be captured."

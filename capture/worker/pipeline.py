@@ -1,7 +1,8 @@
 """From the device cache to the host, without making the forward pass wait.
 
-A step's rows and the KV slots of its tokens are packed into one contiguous int16 buffer on the device, copied on a
-stream of their own into pinned memory, and read when the step's output is materialised.
+A step's rows and the KV slots of its tokens are packed into one contiguous int16 buffer on the
+device, copied on a stream of their own into pinned memory, and read when the step's output is
+materialised.
 """
 
 import time
@@ -24,7 +25,8 @@ Copy = Callable[[], NDArray[np.int16]]
 
 
 class CpuCopier:
-    """Moves the packed words of one step to the host, which is the device here: nothing is left to copy."""
+    """Moves the packed words of one step to the host, which is the device here: nothing is left to
+    copy."""
 
     device_bytes = pinned_bytes = 0  # what it keeps allocated
 
@@ -39,16 +41,19 @@ class CpuCopier:
 
 
 class CudaCopier:
-    """As `CpuCopier`, with one staging buffer on the device and a ring of pinned buffers, one for each step in flight.
+    """As `CpuCopier`, with one staging buffer on the device and a ring of pinned buffers, one for
+    each step in flight.
 
-    A step whose output nobody reads (warm-up) is simply overwritten. One that is read after its buffer was taken
-    again raises, so that rows of another step are never handed out.
+    A step whose output nobody reads (warm-up) is simply overwritten. One that is read after its
+    buffer was taken again raises, so that rows of another step are never handed out.
     """
 
     def __init__(self, max_words: int, depth: int, device: torch.device) -> None:
         self._device_words = torch.empty(max_words, dtype=torch.int16, device=device)
         self._packed = self._device_words[:0]
-        self._ring = [torch.empty(max_words, dtype=torch.int16, pin_memory=True) for _ in range(depth)]
+        self._ring = [
+            torch.empty(max_words, dtype=torch.int16, pin_memory=True) for _ in range(depth)
+        ]
         self.device_bytes = self._device_words.nbytes
         self.pinned_bytes = sum(words.nbytes for words in self._ring)
         self._num_started = 0
@@ -57,7 +62,8 @@ class CudaCopier:
 
     def staging(self, num_words: int) -> torch.Tensor:
         if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)  # on the device; the host does not wait
+            # on the device; the host does not wait
+            torch.cuda.current_stream().wait_event(self._copied)
         self._packed = self._device_words[:num_words]
         return self._packed
 
@@ -77,7 +83,9 @@ class CudaCopier:
             copied.synchronize()
             copy: NDArray[np.int16] = words.numpy().copy()
             if self._num_started > number + len(self._ring):
-                raise RuntimeError("rows of a step were read after its staging buffer had been used for a later step")
+                raise RuntimeError(
+                    "rows of a step were read after its staging buffer had been used for a later step"
+                )
             return copy
 
         return wait
@@ -90,7 +98,9 @@ PendingStep = Callable[[], StepRows]
 class Pipeline:
     """Packs the rows of each step and starts them on their way to the host."""
 
-    def __init__(self, cache: DeviceCache, max_steps_in_flight: int, num_upstream_layers: int = 0) -> None:
+    def __init__(
+        self, cache: DeviceCache, max_steps_in_flight: int, num_upstream_layers: int = 0
+    ) -> None:
         self._cache = cache
         self._num_layers = num_upstream_layers + cache.num_layers
         self._row_shape = row_shape(self._num_layers, cache.top_k, cache.weights is not None)
@@ -98,8 +108,11 @@ class Pipeline:
         device = cache.ids.device
         self._copier: CpuCopier | CudaCopier = CpuCopier()
         if device.type == "cuda":
-            self._copier = CudaCopier(cache.max_tokens * self._words_per_token, max_steps_in_flight + 1, device)
-        self.device_bytes = cache.planes.nbytes + self._copier.device_bytes  # the device cache, and one packed step
+            self._copier = CudaCopier(
+                cache.max_tokens * self._words_per_token, max_steps_in_flight + 1, device
+            )
+        # the device cache, and one packed step
+        self.device_bytes = cache.planes.nbytes + self._copier.device_bytes
         self.pinned_bytes = self._copier.pinned_bytes  # on the host
 
     def submit(
@@ -107,21 +120,25 @@ class Pipeline:
     ) -> PendingStep:
         """Takes the step that has just been launched. Returns at once.
 
-        `slots` ([>= n] int64, on the device) are the KV slots of the batch's tokens, and `offsets` ([requests + 1]) as
-        in `StepRows`, the last being n. `upstream` ([>= n, layers, K] int32, 2K with weights) has the layers of earlier
-        pipeline stages. Raises if it is missing, or if there are more tokens than the device cache has rows.
+        `slots` ([>= n] int64, on the device) are the KV slots of the batch's tokens, and `offsets`
+        ([requests + 1]) as in `StepRows`, the last being n. `upstream` ([>= n, layers, K] int32, 2K
+        with weights) has the layers of earlier pipeline stages. Raises if it is missing, or if
+        there are more tokens than the device cache has rows.
         """
         cache = self._cache
         n = int(offsets[-1])
         if (0 if upstream is None else upstream.shape[1]) != self._num_layers - cache.num_layers:
             raise ValueError("the rows of the earlier pipeline stages did not come with the step")
         if n > cache.max_tokens:
-            raise ValueError(f"a step of {n} tokens does not fit the device cache of {cache.max_tokens}")
+            raise ValueError(
+                f"a step of {n} tokens does not fit the device cache of {cache.max_tokens}"
+            )
         staging = self._copier.staging(n * self._words_per_token)
         staging[: n * _SLOT_WORDS].view(torch.int64).copy_(slots[:n])
         rows = staging[n * _SLOT_WORDS :].view(n, *self._row_shape)
         first, end, top_k = self._num_layers - cache.num_layers, self._num_layers, cache.top_k
-        # One kernel transposes and narrows. A copy to the host of a view that is not contiguous would block.
+        # One kernel transposes and narrows. A copy to the host of a view that is not contiguous
+        # would block.
         rows[:, first:end].copy_(cache.ids[:, :n].transpose(0, 1))
         if upstream is not None:
             rows[:, :first].copy_(upstream[:n, :, :top_k])

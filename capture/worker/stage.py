@@ -29,18 +29,20 @@ def gather_stages(own: RowShape) -> list[RowShape]:
 
 
 def is_output_rank(parallel: ParallelConfig) -> bool:
-    """Whether vLLM takes the model's output from this worker: the first rank of the last pipeline stage. With an
-    external launcher (torchrun), every rank has its own scheduler, which takes its worker's output."""
+    """Whether vLLM takes the model's output from this worker: the first rank of the last pipeline
+    stage. With an external launcher (torchrun), every rank has its own scheduler, which takes its
+    worker's output."""
     has_scheduler = parallel.distributed_executor_backend == EXTERNAL_LAUNCHER
     return bool(get_pp_group().is_last_rank and (get_tp_group().is_first_rank or has_scheduler))
 
 
 def join_cache(cache: DeviceCache, num_tokens: int) -> None:
-    """Merges the first rows of all tensor-parallel ranks' device caches: each rank fills its -1 from the others.
+    """Merges the first rows of all tensor-parallel ranks' device caches: each rank fills its -1
+    from the others.
 
-    All ranks of a group must call it; enqueued on the current stream. Ids that no rank wrote stay -1. The bits of their
-    weights are added, with 0 from every rank but the one that has them: a maximum would prefer another rank's -1 to the
-    bits of a negative number.
+    All ranks of a group must call it; enqueued on the current stream. Ids that no rank wrote stay
+    -1. The bits of their weights are added, with 0 from every rank but the one that has them: a
+    maximum would prefer another rank's -1 to the bits of a negative number.
     """
     planes, group = cache.planes[:, :, :num_tokens], get_tp_group().device_group
     ids, weights = planes[0], planes[1] if cache.weights is not None else None
@@ -55,16 +57,19 @@ def join_cache(cache: DeviceCache, num_tokens: int) -> None:
 
 
 class PipelineStage:
-    """Completes this pipeline stage's rows, and sends them on with those of stages before and the hidden states."""
+    """Completes this pipeline stage's rows, and sends them on with those of stages before and the
+    hidden states."""
 
     def __init__(self, runner: GPUModelRunner, capturer: Capturer) -> None:
         self._capturer = capturer
         self._execute: Callable[..., Any] = runner.execute_model
         self._has_parts = has_parts(runner.get_model().modules())
-        self.upstream: torch.Tensor | None = None  # [n, layers, K] int32, of the last step; None on the first stage
+        # [n, layers, K] int32, of the last step; None on the first stage
+        self.upstream: torch.Tensor | None = None
         if get_pp_group().world_size > 1 or self._has_parts:
-            # For both model runners. vLLM's worker has no other place between receiving and sending hidden states.
-            # Needed until a connector can add tensors to those that go to the next stage.
+            # For both model runners. vLLM's worker has no other place between receiving and sending
+            # hidden states. Needed until a connector can add tensors to those that go to the next
+            # stage.
             runner.execute_model = self._execute_model
 
     def _execute_model(
@@ -87,8 +92,9 @@ class PipelineStage:
 
 
 class _Received(IntermediateTensors):
-    """The previous stage's tensors without the rows, which the model runner does not know. Reads them only when the
-    runner does: vLLM waits for the transfer there, which overlaps with preparing the step's inputs."""
+    """The previous stage's tensors without the rows, which the model runner does not know. Reads
+    them only when the runner does: vLLM waits for the transfer there, which overlaps with preparing
+    the step's inputs."""
 
     def __init__(self, received: IntermediateTensors) -> None:
         self._received = received

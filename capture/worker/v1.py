@@ -1,4 +1,5 @@
-"""Model Runner V1: CPU always, and CUDA for the models that vLLM keeps on it; V2 too, until vLLM 0.31.
+"""Model Runner V1: CPU always, and CUDA for the models that vLLM keeps on it; V2 too, until vLLM
+0.31.
 
 These runners have no hook for a connector, so the worker calls this adapter around its steps.
 """
@@ -18,7 +19,9 @@ from routed_experts.capture.worker.stage import PipelineStage, is_output_rank
 class V1Adapter:
     """Takes each step's rows after its forward pass and puts them on its output."""
 
-    def __init__(self, runner: GPUModelRunner, capturer: Capturer, kv_group: int, runner_is_v2: bool) -> None:
+    def __init__(
+        self, runner: GPUModelRunner, capturer: Capturer, kv_group: int, runner_is_v2: bool
+    ) -> None:
         self._runner = runner
         self._runner_is_v2 = runner_is_v2
         self._capturer = capturer
@@ -36,14 +39,16 @@ class V1Adapter:
         else:
             batch = self._runner.input_batch
             slots = batch.block_table[self._kv_group].slot_mapping.gpu
-            # The runner's own: of drafts that the GPU has found, it may run fewer than the scheduler has counted.
+            # The runner's own: of drafts that the GPU has found, it may run fewer than the
+            # scheduler has counted.
             offsets = self._runner.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
         self._pending = self._capturer.pipeline.submit(slots, offsets, self._stage.upstream)
 
     def post_sample(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """`output` with its step's rows. All empty steps share one output object, which is not changed."""
+        """`output` with its step's rows. All empty steps share one output object, which is not
+        changed."""
         pending, self._pending = self._pending, None
         if pending is None:
             return output
@@ -63,7 +68,8 @@ class OutputWithRows(AsyncModelRunnerOutput):
         attach(output, self._pending())
         return output
 
-    # Abstract since vLLM 0.33. Called to keep a KV connector's results of a step whose output failed.
+    # Abstract since vLLM 0.33. Called to keep a KV connector's results of a step whose output
+    # failed.
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
         kv: KVConnectorOutput | None = self._output.get_kv_connector_output()
         return kv

@@ -24,9 +24,12 @@ class V2Adapter(ConnectorSlot):
         self._sends = is_output_rank(runner.parallel_config)
 
     def begin_step(self, metadata: Any, *more: Any, **options: Any) -> None:
-        """Called before the forward pass. Nothing to prepare: the device cache is always written from row 0."""
+        """Called before the forward pass. Nothing to prepare: the device cache is always written
+        from row 0."""
 
-    def prepare_output(self, input_batch: InputBatch, *more: Any, **options: Any) -> "V2Pending | None":
+    def prepare_output(
+        self, input_batch: InputBatch, *more: Any, **options: Any
+    ) -> "V2Pending | None":
         """Called after sampling was launched, on the main stream."""
         if not self._sends:
             return None
@@ -45,7 +48,8 @@ class V2Pending(ConnectorSlot):
         self._pending = pending
 
     def enqueue_cpu_copy(self, *args: Any, **options: Any) -> None:
-        """Called on the runner's copy stream. Nothing to do: rows are copied on a stream of their own."""
+        """Called on the runner's copy stream. Nothing to do: rows are copied on a stream of their
+        own."""
 
     def process_output(self, *more: Any, **options: Any) -> dict[str, StepRows]:
         """Called when the step's output is materialised."""

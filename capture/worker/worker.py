@@ -16,7 +16,13 @@ from routed_experts.capture.engine.versions import check_vllm_has
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.capture.seams.required import WORKER
 from routed_experts.capture.wire.rows import captures_weights
-from routed_experts.capture.worker.binding import bind, check_weights, find_moe_layers, has_parts, storing_after_forward
+from routed_experts.capture.worker.binding import (
+    bind,
+    check_weights,
+    find_moe_layers,
+    has_parts,
+    storing_after_forward,
+)
 from routed_experts.capture.worker.capturer import Capturer, RowShape
 from routed_experts.capture.worker.stage import gather_stages, join_cache
 from routed_experts.capture.worker.v1 import V1Adapter
@@ -27,10 +33,11 @@ else:
     CPUWorker = Worker  # its module loads libraries of the CPU build
 
 _SLEEP_TAG = "routed_experts"
-"""Tag of our device memory in vLLM's sleep-mode allocator. Not "weights" or "kv_cache", which can wake up alone."""
+"""Tag of our device memory in vLLM's sleep-mode allocator. Not "weights" or "kv_cache", which can
+wake up alone."""
 
-# Layers write to a real buffer on every rank, so that all ranks capture the same CUDA graphs. vLLM takes the output of
-# one rank.
+# Layers write to a real buffer on every rank, so that all ranks capture the same CUDA graphs. vLLM
+# takes the output of one rank.
 
 
 class WorkerCapture(Worker):
@@ -50,9 +57,10 @@ class WorkerCapture(Worker):
             check_weights(layers, is_eager=self.model_config.enforce_eager)
         stages = gather_stages(layers.shape)
         parallel = self.vllm_config.parallel_config
-        # Allocated here, so that memory profiling counts the buffers and CUDA graphs are captured with them. The pool
-        # frees its memory while the engine sleeps, at any level, and restores it at the same addresses with the first
-        # wake-up. Its contents are lost, but no step reads what another step wrote.
+        # Allocated here, so that memory profiling counts the buffers and CUDA graphs are captured
+        # with them. The pool frees its memory while the engine sleeps, at any level, and restores
+        # it at the same addresses with the first wake-up. Its contents are lost, but no step reads
+        # what another step wrote.
         with self._maybe_get_memory_pool_context(_SLEEP_TAG):
             self._capturer = Capturer(
                 shape=RowShape.of_stages(stages),
@@ -71,11 +79,17 @@ class WorkerCapture(Worker):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         group = full_attention_group(kv_cache_config)
-        self._kv_slots = kv_cache_config.num_blocks * kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        self._kv_slots = (
+            kv_cache_config.num_blocks
+            * kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        )
         if self.use_v2_model_runner and HAS_AUX_OUTPUTS:
-            from routed_experts.capture.worker.v2 import V2Adapter  # its runner needs Triton, which has no CPU build
+            # its runner needs Triton, which has no CPU build
+            from routed_experts.capture.worker.v2 import V2Adapter
 
-            self.model_runner.aux_output_connector = V2Adapter(self.model_runner, self._capturer, group)
+            self.model_runner.aux_output_connector = V2Adapter(
+                self.model_runner, self._capturer, group
+            )
         else:
             self._v1 = V1Adapter(self.model_runner, self._capturer, group, self.use_v2_model_runner)
 
@@ -83,15 +97,20 @@ class WorkerCapture(Worker):
         with storing_after_forward(self.model_runner.get_model(), self._capturer):
             return super().compile_or_warm_up_model()
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        # On all ranks: each tensor-parallel rank sends a part of a pipeline stage's output to the next stage.
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        # On all ranks: each tensor-parallel rank sends a part of a pipeline stage's output to the
+        # next stage.
         self._capturer.cache.reset_rows(scheduler_output.total_num_scheduled_tokens)
         output = super().execute_model(scheduler_output)
         if self._v1 is not None:
             self._v1.post_forward(scheduler_output)
         return output
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         output = super().sample_tokens(grammar_output)
         return output if self._v1 is None else self._v1.post_sample(output)
 
@@ -100,7 +119,8 @@ class WorkerCapture(Worker):
         super().wake_up(None if tags is None else [*tags, _SLEEP_TAG])
 
     def routed_experts_info(self) -> dict[str, Any]:
-        """The row shape of this worker and the memory of the capture; called over vLLM's collective RPC."""
+        """The row shape of this worker and the memory of the capture; called over vLLM's collective
+        RPC."""
         shape = self._capturer.shape
         return {
             "num_layers": len(shape.layer_ids),

@@ -1,8 +1,9 @@
-"""Hands rows to a trainer's routers: `replayed` to those of transformers, `MegatronReplay` to Megatron-core's.
+"""Hands rows to a trainer's routers: `replayed` to those of transformers, `MegatronReplay` to
+Megatron-core's.
 
-Needs torch (the extra `torch`). A replayed router takes the experts of the rows instead of its own top k. Its weights
-are those that it computes for these experts from its own scores, so gradients reach it. Where a row has a -1, it
-chooses by itself.
+Needs torch (the extra `torch`). A replayed router takes the experts of the rows instead of its own
+top k. Its weights are those that it computes for these experts from its own scores, so gradients
+reach it. Where a row has a -1, it chooses by itself.
 """
 
 import re
@@ -60,7 +61,9 @@ class Replay:
     def check(self) -> None:
         """Raises `ReplayError` if a router was never asked, or for more than one forward pass."""
         if silent := [layer.decoder_layer for layer in self._layers if not layer.asked]:
-            raise ReplayError(f"the routers of decoder layers {silent} were never asked: nothing was replayed there")
+            raise ReplayError(
+                f"the routers of decoder layers {silent} were never asked: nothing was replayed there"
+            )
         _check_one_pass(self._layers)
 
 
@@ -70,33 +73,43 @@ def replayed(
 ) -> Iterator[Replay]:
     """Within, the routers of a model of transformers take the experts of `rows`.
 
-    A block is for one forward pass, as rows are for its tokens, and its backward pass, because gradient checkpointing
-    asks the routers again. A backward pass elsewhere makes it ask for other experts, not always with an error. The
-    model may be compiled, before or within.
+    A block is for one forward pass, as rows are for its tokens, and its backward pass, because
+    gradient checkpointing asks the routers again. A backward pass elsewhere makes it ask for other
+    experts, not always with an error. The model may be compiled, before or within.
 
     Args:
-        rows: [..., L, K] ids, an array or tensor, in the order of the model's tokens: [B, S, L, K] or [T, L, K].
-        weights: like `rows`, the server's weights of the ids, times the factors of `batch.scaled`. They take the place
-            of the router's own, but not of their gradients. Where they are NaN, the router's own stay.
-        layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`; `range(L)` for rows that were
-            requested with all layers. By default the L layers are those of the routers, in their order.
+        rows: [..., L, K] ids, an array or tensor, in the order of the model's tokens: [B, S, L, K]
+        or [T, L, K]. weights: like `rows`, the server's weights of the ids, times the factors of
+        `batch.scaled`. They take the place
+            of the router's own, but not of their gradients. Where they are NaN, the router's own
+            stay.
+        layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`; `range(L)`
+        for rows that were
+            requested with all layers. By default the L layers are those of the routers, in their
+            order.
 
     Raises:
-        ReplayError: the model has no known routers, or other layers, experts or tokens than `rows`, or weighs experts
-            in another way than is known; a row has an expert twice; a router was asked in a second forward pass; or, at
-            the end, was never asked.
+        ReplayError: the model has no known routers, or other layers, experts or tokens than `rows`,
+        or weighs experts
+            in another way than is known; a row has an expert twice; a router was asked in a second
+            forward pass; or, at the end, was never asked.
     """
     # On a GPU, the checks below take a thousandth of the time that they take on its host.
     device = next((each.device for each in model.parameters() if not each.is_meta), None)
     ids = _flat(rows, device)
     factors = None if weights is None else torch.as_tensor(weights, device=device)
-    if factors is not None and (factors.shape[-2:] != ids.shape[-2:] or factors.numel() != ids.numel()):
+    if factors is not None and (
+        factors.shape[-2:] != ids.shape[-2:] or factors.numel() != ids.numel()
+    ):
         raise ReplayError(f"weights of shape {[*factors.shape]} for rows of shape {[*ids.shape]}")
     routers = _routers(model)
     places = _places(list(dict.fromkeys(layer for _, layer, _ in routers)), ids, layer_ids)
     _check_others(ids, places, layer_ids)
     most = int(ids.max()) if ids.numel() else -1
-    experts = min(getattr(router, "num_experts", None) or router.config.num_experts for _, _, router in routers)
+    experts = min(
+        getattr(router, "num_experts", None) or router.config.num_experts
+        for _, _, router in routers
+    )
     if most >= experts:
         raise ReplayError(f"expert {most} in the rows of a model with {experts}")
     _check_distinct(ids[:, sorted(places.values())])
@@ -105,7 +118,9 @@ def replayed(
     layers: dict[int, _Layer] = {}
     for layer, at in places.items():
         recorded = None if factors is None else factors.reshape(ids.shape)[:, at]
-        layers[layer] = _Layer(layer, ids[:, at].clone(), (ids[:, at] < 0).any(dim=1, keepdim=True), recorded)
+        layers[layer] = _Layer(
+            layer, ids[:, at].clone(), (ids[:, at] < 0).any(dim=1, keepdim=True), recorded
+        )
     known = [int((~layer.is_unknown).sum()) for layer in layers.values()]
     replay = Replay(list(layers), known, list(layers.values()))
     with ExitStack() as stack:
@@ -121,23 +136,37 @@ def _asked(router: Any, replaying: "_Router") -> Iterator[None]:
     of: type[Module] = type(router)
     family = _family(of)
     assert family is not None
-    hook = vars(router).get(family.method)  # of accelerate or of parallelism; it hides the class's method
+    # of accelerate or of parallelism; it hides the class's method
+    hook = vars(router).get(family.method)
     closure = getattr(hook, "__closure__", None) or ()
     if any(type(cell.cell_contents).__name__ == "EpRouterParallel" for cell in closure):
-        raise ReplayError("with ep_router, each rank has ids of its own: replay needs an ep_plan without it")
+        raise ReplayError(
+            "with ep_router, each rank has ids of its own: replay needs an ep_plan without it"
+        )
     replaying_class = _replaying(of, family)  # type: ignore[arg-type]
-    # accelerate keeps the class's method on the router, and calls it while the router's offloaded weights are there.
+    # accelerate keeps the class's method on the router, and calls it while the router's offloaded
+    # weights are there.
     original = getattr(of, family.method)
-    inner = [name for name, value in vars(router).items() if getattr(value, "__func__", None) is original]
+    inner = [
+        name for name, value in vars(router).items() if getattr(value, "__func__", None) is original
+    ]
     before = {name: vars(router)[name] for name in (inner or [family.method]) if hook is not None}
     router._replay = replaying
     try:
         if hook is None:
             router.__class__ = replaying_class
         elif inner:
-            vars(router).update({name: MethodType(getattr(replaying_class, family.method), router) for name in inner})
+            vars(router).update(
+                {
+                    name: MethodType(getattr(replaying_class, family.method), router)
+                    for name in inner
+                }
+            )
         else:
-            around = lambda *args, **kwargs: replaying.route(router, family, args, hook(*args, **kwargs))  # noqa: E731
+
+            def around(*args: Any, **kwargs: Any) -> Any:
+                return replaying.route(router, family, args, hook(*args, **kwargs))
+
             setattr(router, family.method, around)
         yield
     finally:
@@ -153,7 +182,11 @@ def _flat(rows: Any, device: torch.device | None = None) -> Tensor:
         raise ReplayError(f"rows must be integers [..., L, K], not {ids.dtype} {[*ids.shape]}")
     ids = ids.flatten(0, -3)
     # The router's own choice takes the place of unknown rows, so the type has room for it.
-    return ids.to(torch.int32) if ids.dtype in (torch.uint8, torch.int8) or not ids.dtype.is_signed else ids
+    return (
+        ids.to(torch.int32)
+        if ids.dtype in (torch.uint8, torch.int8) or not ids.dtype.is_signed
+        else ids
+    )
 
 
 def _check_distinct(ids: Tensor) -> None:
@@ -170,7 +203,9 @@ def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None)
     """Where in the L layers of `ids` each of `layers` is."""
     named = layers if layer_ids is None else [int(layer) for layer in layer_ids]
     if not len(named) == len(set(named)) == ids.shape[1]:
-        said = f"{len(layers)} routers: give layer_ids" if layer_ids is None else f"layer_ids {named}"
+        said = (
+            f"{len(layers)} routers: give layer_ids" if layer_ids is None else f"layer_ids {named}"
+        )
         raise ReplayError(f"rows of {ids.shape[1]} layers for {said}")
     if lacking := sorted(set(layers) - set(named)):
         raise ReplayError(f"the rows have no layer for the routers of decoder layers {lacking}")
@@ -178,7 +213,8 @@ def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None)
 
 
 def _check_others(ids: Tensor, places: dict[int, int], layer_ids: Sequence[int] | None) -> None:
-    """Refuses rows with experts for layers that the model does not have. Zeros are those of layers without experts."""
+    """Refuses rows with experts for layers that the model does not have. Zeros are those of layers
+    without experts."""
     others = sorted(set(range(ids.shape[1])) - set(places.values()))
     if (ids[:, others] > 0).any():
         lacking = others if layer_ids is None else [int(layer_ids[at]) for at in others]
@@ -196,11 +232,13 @@ def _is_recomputed() -> bool:
 
 @torch.library.custom_op("routed_experts::choose", mutates_args=())
 def _choose(rows: Tensor, own: Tensor, asked: Tensor) -> Tensor:
-    """The experts of `rows`. Unknown ones become the router's own, which a recomputed pass then gets again.
+    """The experts of `rows`. Unknown ones become the router's own, which a recomputed pass then
+    gets again.
 
-    It counts the forward pass in `asked`, too. Both are changed by way of `data`, where autograd does not see it:
-    checkpointing within compiled code keeps them for the recomputed pass, and refuses what has been changed since.
-    An operator, as compiled code would not ask `_is_recomputed` when it is run.
+    It counts the forward pass in `asked`, too. Both are changed by way of `data`, where autograd
+    does not see it: checkpointing within compiled code keeps them for the recomputed pass, and
+    refuses what has been changed since. An operator, as compiled code would not ask
+    `_is_recomputed` when it is run.
     """
     if not _is_recomputed():
         asked.data.add_(1)
@@ -263,7 +301,8 @@ def _softmax(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def _plain_softmax(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    """Of all groups. DeepSeek-V2's own sets the scores of groups that it does not choose to 0, without a gradient."""
+    """Of all groups. DeepSeek-V2's own sets the scores of groups that it does not choose to 0,
+    without a gradient."""
     return logits.float().softmax(dim=-1).gather(1, ids) * _scale(router)
 
 
@@ -301,9 +340,16 @@ def _scale(router: Any) -> float:
 _SOFTMAX, _SIGMOID = _Family(_softmax), _Family(_sigmoid)
 _FAMILIES = {
     **dict.fromkeys(("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter"), _SOFTMAX),
-    **dict.fromkeys(("Qwen3_5MoeTopKRouter", "MixtralTopKRouter", "MiniMaxTopKRouter", "OlmoeTopKRouter"), _SOFTMAX),
-    **dict.fromkeys(("DeepseekV3TopkRouter", "DeepseekV32TopkRouter", "Glm4MoeTopkRouter"), _SIGMOID),
-    **dict.fromkeys(("GlmMoeDsaTopkRouter", "MiniMaxM2TopKRouter", "NemotronHTopkRouter"), _SIGMOID),
+    **dict.fromkeys(
+        ("Qwen3_5MoeTopKRouter", "MixtralTopKRouter", "MiniMaxTopKRouter", "OlmoeTopKRouter"),
+        _SOFTMAX,
+    ),
+    **dict.fromkeys(
+        ("DeepseekV3TopkRouter", "DeepseekV32TopkRouter", "Glm4MoeTopkRouter"), _SIGMOID
+    ),
+    **dict.fromkeys(
+        ("GlmMoeDsaTopkRouter", "MiniMaxM2TopKRouter", "NemotronHTopkRouter"), _SIGMOID
+    ),
     "DeepseekV2TopkRouter": _Family(_plain_softmax),
     "Gemma4TextRouter": _Family(_gemma4),
     "GptOssTopKRouter": _Family(_softmax_of_chosen),
@@ -347,14 +393,15 @@ class _Router:
     def __init__(self, name: str, layer: _Layer) -> None:
         self.name = name
         self.layer = layer
-        self.asked = torch.zeros((), dtype=torch.int64, device="cpu")  # for an int, torch.compile would compile anew
+        # for an int, torch.compile would compile anew
+        self.asked = torch.zeros((), dtype=torch.int64, device="cpu")
         layer.routers.append(self)
 
     def route(self, router: Any, family: _Family, args: tuple[Any, ...], output: Any) -> Any:
         """`output` with the layer's experts.
 
-        A recomputed pass does what the first one did, operation by operation: selective checkpointing hands it results
-        by the number of the call that they are of.
+        A recomputed pass does what the first one did, operation by operation: selective
+        checkpointing hands it results by the number of the call that they are of.
         """
         logits, own_weights, own_ids = family.read(router, args, output)
         self.check_shape(own_ids)
@@ -369,7 +416,9 @@ class _Router:
             recorded = torch.where(recorded.isnan() | is_unknown, weights.detach(), recorded)
             weights = recorded + (weights - weights.detach())
         is_own = is_unknown & (ids == own_ids).all(dim=-1, keepdim=True)
-        return family.write(output, torch.where(is_own, own_weights, weights.to(own_weights.dtype)), ids)
+        return family.write(
+            output, torch.where(is_own, own_weights, weights.to(own_weights.dtype)), ids
+        )
 
     def check_shape(self, own_ids: Tensor) -> None:
         if self.layer.ids.shape == own_ids.shape:
@@ -377,12 +426,16 @@ class _Router:
         if not torch.compiler.is_compiling() and not _is_recomputed():
             self.asked.add_(1)
             _check_one_pass([self.layer])  # the cause, if it is the second one
-        raise ReplayError(f"rows [T, K] of {[*self.layer.ids.shape]}, but the router has {[*own_ids.shape]}")
+        raise ReplayError(
+            f"rows [T, K] of {[*self.layer.ids.shape]}, but the router has {[*own_ids.shape]}"
+        )
 
 
-def _check_weights(router: Any, family: _Family, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
-    """Whether the router's own weights are what `family` makes of its logits: other versions of transformers return
-    probabilities in place of logits."""
+def _check_weights(
+    router: Any, family: _Family, logits: Tensor, weights: Tensor, ids: Tensor
+) -> None:
+    """Whether the router's own weights are what `family` makes of its logits: other versions of
+    transformers return probabilities in place of logits."""
     with torch.no_grad():
         found = family.weigh(router, logits, ids).to(weights.dtype)
     if not torch.allclose(found, weights, rtol=0.02, atol=1e-3, equal_nan=True):
@@ -394,7 +447,8 @@ def _check_weights(router: Any, family: _Family, logits: Tensor, weights: Tensor
 
 @cache
 def _replaying(of: type[Module], family: _Family) -> type[Module]:
-    """A class whose routers replay. torch.compile notices another class, unlike a hook, and compiles for it."""
+    """A class whose routers replay. torch.compile notices another class, unlike a hook, and
+    compiles for it."""
     original = getattr(of, family.method)
 
     def route(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -409,8 +463,8 @@ def _family(of: type[Module]) -> _Family | None:
 
 
 def _routers(model: Module) -> list[tuple[str, int, Any]]:
-    """With their names and decoder layers. Of several in a layer one is asked: PEFT's copy that is trained, or the
-    original."""
+    """With their names and decoder layers. Of several in a layer one is asked: PEFT's copy that is
+    trained, or the original."""
     found: list[tuple[str, int, Any]] = []
     for name, module in model.named_modules():
         if _family(type(module)) is not None:
@@ -422,11 +476,13 @@ def _routers(model: Module) -> list[tuple[str, int, Any]]:
 
 
 class MegatronReplay:
-    """Feeds the `RouterReplay` of Megatron-core's routers (`moe_enable_routing_replay`) with rows of microbatches.
+    """Feeds the `RouterReplay` of Megatron-core's routers (`moe_enable_routing_replay`) with rows
+    of microbatches.
 
-    A context manager around the forward and backward passes of a step. Each forward step calls `feed` first. Layers
-    that are recomputed get the rows of their microbatch again, in the order in which they were fed, which is that of
-    Megatron's schedules; another order is an error. In the end no rows are left in the routers.
+    A context manager around the forward and backward passes of a step. Each forward step calls
+    `feed` first. Layers that are recomputed get the rows of their microbatch again, in the order in
+    which they were fed, which is that of Megatron's schedules; another order is an error. In the
+    end no rows are left in the routers.
 
     Layers of multi-token prediction are not touched: no response has rows of them.
 
@@ -437,7 +493,8 @@ class MegatronReplay:
         chunks: the virtual stages that this rank has of the model, or its only one.
 
     Raises:
-        ReplayError: a router has no `RouterReplay`, or two are of one layer; or, at the end, a router was never asked,
+        ReplayError: a router has no `RouterReplay`, or two are of one layer; or, at the end, a
+        router was never asked,
             or only some microbatches were recomputed.
     """
 
@@ -445,7 +502,9 @@ class MegatronReplay:
         self.replayed = 0
         modules = [chunks] if isinstance(chunks, Module) else chunks
         self._chunks = [_megatron_routers(each) for each in modules]
-        self._devices = [next((weight.device for weight in each.parameters()), None) for each in modules]
+        self._devices = [
+            next((weight.device for weight in each.parameters()), None) for each in modules
+        ]
         self._fed: list[int] = []  # microbatches of each chunk; none outside of the block
 
     def __enter__(self) -> "MegatronReplay":
@@ -461,17 +520,21 @@ class MegatronReplay:
         """Rows of the next microbatch for a stage.
 
         Args:
-            rows: [..., L, K] ids of this rank's tokens in the order of its hidden states: [T, L, K] of packed
+            rows: [..., L, K] ids of this rank's tokens in the order of its hidden states: [T, L, K]
+            of packed
                 sequences, else [S, B, L, K] (see `protocol.ranks`).
-            layer_ids: decoder layer of each of the L layers; other stages' layers may be among them.
-            chunk: the place of the virtual stage in `chunks`.
+            layer_ids: decoder layer of each of the L layers; other stages' layers may be among
+            them. chunk: the place of the virtual stage in `chunks`.
 
         Raises:
-            ReplayError: the rows lack layers of the stage, or have an expert twice; the microbatch before was not
+            ReplayError: the rows lack layers of the stage, or have an expert twice; the microbatch
+            before was not
                 replayed; or this is not within the block.
         """
         if not self._fed:
-            raise ReplayError("rows are replayed within `with MegatronReplay(...)` only: feed them there")
+            raise ReplayError(
+                "rows are replayed within `with MegatronReplay(...)` only: feed them there"
+            )
         ids = _flat(rows, self._devices[chunk])
         routers = self._chunks[chunk]
         places = _places(list(routers), ids, layer_ids)
@@ -489,7 +552,9 @@ class MegatronReplay:
                 self._check_asked(chunk)
                 for layer, router in self._chunks[chunk].items():
                     if 0 < (left := len(router.replay_backward_list)) < fed:
-                        raise ReplayError(f"decoder layer {layer} recomputed {fed - left} of {fed} microbatches")
+                        raise ReplayError(
+                            f"decoder layer {layer} recomputed {fed - left} of {fed} microbatches"
+                        )
         finally:
             self._fed = []
             for router in self._all():
@@ -500,35 +565,53 @@ class MegatronReplay:
         return (router for routers in self._chunks for router in routers.values())
 
     def _check_asked(self, chunk: int) -> None:
-        if silent := [layer for layer, each in self._chunks[chunk].items() if each.target_topk_idx is not None]:
-            raise ReplayError(f"the routers of decoder layers {silent} were never asked: nothing was replayed there")
+        if silent := [
+            layer for layer, each in self._chunks[chunk].items() if each.target_topk_idx is not None
+        ]:
+            raise ReplayError(
+                f"the routers of decoder layers {silent} were never asked: nothing was replayed there"
+            )
 
 
 def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """In place of the method that asks a `RouterReplay` for experts. It replays all rows, as they are.
+    """In place of the method that asks a `RouterReplay` for experts. It replays all rows, as they
+    are.
 
-    A recomputed pass does what the first one did, operation by operation, as checkpointing without `use_reentrant`
-    counts the tensors that autograd keeps, and selective checkpointing all operators.
+    A recomputed pass does what the first one did, operation by operation, as checkpointing without
+    `use_reentrant` counts the tensors that autograd keeps, and selective checkpointing all
+    operators.
     """
     peaks: list[NDArray[np.float32]] = []  # largest scores of tokens, of each pass to be recomputed
 
     def get_replay_topk(
-        scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
         is_recomputed = _is_recomputed()
         fed = router.replay_backward_list
         peak = scores.detach().amax(dim=1).float().cpu().numpy()
         if is_recomputed:
             if not _is_first_of(peaks, peak):
-                raise ReplayError("a microbatch is recomputed that is not the next of those fed within this block")
+                raise ReplayError(
+                    "a microbatch is recomputed that is not the next of those fed within this block"
+                )
             peaks.pop(0)
             given = fed.pop(0)
         else:
             given = router.target_topk_idx
         most = -1 if given is None or not given.numel() else int(given.max())
         if given is None or given.shape != (len(scores), topk) or most >= scores.shape[1]:
-            said = "none are fed" if given is None else f"they are {[*given.shape]} up to expert {most}"
-            raise ReplayError(f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}")
+            said = (
+                "none are fed"
+                if given is None
+                else f"they are {[*given.shape]} up to expert {most}"
+            )
+            raise ReplayError(
+                f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}"
+            )
         given = given.to(scores.device)
         _, own = choose(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
         ids = torch.where((given < 0).any(dim=1, keepdim=True), own, given)
@@ -542,7 +625,8 @@ def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _is_first_of(peaks: Sequence[NDArray[np.float32]], peak: NDArray[np.float32]) -> bool:
-    """Whether the microbatch with the scores `peak` is the first of those with `peaks`: none is much nearer to it."""
+    """Whether the microbatch with the scores `peak` is the first of those with `peaks`: none is
+    much nearer to it."""
     if not peaks or len(peaks[0]) != len(peak):
         return False
     apart = [float(np.abs(each - peak).sum()) for each in peaks if len(each) == len(peak)]
@@ -558,6 +642,8 @@ def _megatron_routers(chunk: Module) -> dict[int, Any]:
                 raise ReplayError(f"{name} has no RouterReplay: set moe_enable_routing_replay")
             layer = int(module.layer_number) - 1
             if layer in found:
-                raise ReplayError(f"two routers in decoder layer {layer}: give the part of the model that has one")
+                raise ReplayError(
+                    f"two routers in decoder layer {layer}: give the part of the model that has one"
+                )
             found[layer] = module.router_replay
     return found

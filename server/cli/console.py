@@ -27,12 +27,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def guess(words: Iterable[str], flags: Iterable[str]) -> str:
-    """The end of an error about the words of a command, if one of them nearly is one of these flags."""
+    """The end of an error about the words of a command, if one of them nearly is one of these
+    flags."""
     known = [flag for flag in flags if flag.startswith("--")]
     for word in words:
         flag = word.partition("=")[0]
-        is_known = any(each.startswith(flag) for each in known)  # argparse takes the beginning of a flag
-        if flag.startswith("--") and not is_known and (near := get_close_matches(flag, known, 1, cutoff=0.75)):
+        # argparse takes the beginning of a flag
+        is_known = any(each.startswith(flag) for each in known)
+        if (
+            flag.startswith("--")
+            and not is_known
+            and (near := get_close_matches(flag, known, 1, cutoff=0.75))
+        ):
             return f" ({flag}: did you mean {near[0]}?)"
     return ""
 
@@ -50,7 +56,8 @@ def say(text: str) -> None:
 
 
 def progress(items: Iterable[Item], **options: object) -> Iterable[Item]:
-    """Shows a progress bar if standard error is a terminal and tqdm is installed. `options` are those of tqdm."""
+    """Shows a progress bar if standard error is a terminal and tqdm is installed. `options` are
+    those of tqdm."""
     try:
         from tqdm import tqdm
     except ImportError:  # a client's installation has numpy only

@@ -23,13 +23,16 @@ COMMANDS = {
     "export": "write the experts in responses as Parquet, CSV or npz",
 }
 WITHOUT_VLLM = ("view", "export")
-EPILOG = "routed-experts COMMAND --help lists a command's flags; serve takes any flag of vllm serve."
+EPILOG = (
+    "routed-experts COMMAND --help lists a command's flags; serve takes any flag of vllm serve."
+)
 INTERRUPTED = 128 + 2  # exit status of shells for SIGINT
 NO_READER = 128 + 13  # and for SIGPIPE
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the console command; returns the exit status. With `argv`, it installs no signal handlers."""
+    """Entry point of the console command; returns the exit status. With `argv`, it installs no
+    signal handlers."""
     is_command = argv is None
     if argv is None:
         argv = sys.argv[1:]
@@ -52,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Flushes standard output. If that fails, drops the rest and raises: the interpreter would try again at exit."""
+    """Flushes standard output. If that fails, drops the rest and raises: the interpreter would try
+    again at exit."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -65,7 +69,9 @@ def _flush() -> None:
 def run(argv: list[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         parser = Parser(prog="routed-experts", epilog=EPILOG)
-        parser.add_argument("--version", action="version", version=f"routed-experts-server {VERSION}")
+        parser.add_argument(
+            "--version", action="version", version=f"routed-experts-server {VERSION}"
+        )
         commands = parser.add_subparsers(metavar="COMMAND", required=True)
         for name, about in COMMANDS.items():
             commands.add_parser(name, help=about)
@@ -89,7 +95,9 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder without permission
-        raise CommandError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.") from error
+        raise CommandError(
+            f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}."
+        ) from error
     except RoutingError as error:
         raise CommandError(f"{error}.") from error
     except MemoryError as error:
@@ -99,7 +107,11 @@ def run(argv: list[str]) -> int:
 def serve(argv: list[str]) -> int:
     """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
     say("Loading vLLM; this takes some seconds, then its log follows.")
-    from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, UnsupportedConfig, check_vllm_version
+    from routed_experts.capture.engine.versions import (
+        ALLOW_UNTESTED_FLAG,
+        UnsupportedConfig,
+        check_vllm_version,
+    )
 
     try:
         check_vllm_version(allow_untested=ALLOW_UNTESTED_FLAG in argv)
@@ -108,6 +120,7 @@ def serve(argv: list[str]) -> int:
     from routed_experts.server.cli.preflight import check_environment
 
     check_environment()  # before vLLM is imported, which reads some of it
-    from routed_experts.server.cli import serve as command  # other versions of vLLM may lack its imports
+    # other versions of vLLM may lack its imports
+    from routed_experts.server.cli import serve as command
 
     return command.main(argv)

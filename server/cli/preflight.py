@@ -1,5 +1,5 @@
-"""What vLLM's own errors do not say: why a server cannot have its address, which variable of the environment cannot be
-read, and what is wrong with a model's name."""
+"""What vLLM's own errors do not say: why a server cannot have its address, which variable of the
+environment cannot be read, and what is wrong with a model's name."""
 
 import errno
 import os
@@ -15,7 +15,8 @@ from routed_experts.server.cli.console import CommandError
 def check_address(host: str | None, port: int, uds: str | None) -> None:
     """Raises `CommandError` if the server cannot listen there, before the model is read.
 
-    Several API processes of vLLM would share a port with another server of this user without an error.
+    Several API processes of vLLM would share a port with another server of this user without an
+    error.
     """
     try:
         if uds is not None:
@@ -31,7 +32,11 @@ def check_address(host: str | None, port: int, uds: str | None) -> None:
         where = f"port {port}" if uds is None else f"--uds {uds}"
         where += f" of --host {host}" if host and uds is None else ""
         why = getattr(error, "strerror", None) or error
-        hint = "; if no server uses it, remove it" if uds and getattr(error, "errno", 0) == errno.EADDRINUSE else ""
+        hint = (
+            "; if no server uses it, remove it"
+            if uds and getattr(error, "errno", 0) == errno.EADDRINUSE
+            else ""
+        )
         raise CommandError(f"The server cannot listen on {where}: {why}{hint}.") from None
 
 
@@ -56,15 +61,20 @@ def check_environment() -> None:
             if why.startswith(_NO_NUMBER):
                 why = "it must be an integer: of a switch, 1 or 0"
             value = os.environ[name][:_LONGEST_VALUE]
-            raise CommandError(f"vLLM cannot read {name}={value!r} ({why}): change it, or unset it.") from error
+            raise CommandError(
+                f"vLLM cannot read {name}={value!r} ({why}): change it, or unset it."
+            ) from error
 
 
 def _vllms_variables() -> dict[str, Callable[[], Any]]:
-    """What reads each variable, by its name. From its file, as importing vLLM itself reads some of them."""
+    """What reads each variable, by its name. From its file, as importing vLLM itself reads some of
+    them."""
     found = find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         return {}
-    spec = spec_from_file_location("vllms_variables", Path(found.submodule_search_locations[0]) / "envs.py")
+    spec = spec_from_file_location(
+        "vllms_variables", Path(found.submodule_search_locations[0]) / "envs.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -82,16 +92,20 @@ NO_SUCH_MODEL = (
 )
 NO_NAME = "{model} is neither a local folder nor a name on the Hugging Face hub (owner/name): check the spelling."
 _SENTENCES = {
-    **dict.fromkeys(("RepositoryNotFoundError", "GatedRepoError", "RevisionNotFoundError"), NO_SUCH_MODEL),
+    **dict.fromkeys(
+        ("RepositoryNotFoundError", "GatedRepoError", "RevisionNotFoundError"), NO_SUCH_MODEL
+    ),
     **dict.fromkeys(("ConnectError", "ConnectionError", "ConnectTimeout"), NO_HUB),
     **dict.fromkeys(("LocalEntryNotFoundError", "OfflineModeIsEnabled"), NO_HUB),
     "HFValidationError": NO_NAME,
 }
-"""By the classes of errors that the hub's client raises, of which vLLM and transformers make others."""
+"""By the classes of errors that the hub's client raises, of which vLLM and transformers make
+others."""
 
 
 def sentence_of(error: BaseException, model: str) -> str:
-    """One sentence for an exception that was raised while vLLM or transformers read the model's configuration."""
+    """One sentence for an exception that was raised while vLLM or transformers read the model's
+    configuration."""
     cause: BaseException | None = error
     while cause is not None:
         if (sentence := _SENTENCES.get(type(cause).__name__)) is not None:

@@ -1,4 +1,5 @@
-"""`routed-experts serve`: vLLM's `serve`, whose configuration names our plugin, worker, scheduler and settings."""
+"""`routed-experts serve`: vLLM's `serve`, whose configuration names our plugin, worker, scheduler
+and settings."""
 
 import argparse
 import os
@@ -19,8 +20,17 @@ from vllm.v1.engine import utils as engine_utils
 
 from routed_experts.capture.engine.classes import is_capturing, scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
-from routed_experts.capture.engine.connectors import MISSING, ON_LOAD_FLAG, ON_LOAD_VARIABLE, RECOMPUTE
-from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, ALLOW_UNTESTED_VARIABLE, UnsupportedConfig
+from routed_experts.capture.engine.connectors import (
+    MISSING,
+    ON_LOAD_FLAG,
+    ON_LOAD_VARIABLE,
+    RECOMPUTE,
+)
+from routed_experts.capture.engine.versions import (
+    ALLOW_UNTESTED_FLAG,
+    ALLOW_UNTESTED_VARIABLE,
+    UnsupportedConfig,
+)
 from routed_experts.capture.wire.rows import WEIGHTS_KEY
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
@@ -60,7 +70,8 @@ ENGINE_DID_NOT_START = (
 )
 _ENGINE_DIED = "Engine core process"
 ENGINE_HAS_DIED = (
-    "The engine has died; its own error stands above, unless it was killed, for example because memory ran out."
+    "The engine has died; its own error stands above, unless it was killed, "
+    "for example because memory ran out."
 )
 
 
@@ -74,7 +85,11 @@ def main(argv: list[str]) -> int:
         use_tiny_model(args, tiny_model_dir())
     allow_plugin()
     settings = configure(args)
-    with nullcontext() if settings is None or args.headless else prepared_folders(settings, args.port):
+    with (
+        nullcontext()
+        if settings is None or args.headless
+        else prepared_folders(settings, args.port)
+    ):
         run(args)
     return 0
 
@@ -108,16 +123,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise CommandError(str(error)) from None
     except (OSError, TypeError) as error:
         raise CommandError(f"The arguments cannot be read: {error}.") from None
-    if args.model_tag is not None:  # as in vLLM's own command, but before checking the configuration
+    # as in vLLM's own command, but before checking the configuration
+    if args.model_tag is not None:
         args.model = args.model_tag
     try:
         configure_logging_from_args(args)
     except (RuntimeError, ValueError, OSError) as error:
         raise CommandError(f"The log's configuration cannot be read: {error}.") from error
     # Front ends that load no plugins would take routing fields in silence.
-    for is_chosen, how in ((args.grpc, "--grpc"), (envs.VLLM_USE_RUST_FRONTEND, "VLLM_USE_RUST_FRONTEND")):
+    for is_chosen, how in (
+        (args.grpc, "--grpc"),
+        (envs.VLLM_USE_RUST_FRONTEND, "VLLM_USE_RUST_FRONTEND"),
+    ):
         if is_chosen:
-            raise CommandError(f"{how} chooses a front end of vLLM that cannot return routed experts: remove it.")
+            raise CommandError(
+                f"{how} chooses a front end of vLLM that cannot return routed experts: remove it."
+            )
     return args
 
 
@@ -128,7 +149,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         about: dict[str, Any] = {"type": kind.parse, "metavar": kind.metavar, "help": HELP[name]}
         if kind.metavar is None:
             default = "on" if getattr(Settings, name) else "off"
-            about = {"action": argparse.BooleanOptionalAction, "help": f"{HELP[name]} (default: {default})"}
+            about = {
+                "action": argparse.BooleanOptionalAction,
+                "help": f"{HELP[name]} (default: {default})",
+            }
         if HELP[name] is not None:
             group.add_argument(flag_of(name), default=argparse.SUPPRESS, **about)
     group.add_argument(
@@ -151,7 +175,8 @@ def flag_of(name: str) -> str:
 
 
 def configure(args: argparse.Namespace) -> Settings | None:
-    """Names our worker and scheduler in vLLM's arguments, if its own flag is on; returns the settings then."""
+    """Names our worker and scheduler in vLLM's arguments, if its own flag is on; returns the
+    settings then."""
     captures, args.enable_return_routed_experts = args.enable_return_routed_experts, False
     if getattr(args, "allow_untested_vllm", False):
         _set_everywhere(ALLOW_UNTESTED_VARIABLE, "1")
@@ -160,24 +185,35 @@ def configure(args: argparse.Namespace) -> Settings | None:
     try:
         settings = Settings.of(args.additional_config, args)
         if hasattr(args, WEIGHTS_KEY):
-            args.additional_config = {**args.additional_config, WEIGHTS_KEY: getattr(args, WEIGHTS_KEY)}
+            args.additional_config = {
+                **args.additional_config,
+                WEIGHTS_KEY: getattr(args, WEIGHTS_KEY),
+            }
         if captures:
-            args.worker_cls, args.scheduler_cls = worker_name(args.worker_cls), scheduler_name(args.scheduler_cls)
+            args.worker_cls, args.scheduler_cls = (
+                worker_name(args.worker_cls),
+                scheduler_name(args.scheduler_cls),
+            )
             return settings
     except SettingsError as error:
         raise CommandError(str(error)) from None
     except UnsupportedConfig as error:
-        raise CommandError(f"{error} --no-enable-return-routed-experts serves without the capture.") from None
+        raise CommandError(
+            f"{error} --no-enable-return-routed-experts serves without the capture."
+        ) from None
     for name in (WEIGHTS_KEY, "routed_experts_record"):
         if getattr(settings, name):
-            raise CommandError(f"{flag_of(name)} needs the capture: remove --no-enable-return-routed-experts.")
+            raise CommandError(
+                f"{flag_of(name)} needs the capture: remove --no-enable-return-routed-experts."
+            )
     return None
 
 
 def _set_everywhere(variable: str, value: str) -> None:
     """Sets a variable for all processes of the engine."""
     os.environ[variable] = value
-    others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")  # for Ray's workers, which inherit nothing
+    # for Ray's workers, which inherit nothing
+    others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
     os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(filter(None, [others, variable]))
 
 
@@ -187,15 +223,21 @@ def tiny_model_dir() -> Path:
 
 
 def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
-    """Sets `args` to serve the tiny model from `directory`, after creating it there if files are missing."""
-    if not all((directory / name).exists() for name in ("config.json", "model.safetensors", "tokenizer.json")):
+    """Sets `args` to serve the tiny model from `directory`, after creating it there if files are
+    missing."""
+    if not all(
+        (directory / name).exists()
+        for name in ("config.json", "model.safetensors", "tokenizer.json")
+    ):
         say(f"Making the tiny model in {directory}; this takes some seconds.")
         from routed_experts.server.cli.tiny_model import make_tiny_model  # imports transformers
 
         try:
             make_tiny_model(directory)
         except OSError as error:
-            raise CommandError(f"The tiny model cannot be written to {directory}: {error.strerror}.") from error
+            raise CommandError(
+                f"The tiny model cannot be written to {directory}: {error.strerror}."
+            ) from error
     args.model_tag = args.model = str(directory)
     args.served_model_name = args.served_model_name or [TINY_MODEL_NAME]
     if args.dtype == "auto":
@@ -209,31 +251,44 @@ def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
 def allow_plugin() -> None:
     """Names our plugin in `VLLM_PLUGINS`, without which vLLM does not load it.
 
-    The variable filters every group of plugins. If it was not set, all installed plugins are named too, to stay loaded.
+    The variable filters every group of plugins. If it was not set, all installed plugins are named
+    too, to stay loaded.
     """
     every = entry_points()
     try:
         next(iter(every.select(group=PLUGIN_GROUP, name=PLUGIN_NAME))).load()
     except Exception as error:  # vLLM would log that and serve without it
         why = f"its plugin for vLLM cannot be loaded: {error!r}"
-        raise CommandError(f"The package is not installed properly ({why}): reinstall it.") from error
+        raise CommandError(
+            f"The package is not installed properly ({why}): reinstall it."
+        ) from error
     given = os.environ.get("VLLM_PLUGINS")
-    groups = [group for group in every.groups if group.startswith("vllm.") and group != PLUGIN_GROUP]  # load unnamed
+    # load unnamed
+    groups = [
+        group for group in every.groups if group.startswith("vllm.") and group != PLUGIN_GROUP
+    ]
     names = sorted({each.name for group in groups for each in every.select(group=group)})
     names = names if given is None else given.split(",")
-    os.environ["VLLM_PLUGINS"] = ",".join([*(name for name in names if name and name != PLUGIN_NAME), PLUGIN_NAME])
+    os.environ["VLLM_PLUGINS"] = ",".join(
+        [*(name for name in names if name and name != PLUGIN_NAME), PLUGIN_NAME]
+    )
 
 
 @contextmanager
 def prepared_folders(settings: Settings, port: int | str) -> Iterator[None]:
-    """Raises `CommandError` if a folder of the settings cannot be used. The port's own folder for stored arrays is
-    removed before and after if it is unused."""
-    for name, make in (("routed_experts_store", private_folder), ("routed_experts_record", prepare)):
+    """Raises `CommandError` if a folder of the settings cannot be used. The port's own folder for
+    stored arrays is removed before and after if it is unused."""
+    for name, make in (
+        ("routed_experts_store", private_folder),
+        ("routed_experts_record", prepare),
+    ):
         if (folder := getattr(settings, name)) is not None:
             try:
                 make(Path(folder))
             except OSError as error:
-                raise CommandError(f"{flag_of(name)}: {folder} cannot be used: {error.strerror}.") from error
+                raise CommandError(
+                    f"{flag_of(name)}: {folder} cannot be used: {error.strerror}."
+                ) from error
     remove_unused(default_folder(str(port)))
     try:
         yield
@@ -271,7 +326,8 @@ def run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def checked_configuration(model: str) -> Iterator[None]:
-    """Has an invalid configuration end in one sentence where vLLM makes it, not with a trace of an engine process."""
+    """Has an invalid configuration end in one sentence where vLLM makes it, not with a trace of an
+    engine process."""
     program_plugin.register()  # which replaces the same method, and once only
     create = EngineArgs.create_engine_config
 
@@ -296,8 +352,8 @@ def checked_configuration(model: str) -> Iterator[None]:
 def _socket_until_stopped(*args: Any, **kwargs: Any) -> Iterator[Any]:
     """Replaces vLLM's `zmq_socket_ctx` while the engine starts.
 
-    vLLM's version swallows the KeyboardInterrupt that its SIGTERM handler raises, so the server would start anyway.
-    Needed until vLLM lets it pass.
+    vLLM's version swallows the KeyboardInterrupt that its SIGTERM handler raises, so the server
+    would start anyway. Needed until vLLM lets it pass.
     """
     with zmq_socket_ctx(*args, **kwargs) as socket:
         try:

@@ -13,18 +13,21 @@ ENDED_AT_ONCE = 130
 
 
 def stop_on_signals() -> None:
-    """Makes SIGTERM and Ctrl-C stop the server with exit status 0. A second Ctrl-C kills all its processes.
+    """Makes SIGTERM and Ctrl-C stop the server with exit status 0. A second Ctrl-C kills all its
+    processes.
 
-    A terminal sends SIGINT to all processes in its foreground group. vLLM's workers would exit in the middle of a step,
-    while the API process still has requests. So this function blocks SIGINT, child processes inherit that, and a thread
-    waits for SIGINT and sends SIGTERM to this process only. Can go when vLLM's workers leave signals to the engine.
+    A terminal sends SIGINT to all processes in its foreground group. vLLM's workers would exit in
+    the middle of a step, while the API process still has requests. So this function blocks SIGINT,
+    child processes inherit that, and a thread waits for SIGINT and sends SIGTERM to this process
+    only. Can go when vLLM's workers leave signals to the engine.
 
     Call it before any thread starts: threads that already run do not block SIGINT.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until vLLM installs its handlers
     resource_tracker.ensure_running()  # starting it unblocks SIGINT, so start it first
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    atexit.register(gc.freeze)  # else the interpreter visits every object of vLLM as it ends, which takes seconds
+    # else the interpreter visits every object of vLLM as it ends, which takes seconds
+    atexit.register(gc.freeze)
     threading.Thread(target=_wait_for_ctrl_c, name="ctrl-c", daemon=True).start()
 
 

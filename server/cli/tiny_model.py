@@ -1,7 +1,8 @@
-"""Creates a tiny MoE model: random weights from a fixed seed, a byte-level tokenizer, a chat template.
+"""Creates a tiny MoE model: random weights from a fixed seed, a byte-level tokenizer, a chat
+template.
 
-It is a Qwen3-MoE model with 6 decoder layers (the first is dense) and 16 experts, top 4. Its text has no meaning, but
-its routing is real, and it needs neither a download nor a GPU.
+It is a Qwen3-MoE model with 6 decoder layers (the first is dense) and 16 experts, top 4. Its text
+has no meaning, but its routing is real, and it needs neither a download nor a GPU.
 """
 
 from pathlib import Path
@@ -9,7 +10,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from routed_experts.server.cli.console import Parser, hide_transformers_progress, say
 
@@ -36,9 +42,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (_END, _IM_START, _IM_END)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in (_END, _IM_START, _IM_END)]
+    )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=_IM_END, pad_token=_END, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=_IM_END,
+        pad_token=_END,
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = _CHAT_TEMPLATE
     return fast
@@ -47,8 +58,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
     """Writes the model and its tokenizer to `directory`, a few MB in float32, in a few seconds.
 
-    Complete files are moved there, `config.json` last, so a folder with `config.json` is complete. Concurrent processes
-    write the same bytes.
+    Complete files are moved there, `config.json` last, so a folder with `config.json` is complete.
+    Concurrent processes write the same bytes.
     """
     hide_transformers_progress()
     tokenizer = make_tokenizer()
@@ -81,11 +92,15 @@ def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
                 std = 1.0 if name.endswith("mlp.gate.weight") else 0.08
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         # Makes only printable ASCII and the end token likely, so that each token is one character.
-        printable = [tokenizer.convert_tokens_to_ids(chr(c)) for c in range(33, 127)] + [tokenizer.eos_token_id]
+        printable = [tokenizer.convert_tokens_to_ids(chr(c)) for c in range(33, 127)] + [
+            tokenizer.eos_token_id
+        ]
         rows = torch.randn((len(printable), config.hidden_size), generator=generator) * 0.6
         model.lm_head.weight.zero_()
         model.lm_head.weight[printable] = rows
-    generation = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    generation = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".unfinished-", dir=directory) as unfinished:
         for part in (model, tokenizer, generation):

@@ -20,7 +20,8 @@ def start(what: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 def repeat(what: str, seconds: float, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-    """Runs `work` now, and again so many seconds after it has ended or failed, as long as the server lives."""
+    """Runs `work` now, and again so many seconds after it has ended or failed, as long as the
+    server lives."""
     return start(what, _again_and_again(what, seconds, work))
 
 

@@ -1,7 +1,7 @@
 """The connection of a request, as seen outside of all middleware.
 
-What the routes send says nothing of what the client got: a middleware may hold a response back, and then a route is
-done long before the first byte leaves.
+What the routes send says nothing of what the client got: a middleware may hold a response back, and
+then a route is done long before the first byte leaves.
 """
 
 import asyncio
@@ -11,7 +11,8 @@ from collections.abc import Callable
 from fastapi import FastAPI, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)  # the first, on Linux, comes with the client's end
+# the first, on Linux, comes with the client's end
+_HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)
 _KEY = "routed_experts.connection"  # in the scope of a request
 
 
@@ -20,14 +21,16 @@ class Connection:
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self.num_sent = (
-            0  # messages with a part of the body that were sent to a client that was there, once there is an `at_end`
+            # messages with a part of the body that were sent to a client that was there, once there
+            # is an `at_end`
+            0
         )
         self.reached_route = False  # whether a route of ours has asked for this
         self._receive = receive
         self._send = send
         self._is_disconnected = False  # as `receive` said
-        # uvicorn's object for a request, which knows at once that the client has left. `receive` says so only to a
-        # task that waits for it, and in a later turn of the event loop.
+        # uvicorn's object for a request, which knows at once that the client has left. `receive`
+        # says so only to a task that waits for it, and in a later turn of the event loop.
         self._cycle = getattr(receive, "__self__", None)
         self._at_end: set[Callable[[], None]] = set()
         self._has_ended = False
@@ -49,8 +52,8 @@ class Connection:
             return
         was_there = not self._has_left() and not self._is_closing()
         await self._send(message)
-        # The client may have left while `send` waited for it to read. The transport says nothing here: uvicorn closes
-        # it behind the last message.
+        # The client may have left while `send` waited for it to read. The transport says nothing
+        # here: uvicorn closes it behind the last message.
         if was_there and not self._has_left():
             self.num_sent += 1
 
@@ -58,7 +61,8 @@ class Connection:
         return self._is_disconnected or getattr(self._cycle, "disconnected", False)
 
     def _is_closing(self) -> bool:
-        """Whether the connection ends, also where the event loop has not read the client's end of it yet."""
+        """Whether the connection ends, also where the event loop has not read the client's end of
+        it yet."""
         transport = self.transport
         if transport is None:
             return False
@@ -104,9 +108,12 @@ class ConnectionMiddleware:
 def watch_connections(app: FastAPI) -> None:
     """Puts `ConnectionMiddleware` around `app` with all its middleware.
 
-    `add_middleware` cannot do that: vLLM adds the operator's middleware after ours, and has built the stack by then.
+    `add_middleware` cannot do that: vLLM adds the operator's middleware after ours, and has built
+    the stack by then.
     """
-    app.middleware_stack = ConnectionMiddleware(app.middleware_stack or app.build_middleware_stack())
+    app.middleware_stack = ConnectionMiddleware(
+        app.middleware_stack or app.build_middleware_stack()
+    )
 
 
 def connection_of(request: Request) -> Connection:

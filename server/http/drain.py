@@ -1,4 +1,5 @@
-"""The end of a server: running requests finish before vLLM stops its engine, and end with 503 if the engine dies."""
+"""The end of a server: running requests finish before vLLM stops its engine, and end with 503 if
+the engine dies."""
 
 import asyncio
 import concurrent.futures
@@ -20,12 +21,19 @@ from routed_experts.server.http import background
 from routed_experts.server.http.seams import listening_sockets, serve_connection, stop_accepting
 from routed_experts.server.http.vllm_http import RetryableRequestError, create_error_response
 from routed_experts.server.shared import ENGINE_DIED, SHARED, Shared, close_for_all, ends_of_engines
-from routed_experts.server.vllm_api import AsyncLLM, EngineDeadError, InputStreamError, envs, get_logger
+from routed_experts.server.vllm_api import (
+    AsyncLLM,
+    EngineDeadError,
+    InputStreamError,
+    envs,
+    get_logger,
+)
 
 logger = get_logger(__name__)
 
 _RESERVE_S = 5.0
-"""Part of `--shutdown-timeout` that is reserved for ending unfinished requests and stopping the engine."""
+"""Part of `--shutdown-timeout` that is reserved for ending unfinished requests and stopping the
+engine."""
 _ERROR_S = 2.0
 """Time for sending errors. After it, connections of clients that do not read are aborted."""
 _NEW_S = 1.0
@@ -41,16 +49,19 @@ DIED = "The engine has died: retry on another instance, or after the restart."
 
 
 class Drain:
-    """Finishes running requests before vLLM stops its engine, or ends them if it dies, and rejects new ones meanwhile.
+    """Finishes running requests before vLLM stops its engine, or ends them if it dies, and rejects
+    new ones meanwhile.
 
-    vLLM stops the engine first: later requests end with `finish_reason: "abort"`, and unfinished ones with 500 and
-    tracebacks in the log. If the engine dies, requests of the only API process end so too, and those of several wait
-    until vLLM kills their process. Can go when vLLM's API process waits for its requests, and ends them with 503.
+    vLLM stops the engine first: later requests end with `finish_reason: "abort"`, and unfinished
+    ones with 500 and tracebacks in the log. If the engine dies, requests of the only API process
+    end so too, and those of several wait until vLLM kills their process. Can go when vLLM's API
+    process waits for its requests, and ends them with 503.
     """
 
     def __init__(self) -> None:
         self.under_way = 0  # running requests
-        self.until: float | None = None  # deadline on the monotonic clock, once new requests are rejected
+        # deadline on the monotonic clock, once new requests are rejected
+        self.until: float | None = None
         self.has_engine_died = False
         self._has_told_engine = False  # to stop, so that its end is no death
         self._is_closed = False  # the port, for this process
@@ -61,9 +72,11 @@ class Drain:
         self._end: asyncio.Task[None] | None = None  # of the server whose engine has died
 
     def guard(self, engine: AsyncLLM, state: State, args: Namespace) -> None:
-        """Makes `engine.shutdown` wait for requests, and watches the engine. Call it in the event loop of the server.
+        """Makes `engine.shutdown` wait for requests, and watches the engine. Call it in the event
+        loop of the server.
 
-        vLLM's signal handlers call `shutdown` in a thread. Other callers have no requests to wait for.
+        vLLM's signal handlers call `shutdown` in a thread. Other callers have no requests to wait
+        for.
         """
         loop = asyncio.get_running_loop()
         self._engine, self._state, self._args = engine, state, args
@@ -84,12 +97,17 @@ class Drain:
 
         engine.shutdown = shutdown_after_requests
         self._answer_when_dead(engine)
-        ends = ends_of_engines() if self._shared is None else [os.dup(self._shared.engines_live.fileno())]
+        ends = (
+            ends_of_engines()
+            if self._shared is None
+            else [os.dup(self._shared.engines_live.fileno())]
+        )
         for end in ends:
             loop.add_reader(end, self._see_end, loop, end)
 
     def _answer_when_dead(self, engine: AsyncLLM) -> None:
-        """Replaces what tells requests that the engine is dead. vLLM has them answer 500, and log a traceback each."""
+        """Replaces what tells requests that the engine is dead. vLLM has them answer 500, and log a
+        traceback each."""
         add_request, propagate_error = engine.add_request, engine.output_processor.propagate_error
 
         async def add_request_or_refuse(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +118,8 @@ class Drain:
                 raise self._error() from None
 
         def propagate(error: Exception) -> None:
-            if not isinstance(error, InputStreamError):  # it is not ours: no output of the engine arrives any more
+            # it is not ours: no output of the engine arrives any more
+            if not isinstance(error, InputStreamError):
                 self.engine_died()
                 error = self._error()
             propagate_error(error)
@@ -114,7 +133,8 @@ class Drain:
         self.engine_died()
 
     def engine_died(self) -> None:
-        """Ends running requests and the server. Runs in the event loop; only the first call counts."""
+        """Ends running requests and the server. Runs in the event loop; only the first call
+        counts."""
         if self.has_engine_died or self._has_told_engine:
             return
         self.has_engine_died = True
@@ -124,7 +144,9 @@ class Drain:
         server = getattr(self._state, "server", None)
         if server is not None:  # else it does not listen yet
             self._stop_reading_outputs()
-            self._end = background.start("Ending a server whose engine has died", self._end_server(server))
+            self._end = background.start(
+                "Ending a server whose engine has died", self._end_server(server)
+            )
 
     async def _end_server(self, server: Any) -> None:
         await self._end_requests(server)
@@ -141,9 +163,17 @@ class Drain:
         limit = timeout - min(_RESERVE_S, timeout / 5)
         self.until = begun + timeout
         if self.under_way:
-            logger.info("Stopping: %d requests have %.0f s to finish; new ones get 503.", self.under_way, limit)
+            logger.info(
+                "Stopping: %d requests have %.0f s to finish; new ones get 503.",
+                self.under_way,
+                limit,
+            )
         if not await self._finished(begun + limit):
-            logger.warning("Stopping: %d requests did not finish in %.0f s and end with 503.", self.under_way, limit)
+            logger.warning(
+                "Stopping: %d requests did not finish in %.0f s and end with 503.",
+                self.under_way,
+                limit,
+            )
             await self._end_requests(server)
         self._stop_reading_outputs()
 
@@ -157,7 +187,8 @@ class Drain:
         assert self._engine is not None
         ended = self._error()
         deadline = time.monotonic() + _ERROR_S
-        while time.monotonic() < deadline:  # repeated, because a request may be on its way to the engine
+        # repeated, because a request may be on its way to the engine
+        while time.monotonic() < deadline:
             self._engine.output_processor.propagate_error(ended)
             if await self._finished(time.monotonic() + _POLL_S):
                 return
@@ -173,9 +204,11 @@ class Drain:
         return True
 
     async def _close(self, server: Any) -> None:
-        """Closes the port before uvicorn ends connections, and answers those who have just connected.
+        """Closes the port before uvicorn ends connections, and answers those who have just
+        connected.
 
-        vLLM keeps the port of several API processes open meanwhile, though nobody accepts a connection any more.
+        vLLM keeps the port of several API processes open meanwhile, though nobody accepts a
+        connection any more.
         """
         if self._is_closed:
             return
@@ -205,19 +238,22 @@ class Drain:
         return str(max(math.ceil((self.until or 0) - time.monotonic()), 1))
 
     def refusal(self) -> Response:
-        """The response to requests that arrive while the server stops, or after its engine has died."""
+        """The response to requests that arrive while the server stops, or after its engine has
+        died."""
         error = create_error_response(RetryableRequestError(self._why))
         headers = {"Retry-After": self.retry_after(), "Connection": "close"}
         return JSONResponse(error.model_dump(), HTTPStatus.SERVICE_UNAVAILABLE, headers)
 
     async def refuse_without_engine(self, request: Request, error: Exception) -> Response:
-        """The handler of `EngineDeadError`, for requests that find out before anybody tells them."""
+        """The handler of `EngineDeadError`, for requests that find out before anybody tells
+        them."""
         self.engine_died()
         return self.refusal()
 
 
 class DrainMiddleware:
-    """Counts running requests, and rejects new ones while the server stops. Reads such as `/metrics` still work."""
+    """Counts running requests, and rejects new ones while the server stops. Reads such as
+    `/metrics` still work."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app
@@ -233,7 +269,11 @@ class DrainMiddleware:
             return
 
         def send_and_say_when(message: Message) -> Awaitable[None]:
-            if drain.until is not None and message["type"] == "http.response.start" and message["status"] == 503:
+            if (
+                drain.until is not None
+                and message["type"] == "http.response.start"
+                and message["status"] == 503
+            ):
                 MutableHeaders(scope=message).setdefault("Retry-After", drain.retry_after())
             return send(message)
 
@@ -245,7 +285,8 @@ class DrainMiddleware:
 
 
 def _only_reads(scope: Scope) -> bool:
-    path = scope["path"].removeprefix(scope.get("root_path", ""))  # a proxy may or may not strip --root-path
+    # a proxy may or may not strip --root-path
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
     return scope.get("method") in ("GET", "HEAD", "OPTIONS") and path not in _HEALTH
 
 

@@ -1,4 +1,5 @@
-"""The engine of a server that captures, the dimensions of its rows, and the state of the server around it."""
+"""The engine of a server that captures, the dimensions of its rows, and the state of the server
+around it."""
 
 from dataclasses import dataclass, field
 from math import prod
@@ -18,7 +19,8 @@ _BYTES_PER_WORD = 2
 
 @dataclass(frozen=True)
 class CapturedEngine:
-    """The engine, its row buffers and the dimensions of its rows. A server without capture has none."""
+    """The engine, its row buffers and the dimensions of its rows. A server without capture has
+    none."""
 
     engine: AsyncLLM
     buffers: RowBuffers
@@ -55,18 +57,24 @@ class CapturedEngine:
 
 
 async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:
-    worker, *_ = await engine.collective_rpc("routed_experts_info")  # has the fields of both models by their names
-    row_bytes = prod(row_shape(worker["num_layers"], worker["top_k"], worker["weights"])) * _BYTES_PER_WORD
+    # has the fields of both models by their names
+    worker, *_ = await engine.collective_rpc("routed_experts_info")
+    row_bytes = (
+        prod(row_shape(worker["num_layers"], worker["top_k"], worker["weights"])) * _BYTES_PER_WORD
+    )
     capture = CaptureInfo(**worker, host_cache_bytes=worker["kv_slots"] * row_bytes)
     about = {"model": model, "num_hidden_layers": engine.model_config.get_total_num_hidden_layers()}
-    return RoutedExpertsInfo(**worker, **about, version=VERSION, vllm_version=VLLM_VERSION, capture=capture)
+    return RoutedExpertsInfo(
+        **worker, **about, version=VERSION, vllm_version=VLLM_VERSION, capture=capture
+    )
 
 
 @dataclass
 class ServerState:
     """What this server has in the state of the application, as `routed_experts`."""
 
-    settings: Settings = field(default_factory=Settings)  # the defaults until the self-test has passed
+    # the defaults until the self-test has passed
+    settings: Settings = field(default_factory=Settings)
     captured: CapturedEngine | None = None
     store: ArrayStore | None = None
     has_key: bool = False  # whether clients have to send a key

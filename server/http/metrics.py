@@ -1,7 +1,8 @@
 """Metrics of the capture, next to vLLM's own in `/metrics`. `docs/metrics.md` explains each.
 
-vLLM exports every metric that is registered with prometheus_client. With several API processes it adds up their values;
-this is right for the metrics of an engine because only one API process receives them.
+vLLM exports every metric that is registered with prometheus_client. With several API processes it
+adds up their values; this is right for the metrics of an engine because only one API process
+receives them.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,10 @@ def _gauge(name: str, about: str, *labels: str) -> Gauge:
 
 
 BUILD_INFO = Gauge(  # prometheus_client's Info does not work with several API processes
-    "routed_experts_build_info", "1; the labels are versions.", ["version", "vllm_version"], multiprocess_mode="max"
+    "routed_experts_build_info",
+    "1; the labels are versions.",
+    ["version", "vllm_version"],
+    multiprocess_mode="max",
 )
 ROWS_RETURNED = _counter("rows_returned", "Rows in responses.")
 ROWS_MISSING = _counter("rows_missing", "Rows returned as -1 because they are unknown.", "reason")
@@ -47,7 +51,9 @@ STORE_BYTES = _gauge("store_bytes", "Size of stored arrays.")
 
 RECORDED_REQUESTS = _counter("recorded_requests", "Prompts whose routing was written to a file.")
 RECORDED_BYTES = _counter("recorded_bytes", "Bytes of the files with recorded routing.")
-RECORD_DROPPED = _counter("record_dropped", "Prompts that were to be recorded and are not.", "reason")
+RECORD_DROPPED = _counter(
+    "record_dropped", "Prompts that were to be recorded and are not.", "reason"
+)
 
 # By their names in `EngineStats`.
 ENGINE_COUNTERS = {
@@ -56,15 +62,22 @@ ENGINE_COUNTERS = {
         "rows_forgotten", "Rows discarded because a KV connector behaved unexpectedly.", _ENGINE
     ),
     "copy_wait_s": _counter(
-        "copy_wait_seconds", "Seconds that steps waited for the copy of their rows to the host.", _ENGINE
+        "copy_wait_seconds",
+        "Seconds that steps waited for the copy of their rows to the host.",
+        _ENGINE,
     ),
 }
 ENGINE_GAUGES = {
     "requests_tracked": _gauge("requests_tracked", "Running requests with routing.", _ENGINE),
-    "host_cache_bytes": _gauge("host_cache_bytes", "Memory of the rows of cached and offloaded tokens.", _ENGINE),
+    "host_cache_bytes": _gauge(
+        "host_cache_bytes", "Memory of the rows of cached and offloaded tokens.", _ENGINE
+    ),
 }
 EXPERT_LOAD = _gauge(
-    "expert_load_ratio", "Recent load of the busiest expert of a layer, divided by the mean load.", _ENGINE, "layer"
+    "expert_load_ratio",
+    "Recent load of the busiest expert of a layer, divided by the mean load.",
+    _ENGINE,
+    "layer",
 )
 
 BUILD_INFO.labels(VERSION, VLLM_VERSION).set(1)
@@ -87,13 +100,17 @@ def label_with(model: str) -> None:
 
 
 def count_response(encoder: Encoder, lost: int, causes: Causes) -> None:
-    """Counts a finished response. `lost` rows did not arrive from the engine; it did not know others for `causes`."""
+    """Counts a finished response. `lost` rows did not arrive from the engine; it did not know
+    others for `causes`."""
     ROWS_RETURNED.labels(_model).inc(encoder.counts.rows)
     SENT_BYTES.labels(_model).inc(encoder.num_bytes)
     left = encoder.counts.missing
     if not left:
         return
-    for reason, count in ((_NOT_ARRIVED, lost), *((name, causes[cause]) for cause, name in _SETTINGS.items())):
+    for reason, count in (
+        (_NOT_ARRIVED, lost),
+        *((name, causes[cause]) for cause, name in _SETTINGS.items()),
+    ):
         count = min(count, left)
         ROWS_MISSING.labels(_model, reason).inc(count)
         left -= count
@@ -101,7 +118,8 @@ def count_response(encoder: Encoder, lost: int, causes: Causes) -> None:
 
 
 def count_stored(succeeded: bool) -> None:
-    """Counts an array that was to be stored, or a request that was refused because the store is full."""
+    """Counts an array that was to be stored, or a request that was refused because the store is
+    full."""
     STORED_ARRAYS.labels(_model, _STORED if succeeded else _FAILED).inc()
 
 
@@ -134,11 +152,16 @@ class EngineMetrics:
             counter.labels(*labels).inc(getattr(stats, name) - getattr(last, name))
         for name, gauge in ENGINE_GAUGES.items():
             gauge.labels(*labels).set(getattr(stats, name))
-        for layer, busiest, routed in zip(self._layer_ids, stats.busiest, stats.routed, strict=False):
-            EXPERT_LOAD.labels(*labels, str(layer)).set(busiest * self._num_experts / routed if routed else 0)
+        for layer, busiest, routed in zip(
+            self._layer_ids, stats.busiest, stats.routed, strict=False
+        ):
+            EXPERT_LOAD.labels(*labels, str(layer)).set(
+                busiest * self._num_experts / routed if routed else 0
+            )
 
 
 async def show_buffers(buffers: RowBuffers) -> None:
-    """Updates the metrics of buffers. Called once a second, because vLLM has no hook for the end of a request."""
+    """Updates the metrics of buffers. Called once a second, because vLLM has no hook for the end of
+    a request."""
     BUFFERS_OPEN.labels(_model).set(len(buffers))
     REPORTS_FAILED.labels(_model).set(buffers.num_failed_reports)

@@ -1,4 +1,5 @@
-"""Routing fields in a request's body that stand where nobody reads them: vLLM would drop them in silence."""
+"""Routing fields in a request's body that stand where nobody reads them: vLLM would drop them in
+silence."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,8 @@ _FIELDS = RoutingFields.model_fields
 _OF_ANSWERS = ("routed_experts", "routed_expert_weights")
 _LONGEST_PLACE = 100
 _CONVERSATIONS = (".messages", ".input")
-"""Of their items, only the names of fields are looked at, and nothing below: clients keep rows beside messages."""
+"""Of their items, only the names of fields are looked at, and nothing below: clients keep rows
+beside messages."""
 _USERS_OWN = {
     *("content", "system", "documents", "metadata"),
     *("prompt", "prompt_token_ids", "prompt_embeds", "token_ids", "features", "content_parts"),
@@ -18,13 +20,13 @@ _USERS_OWN = {
     *("schema", "json_schema", "json", "guided_json"),
     *(PARAMS, "ec_transfer_params"),
 }
-"""Below these, names are a user's own: texts, data, tools and what they are called with, JSON schemas. Parameters of KV
-transfers have rows, under a name like those of fields."""
+"""Below these, names are a user's own: texts, data, tools and what they are called with, JSON
+schemas. Parameters of KV transfers have rows, under a name like those of fields."""
 
 
 def misplaced_fields(body: Any) -> Iterator[tuple[str, str]]:
-    """The place of each routing field below the top level of `body`, such as `sampling_params.extra_args`, and its
-    name.
+    """The place of each routing field below the top level of `body`, such as
+    `sampling_params.extra_args`, and its name.
 
     Without recursion, because a body may be as deep as its bytes are many.
     """
@@ -40,7 +42,9 @@ def misplaced_fields(body: Any) -> Iterator[tuple[str, str]]:
         is_message = path[0] in _CONVERSATIONS
         names = value if isinstance(value, dict) else ()
         for name in names:
-            if name in _FIELDS or (not is_message and name.startswith(PREFIXES) and name not in _OF_ANSWERS):
+            if name in _FIELDS or (
+                not is_message and name.startswith(PREFIXES) and name not in _OF_ANSWERS
+            ):
                 yield "".join(path).removeprefix(".")[:_LONGEST_PLACE], name
         ends_here = is_message and isinstance(value, dict)
         walks.append(iter(()) if ends_here else _containers(value))

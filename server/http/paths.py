@@ -1,4 +1,5 @@
-"""Which path a request asks for: redirects name no host, and what a proxy may read in another way is refused."""
+"""Which path a request asks for: redirects name no host, and what a proxy may read in another way
+is refused."""
 
 import re
 from http import HTTPStatus
@@ -12,15 +13,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from routed_experts.server.http.vllm_http import create_error_response
 
 _DOT_SEGMENT = re.compile(r"[/\\]\.\.?([/\\;]|$)")
-"""One that is `.` or `..`, with what some servers take for a slash, or for the begin of a segment's parameters."""
+"""One that is `.` or `..`, with what some servers take for a slash, or for the begin of a segment's
+parameters."""
 _NO_DOT_SEGMENTS = "The path has segments that are '.' or '..': send it without them."
 
 
 class DotSegmentsMiddleware:
     """Refuses paths with dot segments.
 
-    A proxy that publishes some paths may normalise what it matches, and pass on what the client sent. It takes
-    `/metrics/../v1/models` for `/v1/models`, and vLLM's route of metrics takes all that begins with `/metrics`.
+    A proxy that publishes some paths may normalise what it matches, and pass on what the client
+    sent. It takes `/metrics/../v1/models` for `/v1/models`, and vLLM's route of metrics takes all
+    that begins with `/metrics`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -35,10 +38,12 @@ class DotSegmentsMiddleware:
 
 
 class SlashRedirects:
-    """Redirects requests that no route takes to the path with a slash at its end, or without, if a route takes that.
+    """Redirects requests that no route takes to the path with a slash at its end, or without, if a
+    route takes that.
 
-    Starlette's own redirects name the scheme and host that the request has, which are a client's word, and not those
-    before a proxy. These are relative, so that they are right whatever path a proxy puts the server below.
+    Starlette's own redirects name the scheme and host that the request has, which are a client's
+    word, and not those before a proxy. These are relative, so that they are right whatever path a
+    proxy puts the server below.
     """
 
     def __init__(self, router: Router) -> None:
@@ -63,7 +68,8 @@ class SlashRedirects:
 
 
 def _relative(changed: str) -> str:
-    """The reference to `changed` from the path with the slash at the end that it lacks, or without the one that it has.
+    """The reference to `changed` from the path with the slash at the end that it lacks, or without
+    the one that it has.
 
     It does not begin with the name: a colon in that would end a scheme.
     """

@@ -53,8 +53,8 @@ logger = get_logger(__name__)
 _COUNT_S = 1.0
 _SWEEP_S = 15.0
 _STREAMS_PER_PROCESS = 256
-"""With rows beside each token a stream takes 60 to 140 µs of an API process's CPU a token, and a step of so many
-streams 20 to 25 ms on an H100 or H200 (docs/performance.md)."""
+"""With rows beside each token a stream takes 60 to 140 µs of an API process's CPU a token, and a
+step of so many streams 20 to 25 ms on an H100 or H200 (docs/performance.md)."""
 ADDRESS_FILE_VARIABLE = "ROUTED_EXPERTS_ADDRESS_FILE"
 
 SERVING_CLASSES: dict[str, type[RoutedServing]] = {
@@ -87,31 +87,44 @@ class RoutedExpertsPlugin:
         settle_paths(app)
         format_framework_errors(app)
 
-    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+    async def init_state(
+        self, engine_client: EngineClient | None, state: State, args: Namespace
+    ) -> None:
         """Runs before the server listens. Raises if the self-test fails."""
         ours: ServerState = state.routed_experts
         model = state.openai_serving_models.base_model_paths[0].name
         self._app.add_exception_handler(EngineDeadError, ours.drain.refuse_without_engine)
-        if isinstance(engine_client, AsyncLLM) and is_capturing(engine_client.vllm_config.parallel_config.worker_cls):
+        if isinstance(engine_client, AsyncLLM) and is_capturing(
+            engine_client.vllm_config.parallel_config.worker_cls
+        ):
             ours.captured = await CapturedEngine.start(engine_client, model)
-            background.repeat("Counting open buffers", _COUNT_S, partial(show_buffers, ours.captured.buffers))
+            background.repeat(
+                "Counting open buffers", _COUNT_S, partial(show_buffers, ours.captured.buffers)
+            )
         for name, cls in SERVING_CLASSES.items():
             if (serving := getattr(state, name, None)) is not None:
                 rebind_class(serving, cls, ours)
         watch_connections(self._app)  # here, as all middleware has been added
-        unsupported_routes.refuse_on_other_routes(self._app)  # here, as other plugins' routes have been attached
+        # here, as other plugins' routes have been attached
+        unsupported_routes.refuse_on_other_routes(self._app)
         if ours.captured is not None:
             await self._test_and_set(ours, ours.captured, args, model)
         if isinstance(engine_client, AsyncLLM):
             ours.drain.guard(engine_client, state, args)
         background.start("Telling the address", announce(state, args, model))
 
-    async def _test_and_set(self, ours: ServerState, captured: CapturedEngine, args: Namespace, model: str) -> None:
-        """Tests the server before its settings apply: defaults of requests would change the requests of the test."""
+    async def _test_and_set(
+        self, ours: ServerState, captured: CapturedEngine, args: Namespace, model: str
+    ) -> None:
+        """Tests the server before its settings apply: defaults of requests would change the
+        requests of the test."""
         config = captured.engine.vllm_config
         settings = Settings.of(config.additional_config, args)
         try:
-            resolve_dtype(settings.routed_experts_default.get("routed_experts_dtype", "auto"), captured.num_experts)
+            resolve_dtype(
+                settings.routed_experts_default.get("routed_experts_dtype", "auto"),
+                captured.num_experts,
+            )
         except CodecError as error:
             raise SettingsError(f"routed_experts_default: {error}") from None
         default = default_folder(str(args.port))
@@ -124,7 +137,8 @@ class RoutedExpertsPlugin:
         ours.settings, ours.generate_returns_rows = settings, asks_for_every_request(config)
         seconds = min(max(ours.store.lifetime_s / 4, 1), _SWEEP_S)
         background.repeat("Deleting expired arrays", seconds, partial(sweep, ours.store))
-        if settings.routed_experts_record is not None:  # before the drain, which is to come first at the end
+        # before the drain, which is to come first at the end
+        if settings.routed_experts_record is not None:
             start_recording(captured, Path(settings.routed_experts_record), settings)
 
 
@@ -151,7 +165,8 @@ async def announce(state: State, args: Namespace, model: str) -> None:
 
 
 def note_address(base: str) -> None:
-    """Writes the server's address into the file that `ADDRESS_FILE_VARIABLE` names, for a container's health check."""
+    """Writes the server's address into the file that `ADDRESS_FILE_VARIABLE` names, for a
+    container's health check."""
     if not (file := os.environ.get(ADDRESS_FILE_VARIABLE)):
         return
     try:
@@ -169,10 +184,15 @@ def address(args: Namespace) -> str:
 
 
 def processes_to_add(config: VllmConfig) -> str:
-    """A line if the requests that may run at once are more than the API processes stream without being the limit."""
+    """A line if the requests that may run at once are more than the API processes stream without
+    being the limit."""
     parallel = config.parallel_config
     # Behind a load balancer of its own, a server has the engines of this host only.
-    engines = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+    engines = (
+        parallel.data_parallel_size_local
+        if parallel.local_engines_only
+        else parallel.data_parallel_size
+    )
     at_once = config.scheduler_config.max_num_seqs * engines
     _, processes = rank_of_process(config)
     needed = -(-at_once // _STREAMS_PER_PROCESS)
@@ -186,9 +206,16 @@ def processes_to_add(config: VllmConfig) -> str:
 
 def what_to_do(args: Namespace, base: str, model: str, has_page: bool) -> str:
     """The page's address, and a curl command."""
-    body = {"model": model, "prompt": "Hello", "max_tokens": 8, "stream": True, "return_routed_experts": True}
+    body = {
+        "model": model,
+        "prompt": "Hello",
+        "max_tokens": 8,
+        "stream": True,
+        "return_routed_experts": True,
+    }
     key = " -H 'Authorization: Bearer YOUR_KEY'" if api_keys(args) else ""
     to = f"--unix-socket {shlex.quote(args.uds)} {base}" if args.uds else base
     curl = f"curl -N {to}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
-    open_page = f"  open   {base}{PAGE_PATH}\n" if has_page and not args.uds else ""  # no browser opens a socket
+    # no browser opens a socket
+    open_page = f"  open   {base}{PAGE_PATH}\n" if has_page and not args.uds else ""
     return f"{open_page}  paste  {curl}"

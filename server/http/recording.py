@@ -1,7 +1,8 @@
 """Records the routing of all requests in files: each line is a response.
 
-A recorded request that does not ask for rows is opted in on its way to the engine, and its rows go to the file only.
-One that asks is recorded with the rows that it asks for. A thread writes finished requests.
+A recorded request that does not ask for rows is opted in on its way to the engine, and its rows go
+to the file only. One that asks is recorded with the rows that it asks for. A thread writes finished
+requests.
 """
 
 import mmap
@@ -70,7 +71,8 @@ class FullError(Exception):
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder, and completes the files of killed processes, without a truncated last line."""
+    """Makes the folder, and completes the files of killed processes, without a truncated last
+    line."""
     private_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
@@ -113,7 +115,8 @@ class RecordFiles:
         self._sizes: dict[Path, int] = {}  # of complete files
 
     def write(self, parts: Iterable[bytes]) -> int:
-        """Writes a line, which comes in parts; returns its bytes. If that fails, nothing of it stays in the file."""
+        """Writes a line, which comes in parts; returns its bytes. If that fails, nothing of it
+        stays in the file."""
         file = self._file or self._open()
         begin = end = file.tell()
         limit = self._room - sum(self._sizes.values())
@@ -133,10 +136,12 @@ class RecordFiles:
         while not is_mine:
             name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{next(self._numbers)}.jsonl{PART}"
             self._path, self._begun = self._folder / name, time.monotonic()
-            file = FileIO(self._path, "x", opener=open_private)  # they tell texts, whatever the folder allows
+            # they tell texts, whatever the folder allows
+            file = FileIO(self._path, "x", opener=open_private)
             is_mine = True
             with suppress(OSError):  # a file system without locks
-                is_mine = try_lock(file, self._path)  # else a server that begins has just removed it
+                # else a server that begins has just removed it
+                is_mine = try_lock(file, self._path)
             if not is_mine:
                 file.close()
         self._file = file
@@ -154,7 +159,9 @@ class RecordFiles:
     def rotate(self, at_once: bool = False) -> None:
         """Completes the open file, if it is large or old, or at once. Raises OSError."""
         file = self._file
-        if file is None or not (at_once or file.tell() >= FILE_BYTES or time.monotonic() - self._begun >= FILE_S):
+        if file is None or not (
+            at_once or file.tell() >= FILE_BYTES or time.monotonic() - self._begun >= FILE_S
+        ):
             return
         self._file, size = None, file.tell()
         file.close()
@@ -184,14 +191,16 @@ class Record:
     num_running: int  # number of choices that have not finished
     is_dropped: bool = False
     nbytes: int = 0  # size of the rows so far
-    finished: list[CompletionOutput] = field(default_factory=list)  # choices with tokens, and their rows in a buffer
+    # choices with tokens, and their rows in a buffer
+    finished: list[CompletionOutput] = field(default_factory=list)
     model: str | None = None
     prompt_token_ids: list[int] | None = None  # None if the prompt came as embeddings
     prompt_len: int = 0
 
 
 class RecordedChoice(RowBuffer):
-    """The rows of one choice for the record. If the client asked for rows too, they also go into a buffer for it."""
+    """The rows of one choice for the record. If the client asked for rows too, they also go into a
+    buffer for it."""
 
     def __init__(self, recorder: "Recorder", record: Record, client_asks: bool) -> None:
         super().__init__(record.request_id)
@@ -219,7 +228,9 @@ class Recorder(NoRecorder):
     All methods but those of the thread run in the event loop.
     """
 
-    def __init__(self, captured: CapturedEngine, files: RecordFiles, share: float, keeps_tokens: bool) -> None:
+    def __init__(
+        self, captured: CapturedEngine, files: RecordFiles, share: float, keeps_tokens: bool
+    ) -> None:
         self._captured = captured
         self._files = files
         self._share = share  # of the prompts that are recorded, drawn for each
@@ -252,14 +263,25 @@ class Recorder(NoRecorder):
                 record = parent.routed_experts_record
             if record is not None and asked is None:
                 request.sampling_params = params = copy(params)  # other choices use the same object
-                params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: record.opt_in.encode()}
-            return None if record is None else RecordedChoice(self, record, client_asks=asked is not None)
+                params.extra_args = {
+                    **(params.extra_args or {}),
+                    OPT_IN_ARG: record.opt_in.encode(),
+                }
+            return (
+                None
+                if record is None
+                else RecordedChoice(self, record, client_asks=asked is not None)
+            )
         except Exception as error:  # noqa: BLE001 the response does not depend on it
             self.fail(error)
             return None
 
     def _new(
-        self, request: EngineCoreRequest, params: SamplingParams, asked: OptIn | None, num_choices: int
+        self,
+        request: EngineCoreRequest,
+        params: SamplingParams,
+        asked: OptIn | None,
+        num_choices: int,
     ) -> Record | None:
         if self._random.random() >= self._share:
             return None
@@ -271,10 +293,13 @@ class Recorder(NoRecorder):
             os.urandom(16),
             shared=num_choices > 1,
             weights=self._captured.info.weights,
-            final_only=not params.stop,  # the engine does not know where a stop string ends a request
+            # the engine does not know where a stop string ends a request
+            final_only=not params.stop,
             allow_missing=True,
         )
-        return Record(request.external_req_id or request.request_id, int(time.time()), opt_in, num_choices)
+        return Record(
+            request.external_req_id or request.request_id, int(time.time()), opt_in, num_choices
+        )
 
     def hold(self, record: Record, num_bytes: int) -> bool:
         """Whether so many more bytes of rows may be held for a running request."""
@@ -285,14 +310,18 @@ class Recorder(NoRecorder):
             self._running_bytes += num_bytes
         return not record.is_dropped
 
-    def finish(self, record: Record, rows: RowBuffer, state: RequestState, finish_reason: str) -> None:
+    def finish(
+        self, record: Record, rows: RowBuffer, state: RequestState, finish_reason: str
+    ) -> None:
         """Takes a choice that has ended; with the last one, the record goes into the queue."""
         record.num_running -= 1
         if record.is_dropped:
             return
         if token_ids := [*state.detokenizer.output_token_ids]:
             about = {"routed_experts": rows, "finish_reason": finish_reason}
-            record.finished.append(CompletionOutput(state.request_index, "", token_ids, None, None, **about))
+            record.finished.append(
+                CompletionOutput(state.request_index, "", token_ids, None, None, **about)
+            )
         if record.num_running:
             return
         record.model, record.prompt_token_ids = state.lora_name, state.prompt_token_ids
@@ -324,7 +353,11 @@ class Recorder(NoRecorder):
     def _log(self, error: Exception) -> None:
         if not self._has_failed:
             expected = isinstance(error, OSError)
-            logger.error("The routing of a request cannot be recorded: %s", error, exc_info=None if expected else error)
+            logger.error(
+                "The routing of a request cannot be recorded: %s",
+                error,
+                exc_info=None if expected else error,
+            )
         self._has_failed = True
 
     def close(self) -> None:
@@ -335,7 +368,10 @@ class Recorder(NoRecorder):
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            logger.error("The routing of about %d requests was not recorded: the disk is slow.", self._queue.qsize())
+            logger.error(
+                "The routing of about %d requests was not recorded: the disk is slow.",
+                self._queue.qsize(),
+            )
 
     def _write_all(self) -> None:
         """Runs in the thread."""
@@ -384,17 +420,29 @@ class Recorder(NoRecorder):
         finished = sorted(record.finished, key=lambda each: each.index)
         choices = [{"index": each.index, "finish_reason": each.finish_reason} for each in finished]
         about = {"id": record.request_id, "object": "text_completion", "created": record.created}
-        about |= {"model": record.model or captured.info.model, "routed_experts_info": captured.info.model_dump()}
+        about |= {
+            "model": record.model or captured.info.model,
+            "routed_experts_info": captured.info.model_dump(),
+        }
         if self._keeps_tokens:
-            about |= {"prompt_token_ids": record.prompt_token_ids} if record.prompt_token_ids is not None else {}
-            choices = [{**choice, "token_ids": each.token_ids} for choice, each in zip(choices, finished, strict=True)]
+            about |= (
+                {"prompt_token_ids": record.prompt_token_ids}
+                if record.prompt_token_ids is not None
+                else {}
+            )
+            choices = [
+                {**choice, "token_ids": each.token_ids}
+                for choice, each in zip(choices, finished, strict=True)
+            ]
         options = RoutingOptions(prompt_start=asked.prompt_start, weights=asked.weights)
         rows = CollectedRows(options, captured.row_shape(options.weights))
         prompt = record.prompt_token_ids or [0] * record.prompt_len
         rows.collect(RequestOutput(record.request_id, None, prompt, None, finished, finished=True))
 
         def parts(dtype: str) -> Iterator[bytes]:
-            encoder = Encoder("object", dtype, captured.shape, captured.num_experts, None, options.weights)
+            encoder = Encoder(
+                "object", dtype, captured.shape, captured.num_experts, None, options.weights
+            )
             response = RecordedResponse(choices=choices, **about)
             body = RoutedResponse(response, rows, encoder, is_list=False).encode(packed=False)
             return iter([body]) if isinstance(body, bytes) else body
@@ -415,7 +463,10 @@ def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) 
     found = sum(entry.stat(follow_symlinks=False).st_size for entry in files)
     room = max(settings.routed_experts_record_bytes - found, 0) // num_processes
     recorder = Recorder(
-        captured, RecordFiles(folder, room), settings.routed_experts_record_share, settings.routed_experts_record_tokens
+        captured,
+        RecordFiles(folder, room),
+        settings.routed_experts_record_share,
+        settings.routed_experts_record_tokens,
     )
     captured.buffers.recorder = recorder
     shutdown = engine.shutdown
@@ -425,7 +476,11 @@ def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) 
         shutdown(timeout=timeout)
 
     engine.shutdown = close_and_shut_down
-    what = "with the token ids of prompts and answers" if settings.routed_experts_record_tokens else "without token ids"
+    what = (
+        "with the token ids of prompts and answers"
+        if settings.routed_experts_record_tokens
+        else "without token ids"
+    )
     share, bound = 100 * settings.routed_experts_record_share, room * num_processes
     text = "The routing of %g %% of all prompts is recorded in %s, %s: at most %d bytes more."
     logger.info(text, share, folder, what, bound)

@@ -20,7 +20,8 @@ _ROWS = "routed_experts/rows"
 ROWS_PATH = f"/v1/{_ROWS}"
 
 AT_ONCE_BYTES = 512 << 10
-"""Rows of a response that is made at once, in about 2 ms. More are made in a thread, and others run between parts."""
+"""Rows of a response that is made at once, in about 2 ms. More are made in a thread, and others run
+between parts."""
 
 T = TypeVar("T")
 Arrays = Iterable[tuple[str, int, list[Rows]]]
@@ -32,11 +33,17 @@ class Delivery:
 
     async def run(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
         """Runs what prepares arrays of `num_bytes`: at once, or in a thread if it takes long."""
-        return await run_in_threadpool(function, *args) if num_bytes > AT_ONCE_BYTES else function(*args)
+        return (
+            await run_in_threadpool(function, *args)
+            if num_bytes > AT_ONCE_BYTES
+            else function(*args)
+        )
 
-    def references(self, encoder: Encoder, arrays: Arrays) -> tuple[list[dict[str, Any]], StoreError | None]:
-        """Stores `arrays` and their weights. Returns the references of each by name, none for an array that is sent
-        inline, and why arrays could not be stored. Raises `LostRowsError`."""
+    def references(
+        self, encoder: Encoder, arrays: Arrays
+    ) -> tuple[list[dict[str, Any]], StoreError | None]:
+        """Stores `arrays` and their weights. Returns the references of each by name, none for an
+        array that is sent inline, and why arrays could not be stored. Raises `LostRowsError`."""
         return [{} for _ in arrays], None
 
     def hand_over(self) -> None:
@@ -45,13 +52,16 @@ class Delivery:
 
 @dataclass(frozen=True)
 class ReferenceMaker(Delivery):
-    """Stores arrays, so that the response has references to them. Deletes those that the client was not told of."""
+    """Stores arrays, so that the response has references to them. Deletes those that the client was
+    not told of."""
 
     store: ArrayStore
     connection: Connection
     names_files: bool = False  # whether references name the files
-    _stored: list[str] = field(default_factory=list, init=False)  # ids whose references are not handed over
-    _handed_over: dict[str, int] = field(default_factory=dict, init=False)  # what had been sent then, by id
+    # ids whose references are not handed over
+    _stored: list[str] = field(default_factory=list, init=False)
+    # what had been sent then, by id
+    _handed_over: dict[str, int] = field(default_factory=dict, init=False)
 
     async def run(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
         """In the store's thread."""
@@ -65,8 +75,8 @@ class ReferenceMaker(Delivery):
         self._stored.clear()
 
     def _delete_unsent_later(self) -> None:
-        """In the store's thread, so that it comes after everything that was submitted to it: whoever was waiting for
-        an array may have been cancelled while it was written."""
+        """In the store's thread, so that it comes after everything that was submitted to it:
+        whoever was waiting for an array may have been cancelled while it was written."""
         with suppress(RuntimeError):  # the process ends, and the thread takes no more
             self.store.writer.submit(self._delete_unsent)
 
@@ -80,7 +90,9 @@ class ReferenceMaker(Delivery):
             with suppress(LookupError, StoreError):
                 self.store.delete(key)
 
-    def references(self, encoder: Encoder, arrays: Arrays) -> tuple[list[dict[str, Any]], StoreError | None]:
+    def references(
+        self, encoder: Encoder, arrays: Arrays
+    ) -> tuple[list[dict[str, Any]], StoreError | None]:
         made: list[dict[str, Any]] = []
         failure: StoreError | None = None
         for name, start, rows in arrays:

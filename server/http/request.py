@@ -1,4 +1,5 @@
-"""Request fields for routing: reads them from the body, checks them and passes them to the engine."""
+"""Request fields for routing: reads them from the body, checks them and passes them to the
+engine."""
 
 import os
 import secrets
@@ -11,7 +12,13 @@ import msgspec
 from fastapi import HTTPException, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import ModelWrapValidatorHandler, PrivateAttr, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.protocol.models import (
@@ -51,11 +58,17 @@ class PackedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def unpacking(raw_request: Request) -> Response:
-            media_type = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            media_type = (
+                raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            )
             if media_type == MSGPACK:
-                headers = [pair for pair in raw_request.scope["headers"] if pair[0] != b"content-type"]
+                headers = [
+                    pair for pair in raw_request.scope["headers"] if pair[0] != b"content-type"
+                ]
                 headers.append((b"content-type", b"application/json"))
-                raw_request = _PackedRequest({**raw_request.scope, "headers": headers}, raw_request.receive)
+                raw_request = _PackedRequest(
+                    {**raw_request.scope, "headers": headers}, raw_request.receive
+                )
             return await handle(raw_request)
 
         return unpacking
@@ -73,7 +86,8 @@ class _PackedRequest(Request):
 def unpacked(content: bytes) -> Any:
     """A MessagePack body as JSON's types, and the rows in its `kv_transfer_params`.
 
-    Other bytes become text, because `opt_in` sends bytes to the engine that clients must not be able to send.
+    Other bytes become text, because `opt_in` sends bytes to the engine that clients must not be
+    able to send.
     """
     try:
         body = msgspec.msgpack.decode(content)
@@ -90,24 +104,28 @@ def unpacked(content: bytes) -> Any:
 class RoutedRequest(RoutingFields):
     """Extension of vLLM's request models."""
 
-    _routing: RoutingOptions | None = PrivateAttr(default=None)  # None if the request does not ask for routing
+    # None if the request does not ask for routing
+    _routing: RoutingOptions | None = PrivateAttr(default=None)
     _connection: Connection = PrivateAttr()  # of a request for routing
-    _most_tokens: int | None = PrivateAttr(default=None)  # in an answer, where the client does not limit them
+    # in an answer, where the client does not limit them
+    _most_tokens: int | None = PrivateAttr(default=None)
 
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_odd_values(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Returns 400 for values of vLLM's own fields for which vLLM returns 500.
 
-        Some of vLLM's validators run before the type check and assume a type. Integers that are too large for the
-        message to the engine fail only when it is sent.
+        Some of vLLM's validators run before the type check and assume a type. Integers that are too
+        large for the message to the engine fail only when it is sent.
         """
         try:
             request = handler(data)
         except (ValueError, VLLMClientError):
             raise
         except Exception as error:
-            raise _odd_field(cls, data) or VLLMValidationError(f"The request is not valid: {error}") from error
+            raise _odd_field(cls, data) or VLLMValidationError(
+                f"The request is not valid: {error}"
+            ) from error
         for name in _MESSAGE_INTEGERS:
             if (field_of(request, name) or 0).bit_length() > _MESSAGE_BITS:
                 raise VLLMValidationError(f"{name} is out of range", parameter=name)
@@ -147,8 +165,8 @@ class RoutedGenerateRequest(RoutedRequest, GenerateRequest):
 
 
 def field_of(request: Any, name: str) -> Any:
-    """A field of vLLM's request model; None if the model lacks it. Pydantic keeps unknown fields of a client as
-    attributes too, so `getattr` alone would return them."""
+    """A field of vLLM's request model; None if the model lacks it. Pydantic keeps unknown fields of
+    a client as attributes too, so `getattr` alone would return them."""
     return getattr(request, name) if name in type(request).model_fields else None
 
 
@@ -164,7 +182,8 @@ def _odd_field(model: type[RoutedRequest], data: Any) -> VLLMValidationError | N
 
 
 async def routing_of(raw_request: Request) -> RoutingOptions | None:
-    """The request's routing options. Runs before vLLM validates the body. An error names the field as `parameter`."""
+    """The request's routing options. Runs before vLLM validates the body. An error names the field
+    as `parameter`."""
     body = await _body(raw_request)
     if body is None:
         return None
@@ -173,12 +192,15 @@ async def routing_of(raw_request: Request) -> RoutingOptions | None:
 
 
 async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
-    """As `routing_of`, for vLLM's token-in, token-out endpoint, which also has fields of its own for routing."""
+    """As `routing_of`, for vLLM's token-in, token-out endpoint, which also has fields of its own
+    for routing."""
     body = await _body(raw_request)
     if body is None:
         return None
     # `vllm serve --enable-return-routed-experts` opts in every request of this endpoint.
-    vllms_default = {OPT_IN: True} if raw_request.app.state.routed_experts.generate_returns_rows else {}
+    vllms_default = (
+        {OPT_IN: True} if raw_request.app.state.routed_experts.generate_returns_rows else {}
+    )
     options = _parse(body, raw_request, vllms_default)
     params = _check_places(body, PROMPT_START)
     if options is None:
@@ -193,27 +215,36 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
                 parameter=options.prompt_start_param,
             )
         if start < 0:
-            raise VLLMValidationError(f"{PROMPT_START} must not be negative", parameter=PROMPT_START)
-        options = replace(options, prompt_start=start, prompt_start_param=PROMPT_START, by_default=False)
+            raise VLLMValidationError(
+                f"{PROMPT_START} must not be negative", parameter=PROMPT_START
+            )
+        options = replace(
+            options, prompt_start=start, prompt_start_param=PROMPT_START, by_default=False
+        )
     return options.with_vllms_forms()
 
 
 def api_keys(args: Namespace) -> list[str]:
     """The API keys that vLLM's routes accept; empty if they need none."""
-    return [key for key in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if key]
+    return [
+        key for key in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if key
+    ]
 
 
 async def require_key(raw_request: Request) -> None:
-    """Checks the API key at routes that are not below /v1, which is all that every supported vLLM guards."""
+    """Checks the API key at routes that are not below /v1, which is all that every supported vLLM
+    guards."""
     keys = api_keys(getattr(raw_request.app.state, "args", Namespace()))
     scheme, _, given = raw_request.headers.get("Authorization", "").partition(" ")
-    known = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]  # all, so that the time says nothing
+    # all, so that the time says nothing
+    known = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
     if keys and not (scheme.lower() == "bearer" and any(known)):
         raise HTTPException(401, "Unauthorized", {"WWW-Authenticate": "Bearer"})
 
 
 async def refuse_odd_values(raw_request: Request) -> None:
-    """Returns 400 for values in the body of a failed `/invocations` request for which vLLM returns 500."""
+    """Returns 400 for values in the body of a failed `/invocations` request for which vLLM returns
+    500."""
     body = await _body(raw_request)
     for model in (RoutedChatRequest, RoutedCompletionRequest):  # in vLLM's order
         try:
@@ -241,13 +272,16 @@ def _check_places(body: Mapping[str, Any], *vllms: str) -> Mapping[str, Any]:
         except FieldError as error:
             raise VLLMValidationError(str(error), parameter=f"{place}.{error.param}") from None
         raise VLLMValidationError(
-            f"{name} belongs at the top level of the request, not in {place}", parameter=f"{place}.{name}"
+            f"{name} belongs at the top level of the request, not in {place}",
+            parameter=f"{place}.{name}",
         )
     params = body.get("sampling_params")
     return params if isinstance(params, dict) else {}
 
 
-def _parse(body: Mapping[str, Any], raw_request: Request, vllms_default: Mapping[str, Any]) -> RoutingOptions | None:
+def _parse(
+    body: Mapping[str, Any], raw_request: Request, vllms_default: Mapping[str, Any]
+) -> RoutingOptions | None:
     settings: Settings = raw_request.app.state.routed_experts.settings
     try:
         return parse_options(body, {**vllms_default, **settings.routed_experts_default})

@@ -45,8 +45,10 @@ class CollectedRows:
     options: RoutingOptions
     shape: tuple[int, int]  # of a row: (L, K), or (3L, K) with weights
     prompts: list[list[Rows]] = field(default_factory=list)  # P - start rows for each prompt
-    own_prompts: list[list[Rows]] = field(default_factory=list)  # of each choice: new weights may have come in between
-    choices: list[tuple[int, list[Rows]]] = field(default_factory=list)  # first position and generated rows, in order
+    # of each choice: new weights may have come in between
+    own_prompts: list[list[Rows]] = field(default_factory=list)
+    # first position and generated rows, in order
+    choices: list[tuple[int, list[Rows]]] = field(default_factory=list)
     num_lost: int = 0  # between engine and API process
     causes: Causes = field(default_factory=Counter)  # why the engine does not know rows
 
@@ -77,7 +79,9 @@ class CollectedRows:
         """Number of unknown rows in an array of them."""
         return count_missing(ids_of(rows) if self.options.weights else rows)
 
-    async def collect_from(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
+    async def collect_from(
+        self, outputs: AsyncIterator[RequestOutput]
+    ) -> AsyncIterator[RequestOutput]:
         async for output in outputs:
             self.collect(output)
             yield output
@@ -92,10 +96,13 @@ class CollectedRows:
         return sum(rows.nbytes for *_, arrays in self.arrays() for rows in arrays)
 
     def arrays(self) -> Iterator[tuple[int | None, int, list[Rows]]]:
-        """The arrays in the order of the response: index of the choice (None for a prompt), first position, rows."""
+        """The arrays in the order of the response: index of the choice (None for a prompt), first
+        position, rows."""
         start = self.options.prompt_start
         if self.options.rows and self.options.layout == "joined":
-            for index, (prompt, (_, own)) in enumerate(zip(self.own_prompts, self.choices, strict=True)):
+            for index, (prompt, (_, own)) in enumerate(
+                zip(self.own_prompts, self.choices, strict=True)
+            ):
                 yield index, start, [*prompt, *own]
             return
         for index, (prompt_len, own) in enumerate(self.choices):
@@ -117,7 +124,8 @@ class RoutedResponse:
     encoder: Encoder
     is_list: bool  # whether the request has a list of prompts
     delivery: Delivery = field(default_factory=Delivery)
-    max_bytes: int = MAX_RESPONSE_BYTES  # of arrays that the store cannot take and that are returned inline
+    # of arrays that the store cannot take and that are returned inline
+    max_bytes: int = MAX_RESPONSE_BYTES
 
     @property
     def nbytes(self) -> int:
@@ -125,8 +133,9 @@ class RoutedResponse:
         return self.rows.nbytes + rows_nbytes(self.response.kv_transfer_params)
 
     async def prepare(self, packed: bool) -> bytes | Iterator[bytes]:
-        """The response body as JSON or MessagePack (`packed`), in parts if it is long. Stores the arrays if the request
-        asks for references; if the store cannot take them, they must fit inline."""
+        """The response body as JSON or MessagePack (`packed`), in parts if it is long. Stores the
+        arrays if the request asks for references; if the store cannot take them, they must fit
+        inline."""
         return await self.delivery.run(self.nbytes, self.encode, packed)
 
     def encode(self, packed: bool) -> bytes | Iterator[bytes]:
@@ -138,7 +147,8 @@ class RoutedResponse:
         goes_with_kv = len(self.rows.prompts) == 1 and has_prompt(transfer_params, options.weights)
         if goes_with_kv and not options.asks_for_inline:
             arrays = [array for array in arrays if array[0] is not None]
-        marker = secrets.token_bytes(16)  # random, so that no client can send it; behind it, the index of an array
+        # random, so that no client can send it; behind it, the index of an array
+        marker = secrets.token_bytes(16)
         inline: list[Iterator[bytes]] = []
         prompts: dict[str, list[Any]] = {}
         for (choice, start, rows), references in zip(arrays, self._refer(arrays), strict=True):
@@ -153,11 +163,15 @@ class RoutedResponse:
         body |= {name: self._one_or_list(values) for name, values in prompts.items()}
         if self.rows.options.histogram:
             count = self.encoder.histogram
-            body["prompt_routed_experts_histogram"] = self._one_or_list([*map(count, self.rows.prompts)])
+            body["prompt_routed_experts_histogram"] = self._one_or_list(
+                [*map(count, self.rows.prompts)]
+            )
             for choice_body, (_, rows) in zip(body["choices"], self.rows.choices, strict=True):
                 choice_body["routed_experts_histogram"] = count(rows)
         first, *texts = encoded(body, packed).split(marker)
-        arrays_and_texts = (chain(inline[int.from_bytes(text[:4], "big")], [text[4:]]) for text in texts)
+        arrays_and_texts = (
+            chain(inline[int.from_bytes(text[:4], "big")], [text[4:]]) for text in texts
+        )
         parts = chain([first], chain.from_iterable(arrays_and_texts))
         return b"".join(parts) if self.nbytes <= AT_ONCE_BYTES or not inline else parts
 
@@ -165,10 +179,15 @@ class RoutedResponse:
         count_response(self.encoder, self.rows.num_lost, self.rows.causes)
 
     def _refer(self, arrays: list[tuple[int | None, int, list[Rows]]]) -> list[dict[str, Any]]:
-        """References to `arrays` and their weights, by name. Without those that are returned inline."""
+        """References to `arrays` and their weights, by name. Without those that are returned
+        inline."""
         named = ((_name_of(choice), start, rows) for choice, start, rows in arrays)
         made, failure = self.delivery.references(self.encoder, named)
-        inline = sum(_count(rows) for references, (*_, rows) in zip(made, arrays, strict=True) if not references)
+        inline = sum(
+            _count(rows)
+            for references, (*_, rows) in zip(made, arrays, strict=True)
+            if not references
+        )
         if failure is not None and inline and self.encoder.text_bytes(inline) > self.max_bytes:
             raise failure
         return made
@@ -182,7 +201,8 @@ def _name_of(choice: int | None) -> str:
 
 
 def body_of(response: Any, packed: bool) -> dict[str, Any]:
-    """vLLM's response as a dict for JSON or MessagePack (`packed`), without vLLM's own routing field."""
+    """vLLM's response as a dict for JSON or MessagePack (`packed`), without vLLM's own routing
+    field."""
     body: dict[str, Any] = response.model_dump()
     if params := body.get("kv_transfer_params"):
         body["kv_transfer_params"] = to_wire(params, packed)
@@ -208,12 +228,18 @@ async def respond(answer: Any, raw_request: Request) -> Response:
         return JSONResponse(answer.model_dump(), status_code=answer.error.code)
     if not isinstance(answer, BaseModel | RoutedResponse):
         interval = float(getattr(raw_request.app.state.args, "sse_keep_alive_interval", 0))
-        return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
+        return StreamingResponse(
+            with_sse_keep_alive(answer, interval), media_type="text/event-stream"
+        )
     packed = wants_msgpack(raw_request.headers.get("accept", ""))
     headers = metrics_header(raw_request.headers.get(_METRICS_HEADER, "")) or {}
     if not isinstance(answer, RoutedResponse):
         plain = body_of(answer, packed)
-        return Response(encoded(plain, packed), 200, headers, MSGPACK) if packed else JSONResponse(plain, 200, headers)
+        return (
+            Response(encoded(plain, packed), 200, headers, MSGPACK)
+            if packed
+            else JSONResponse(plain, 200, headers)
+        )
     try:
         body = await answer.prepare(packed)
     except StoreError as error:
@@ -222,7 +248,9 @@ async def respond(answer: Any, raw_request: Request) -> Response:
         logger.info("Server-wide routing default ignored for a response: %s", error)
         return await respond(answer.response, raw_request)
     except LostRowsError as error:
-        failure = create_error_response(str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
+        failure = create_error_response(
+            str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR
+        )
         return JSONResponse(failure.model_dump(), status_code=failure.error.code)
     parts = iter([body]) if isinstance(body, bytes) else body
     if isinstance(body, bytes):

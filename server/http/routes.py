@@ -22,7 +22,11 @@ from routed_experts.server.http.request import (
 from routed_experts.server.http.response import respond
 from routed_experts.server.http.stored_arrays import delete_array, error_response, stored_array
 from routed_experts.server.http.texts import TEXTS_PATH, TokenTexts, texts_of
-from routed_experts.server.http.vllm_http import load_aware_call, validate_json_request, with_cancellation
+from routed_experts.server.http.vllm_http import (
+    load_aware_call,
+    validate_json_request,
+    with_cancellation,
+)
 from routed_experts.server.vllm_api import VLLMNotFoundError
 
 router = APIRouter(route_class=PackedRoute)
@@ -33,9 +37,12 @@ generate_router = APIRouter(route_class=PackedRoute)
 
 Routing = Annotated[RoutingOptions | None, Depends(routing_of)]
 ArrayId = Annotated[str, Path(alias="id")]
-LayerRange = Annotated[str | None, Query(description="layers to return, `FIRST:END`; all if left out")]
+LayerRange = Annotated[
+    str | None, Query(description="layers to return, `FIRST:END`; all if left out")
+]
 TokenRange = Annotated[
-    str | None, Query(description="rows to return, `FIRST:END`, counted from 0 in this array; all if left out")
+    str | None,
+    Query(description="rows to return, `FIRST:END`, counted from 0 in this array; all if left out"),
 ]
 GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 
@@ -43,7 +50,9 @@ GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 @router.post("/v1/completions", dependencies=[Depends(validate_json_request)], **schemas.COMPLETION)
 @with_cancellation
 @load_aware_call
-async def create_completion(request: RoutedCompletionRequest, raw_request: Request, routing: Routing) -> Response:
+async def create_completion(
+    request: RoutedCompletionRequest, raw_request: Request, routing: Routing
+) -> Response:
     """OpenAI's text completion, optionally with routing."""
     serving = _serving(raw_request, "openai_serving_completion", "Completions API")
     request._routing = routing
@@ -53,7 +62,9 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
 @router.post("/v1/chat/completions", dependencies=[Depends(validate_json_request)], **schemas.CHAT)
 @with_cancellation
 @load_aware_call
-async def create_chat_completion(request: RoutedChatRequest, raw_request: Request, routing: Routing) -> Response:
+async def create_chat_completion(
+    request: RoutedChatRequest, raw_request: Request, routing: Routing
+) -> Response:
     """OpenAI's chat completion, optionally with routing."""
     serving = _serving(raw_request, "openai_serving_chat", "Chat Completions API")
     request._routing = routing
@@ -61,11 +72,15 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
 
 
 @generate_router.post(
-    "/inference/v1/generate", dependencies=[Depends(require_key), Depends(validate_json_request)], **schemas.GENERATE
+    "/inference/v1/generate",
+    dependencies=[Depends(require_key), Depends(validate_json_request)],
+    **schemas.GENERATE,
 )
 @with_cancellation
 @load_aware_call
-async def generate(request: RoutedGenerateRequest, raw_request: Request, routing: GenerateRouting) -> Response:
+async def generate(
+    request: RoutedGenerateRequest, raw_request: Request, routing: GenerateRouting
+) -> Response:
     """vLLM's token-in, token-out completion, optionally with routing. Needs `--enable-scale-out`.
     Routing fields stand at the top level of the request."""
     serving = _serving(raw_request, "serving_tokens", "generate tokens API")
@@ -75,14 +90,15 @@ async def generate(request: RoutedGenerateRequest, raw_request: Request, routing
 
 @router.get("/v1/routed_experts", **schemas.INFO)
 async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
-    """Dimensions of the arrays for the served model: layers, experts per token, number of experts."""
+    """Dimensions of the arrays for the served model: layers, experts per token, number of
+    experts."""
     return _captured(raw_request).info
 
 
 @router.post(TEXTS_PATH, dependencies=[Depends(validate_json_request)], **schemas.TEXTS)
 async def token_texts(raw_request: Request) -> TokenTexts:
-    """The texts of up to 16,384 tokens, `{"token_ids": [39, 72]}`, each as it stands within a text, for whoever shows
-    rows beside tokens."""
+    """The texts of up to 16,384 tokens, `{"token_ids": [39, 72]}`, each as it stands within a text,
+    for whoever shows rows beside tokens."""
     return await texts_of(raw_request, _captured(raw_request).engine)
 
 
@@ -91,9 +107,11 @@ async def token_texts(raw_request: Request) -> TokenTexts:
 async def stored_rows(
     raw_request: Request, key: ArrayId, layers: LayerRange = None, tokens: TokenRange = None
 ) -> Response:
-    """An array that a response refers to, or with `?layers=12:24&tokens=0:8192` a part of it. Both count from 0 in this
-    array."""
-    return await stored_array(raw_request, raw_request.app.state.routed_experts.store, key, layers, tokens)
+    """An array that a response refers to, or with `?layers=12:24&tokens=0:8192` a part of it. Both
+    count from 0 in this array."""
+    return await stored_array(
+        raw_request, raw_request.app.state.routed_experts.store, key, layers, tokens
+    )
 
 
 @router.delete(ROWS_PATH + "/{id}", responses=schemas.DELETION, status_code=204)
@@ -102,10 +120,16 @@ def delete_rows(raw_request: Request, key: ArrayId) -> Response:
     return delete_array(raw_request, raw_request.app.state.routed_experts.store, key)
 
 
-@router.api_route(ROWS_PATH + "/{id}", methods=["POST", "PUT", "PATCH", "OPTIONS", "TRACE"], include_in_schema=False)
+@router.api_route(
+    ROWS_PATH + "/{id}",
+    methods=["POST", "PUT", "PATCH", "OPTIONS", "TRACE"],
+    include_in_schema=False,
+)
 def other_methods() -> Response:
     """Returns 405 with the methods of all routes of the path; each route knows only its own."""
-    return error_response("There is no such method.", HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD, DELETE"})
+    return error_response(
+        "There is no such method.", HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD, DELETE"}
+    )
 
 
 def _captured(raw_request: Request) -> CapturedEngine:

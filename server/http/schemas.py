@@ -31,7 +31,8 @@ Responses = dict[int | str, dict[str, Any]]
 Ids = list[list[list[int]]]
 Histogram = RoutedExpertsHistogram
 Rows = RoutedExpertsArray | RoutedExpertsReference | str | Ids
-"""One array in any form of `routed_experts_format` (`object`; `npy` and `raw`; `list`), or a reference to it."""
+"""One array in any form of `routed_experts_format` (`object`; `npy` and `raw`; `list`), or a
+reference to it."""
 Weights = RoutedExpertWeightsArray | RoutedExpertsReference | str | list[list[list[float | None]]]
 
 
@@ -56,12 +57,16 @@ _WEIGHTS = (
     "they are unknown. Absent without `return_routed_expert_weights`."
 )
 _PROMPT_WEIGHTS = _WEIGHTS.format("prompt_routed_experts")
-_PROMPT_HISTOGRAM = "Counts of the prompt rows, once for all choices. Absent without `routed_experts_histogram`."
+_PROMPT_HISTOGRAM = (
+    "Counts of the prompt rows, once for all choices. Absent without `routed_experts_histogram`."
+)
 
 
 class _Choice(BaseModel):
     routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_GENERATED)
-    routed_expert_weights: Weights | SkipJsonSchema[None] = _rows_field(_WEIGHTS.format("routed_experts"))
+    routed_expert_weights: Weights | SkipJsonSchema[None] = _rows_field(
+        _WEIGHTS.format("routed_experts")
+    )
     routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(
         "Counts of the generated rows of the choice. Absent without `routed_experts_histogram`."
     )
@@ -70,7 +75,9 @@ class _Choice(BaseModel):
 class _Response(BaseModel):
     prompt_routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_PROMPT)
     prompt_routed_expert_weights: Weights | SkipJsonSchema[None] = _rows_field(_PROMPT_WEIGHTS)
-    prompt_routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(_PROMPT_HISTOGRAM)
+    prompt_routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(
+        _PROMPT_HISTOGRAM
+    )
 
 
 class RoutedCompletionChoice(_Choice, CompletionResponseChoice):
@@ -87,8 +94,8 @@ class RoutedCompletionResponse(CompletionResponse):
     prompt_routed_expert_weights: Weights | list[Weights] | SkipJsonSchema[None] = _rows_field(
         _PROMPT_WEIGHTS + " For a list of prompts, a list of arrays in the same order."
     )
-    prompt_routed_experts_histogram: Histogram | list[Histogram] | SkipJsonSchema[None] = _rows_field(
-        _PROMPT_HISTOGRAM + " For a list of prompts, a list in the same order."
+    prompt_routed_experts_histogram: Histogram | list[Histogram] | SkipJsonSchema[None] = (
+        _rows_field(_PROMPT_HISTOGRAM + " For a list of prompts, a list in the same order.")
     )
 
 
@@ -107,7 +114,8 @@ class RoutedGenerateChoice(_Choice, GenerateTokensChoice):
 
     routed_experts: Rows | None = Field(
         default=None,
-        description=_GENERATED + " Without `routed_experts_format` and `routed_experts_layout`, it has the form of "
+        description=_GENERATED
+        + " Without `routed_experts_format` and `routed_experts_layout`, it has the form of "
         "vLLM's own capture: base64 of a .npy file with prompt and generated rows, `uint8` up to 256 experts, else "
         "`uint16`.",
     )
@@ -122,10 +130,13 @@ class RoutedGenerateResponse(_Response, GenerateTokensResponse):
 
 class PrefillRows(BaseModel):
     """The prompt rows in `kv_transfer_params`, for prefill and decode on separate instances. With
-    `return_routed_experts`, the prefill response contains them and the decode request must contain them; a proxy relays
-    `kv_transfer_params` unchanged. Used only with `do_remote_prefill`. Rows of more than 64 MiB are omitted."""
+    `return_routed_experts`, the prefill response contains them and the decode request must contain
+    them; a proxy relays `kv_transfer_params` unchanged. Used only with `do_remote_prefill`. Rows of
+    more than 64 MiB are omitted."""
 
-    data: str = Field(description="Base64 (standard alphabet) of the little-endian array in C order.")
+    data: str = Field(
+        description="Base64 (standard alphabet) of the little-endian array in C order."
+    )
     dtype: Literal["uint8", "int16"]
     shape: tuple[int, int, int] = Field(
         description="[n, L, K]: rows of positions 0 to n - 1, n at most P. -1 means unknown."
@@ -181,35 +192,54 @@ _PART_ERRORS = {
 }
 
 
-def _route(name: str, ok: dict[str, Any], errors: dict[int, str], request: dict[str, Any] | None = None) -> Any:
-    """Arguments of FastAPI's decorators for a route. The examples are those of `name`; only the first error has one."""
-    responses: Responses = {code: {"model": ErrorResponse, "description": text} for code, text in errors.items()}
-    responses[next(iter(errors))]["content"] = {"application/json": {"example": _EXAMPLES[name]["error"]}}
+def _route(
+    name: str, ok: dict[str, Any], errors: dict[int, str], request: dict[str, Any] | None = None
+) -> Any:
+    """Arguments of FastAPI's decorators for a route. The examples are those of `name`; only the
+    first error has one."""
+    responses: Responses = {
+        code: {"model": ErrorResponse, "description": text} for code, text in errors.items()
+    }
+    responses[next(iter(errors))]["content"] = {
+        "application/json": {"example": _EXAMPLES[name]["error"]}
+    }
     about: dict[str, Any] = {"responses": {200: ok, **responses}}
     if "request" in _EXAMPLES[name]:
         content = {"application/json": {**(request or {}), "example": _EXAMPLES[name]["request"]}}
-        about["openapi_extra"] = {"requestBody": ({"required": True} if request else {}) | {"content": content}}
+        about["openapi_extra"] = {
+            "requestBody": ({"required": True} if request else {}) | {"content": content}
+        }
     return about
 
 
 def _generating(model: type[BaseModel], name: str) -> Any:
     """As `_route`, for a route that generates."""
-    events = (f"data: {msgspec.json.encode(chunk).decode()}\n\n" for chunk in _EXAMPLES[name]["stream"])
+    events = (
+        f"data: {msgspec.json.encode(chunk).decode()}\n\n" for chunk in _EXAMPLES[name]["stream"]
+    )
     content = {
         "application/json": {"example": _EXAMPLES[name]["response"]},
-        "application/msgpack": {"schema": {"type": "string", "format": "binary", "description": _MSGPACK}},
+        "application/msgpack": {
+            "schema": {"type": "string", "format": "binary", "description": _MSGPACK}
+        },
         "text/event-stream": {
             "schema": {"type": "string", "description": _STREAM},
             "example": "".join(events) + "data: [DONE]\n\n",
         },
     }
-    ok = {"model": model, "description": "The completion, whole or as a stream.", "content": content}
+    ok = {
+        "model": model,
+        "description": "The completion, whole or as a stream.",
+        "content": content,
+    }
     return _route(name, ok, _ERRORS)
 
 
 def _part_errors(*codes: int) -> Responses:
     keyless: Responses = {401: {"description": "The server has a key, and the request does not."}}
-    return keyless | {code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes}
+    return keyless | {
+        code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes
+    }
 
 
 _INFO = _EXAMPLES["info"]["response"] | {"version": VERSION, "vllm_version": VLLM_VERSION}
@@ -225,7 +255,10 @@ CHAT = _generating(RoutedChatResponse, "chat")
 GENERATE = _generating(RoutedGenerateResponse, "generate")
 INFO = _route(
     "info",
-    {"description": "The dimensions of the arrays.", "content": {"application/json": {"example": _INFO}}},
+    {
+        "description": "The dimensions of the arrays.",
+        "content": {"application/json": {"example": _INFO}},
+    },
     {404: _NO_CAPTURE},
 )
 TEXTS = _route(

@@ -1,4 +1,5 @@
-"""Names of vLLM's HTTP server that moved, as the newest version calls them, and substitutes for missing ones."""
+"""Names of vLLM's HTTP server that moved, as the newest version calls them, and substitutes for
+missing ones."""
 
 import argparse
 import asyncio
@@ -23,7 +24,8 @@ def _first(name: str, *places: str) -> Any:
 
 
 def _first_or_none(name: str, *places: str) -> Any:
-    """The same for a name that older versions do not have. `required.HTTP` says since when it has to be there."""
+    """The same for a name that older versions do not have. `required.HTTP` says since when it has
+    to be there."""
     for place in places:
         try:
             return getattr(import_module(place), name)
@@ -39,9 +41,13 @@ _NEW_STARTUP = f"{_ENTRY}.common.startup"  # 0.33
 _GENERATE = f"{_ENTRY}.scale_out.token_in_token_out.protocol"
 
 ErrorResponse = _first("ErrorResponse", _NEW_ENGINE, f"{_ENTRY}.openai.engine.protocol")
-create_error_response = _first("create_error_response", _NEW_ERRORS, f"{_ENTRY}.serve.utils.error_response")
+create_error_response = _first(
+    "create_error_response", _NEW_ERRORS, f"{_ENTRY}.serve.utils.error_response"
+)
 cli_env_setup = _first("cli_env_setup", _NEW_STARTUP, f"{_ENTRY}.serve.utils.api_utils")
-GenerateTokensChoice = _first_or_none("GenerateTokensChoice", _GENERATE) or _first("GenerateResponseChoice", _GENERATE)
+GenerateTokensChoice = _first_or_none("GenerateTokensChoice", _GENERATE) or _first(
+    "GenerateResponseChoice", _GENERATE
+)
 _stream_choice = _first_or_none("GenerateTokensStreamChoice", _GENERATE) or _first(
     "GenerateResponseStreamChoice", _GENERATE
 )
@@ -62,8 +68,11 @@ _attach_plugins = _first("attach_endpoint_plugins", "vllm.plugins.endpoint_plugi
 
 HAS_SCALE_OUT_FLAG = "enable_scale_out" in _register_scale_out.__code__.co_consts
 STREAMS_CHOICES = _tokens_response is not None
-"""Whether generate can stream several choices: before, it fails where a choice's first token comes after another's."""
-_REPLACES_ROUTES = _attach_plugins is not None and "openapi_schema" in _attach_plugins.__code__.co_names
+"""Whether generate can stream several choices: before, it fails where a choice's first token comes
+after another's."""
+_REPLACES_ROUTES = (
+    _attach_plugins is not None and "openapi_schema" in _attach_plugins.__code__.co_names
+)
 
 
 class _Retryable(_generation_error):  # type: ignore[misc,valid-type]
@@ -82,18 +91,22 @@ configure_logging_from_args: Any = _configure_logging or (lambda args: None)
 
 
 def set_output_kind(params: Any, stream: bool) -> None:
-    """Until 0.29: generate's responses that are not streamed would come as outputs that repeat all earlier tokens."""
+    """Until 0.29: generate's responses that are not streamed would come as outputs that repeat all
+    earlier tokens."""
     params.output_kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
 
 
 def scales_out(args: argparse.Namespace | None) -> bool:
     """Whether vLLM serves its scale-out endpoints; until 0.30 every server does."""
     always = args is not None and not HAS_SCALE_OUT_FLAG
-    return always or bool(getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False))
+    return always or bool(
+        getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False)
+    )
 
 
 def replace_routes(app: FastAPI) -> None:
-    """Until 0.32: removes routes that a later one of the same path and method replaces; the first would win."""
+    """Until 0.32: removes routes that a later one of the same path and method replaces; the first
+    would win."""
     if _REPLACES_ROUTES:
         return
     routes = [route for route in app.routes if isinstance(route, APIRoute)]
@@ -101,12 +114,14 @@ def replace_routes(app: FastAPI) -> None:
     app.router.routes[:] = [
         route
         for route in app.routes
-        if not isinstance(route, APIRoute) or any(last[route.path, method] is route for method in route.methods)
+        if not isinstance(route, APIRoute)
+        or any(last[route.path, method] is route for method in route.methods)
     ]
 
 
 def stop_accepting(server: Any) -> None:
-    """Has a server of uvicorn accept no more connections, as its `shutdown` does, which also closes idle ones.
+    """Has a server of uvicorn accept no more connections, as its `shutdown` does, which also closes
+    idle ones.
 
     Since 0.32, vLLM accepts those of several API processes itself, in tasks of its own.
     """
@@ -132,9 +147,14 @@ def _listeners(server: Any) -> Any:
 
 
 async def serve_connection(server: Any, connection: socket.socket) -> None:
-    """Has uvicorn serve a connection that it has not accepted itself, with the protocol of its own connections."""
+    """Has uvicorn serve a connection that it has not accepted itself, with the protocol of its own
+    connections."""
     loop = asyncio.get_running_loop()
     config = server.config
-    about = {"config": config, "server_state": server.server_state, "app_state": server.lifespan.state}
+    about = {
+        "config": config,
+        "server_state": server.server_state,
+        "app_state": server.lifespan.state,
+    }
     make_protocol = partial(config.http_protocol_class, **about, _loop=loop)
     await loop.connect_accepted_socket(make_protocol, connection, ssl=config.ssl)

@@ -1,4 +1,5 @@
-"""The self-test: requests that the server sends through its own application before the port opens."""
+"""The self-test: requests that the server sends through its own application before the port
+opens."""
 
 import asyncio
 import copy
@@ -54,7 +55,8 @@ _FEW_BYTES = 16 << 10
 _DECISIONS = (401, 403, 407, 429)
 """What a middleware answers that does not let a request in."""
 _AGREEMENT = 0.5
-"""Required share of equal ids for equal tokens in batches of different sizes, where rounding changes a few."""
+"""Required share of equal ids for equal tokens in batches of different sizes, where rounding
+changes a few."""
 
 _MESSAGES = [{"role": "user", "content": "Which experts?"}]
 _COMPLETIONS, _CHAT, _GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -70,9 +72,11 @@ class SelfTestError(RuntimeError):
     """The self-test failed; the server must not start."""
 
 
-async def probe(app: FastAPI, captured: CapturedEngine, store: ArrayStore, args: Namespace, model: str) -> None:
-    """Checks that every endpoint returns complete and valid routing, and the same experts for the same tokens; and
-    that references come through the operator's middleware.
+async def probe(
+    app: FastAPI, captured: CapturedEngine, store: ArrayStore, args: Namespace, model: str
+) -> None:
+    """Checks that every endpoint returns complete and valid routing, and the same experts for the
+    same tokens; and that references come through the operator's middleware.
 
     `app` has its state already, but no server-wide defaults.
     """
@@ -80,7 +84,11 @@ async def probe(app: FastAPI, captured: CapturedEngine, store: ArrayStore, args:
     config = captured.engine.vllm_config
     parallel = config.parallel_config
     # With an external load balancer, this process reaches only the ranks of its own node.
-    ranks = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+    ranks = (
+        parallel.data_parallel_size_local
+        if parallel.local_engines_only
+        else parallel.data_parallel_size
+    )
     async with AppClient(front_of(app, args), args, model) as client:
         try:
             endpoints = await _endpoints(client, args, config.model_config.max_model_len)
@@ -100,15 +108,19 @@ async def probe(app: FastAPI, captured: CapturedEngine, store: ArrayStore, args:
 def front_of(app: FastAPI, args: Namespace) -> FastAPI:
     """`app` with the middleware of vLLM and this server.
 
-    Other middleware is left out: an operator's may reject this client, and HTTP metrics should not count it.
+    Other middleware is left out: an operator's may reject this client, and HTTP metrics should not
+    count it.
     """
-    # With VLLM_SERVER_DEV_MODE, vLLM logs rejected requests as errors, and the self-test sends some on purpose.
+    # With VLLM_SERVER_DEV_MODE, vLLM logs rejected requests as errors, and the self-test sends some
+    # on purpose.
     quiet = copy.copy(args)
     quiet.log_error_stack = False
     front = copy.copy(app)
     front.state = State({**app.state._state, "args": quiet})
     front.root_path = ""  # as behind a proxy that strips it
-    front.user_middleware = [layer for layer in app.user_middleware if _module_of(layer).startswith(_OURS)]
+    front.user_middleware = [
+        layer for layer in app.user_middleware if _module_of(layer).startswith(_OURS)
+    ]
     front.middleware_stack = None  # built anew
     watch_connections(front)
     return front
@@ -117,7 +129,9 @@ def front_of(app: FastAPI, args: Namespace) -> FastAPI:
 class AppClient:
     """Calls an application without a socket."""
 
-    def __init__(self, app: ASGIApp, args: Namespace, model: str, root_path: str = "", raises: bool = True) -> None:
+    def __init__(
+        self, app: ASGIApp, args: Namespace, model: str, root_path: str = "", raises: bool = True
+    ) -> None:
         keys = api_keys(args)
         key = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         self._client = httpx.AsyncClient(
@@ -143,7 +157,9 @@ class AppClient:
             async with asyncio.timeout(_LIMIT_S):
                 return await self._client.request(method, path, timeout=None, **request)
         except TimeoutError:
-            raise SelfTestError(f"The self-test request to {path} took longer than {_LIMIT_S:.0f} s.") from None
+            raise SelfTestError(
+                f"The self-test request to {path} took longer than {_LIMIT_S:.0f} s."
+            ) from None
         except Exception as error:
             raise SelfTestError(f"The self-test request to {path} failed: {error!r}") from error
 
@@ -159,7 +175,8 @@ async def _endpoints(client: AppClient, args: Namespace, max_model_len: int) -> 
     # vLLM's own endpoint tells whether there is a tokenizer and a chat template.
     tokenized = await client.post("/tokenize", messages=_MESSAGES)
     if tokenized.status_code == 200 and tokenized.json()["count"] + _NEW_TOKENS < max_model_len:
-        # Some models render chats in another way; gpt-oss uses special tokens that a small vocabulary lacks.
+        # Some models render chats in another way; gpt-oss uses special tokens that a small
+        # vocabulary lacks.
         plain = await client.post(_CHAT, messages=_MESSAGES, max_tokens=1)
         if plain.status_code == 200:
             found.append(_CHAT)
@@ -169,15 +186,20 @@ async def _endpoints(client: AppClient, args: Namespace, max_model_len: int) -> 
 async def _check_endpoints(
     client: AppClient, endpoints: list[str], captured: CapturedEngine, others: list[str]
 ) -> None:
-    """Raises `SelfTestError` unless each endpoint rejects invalid routing fields, and each of the `others` all."""
+    """Raises `SelfTestError` unless each endpoint rejects invalid routing fields, and each of the
+    `others` all."""
     info = await client.send("GET", "/v1/routed_experts")
     if info.status_code != 200 or info.json() != captured.info.model_dump(mode="json"):
-        raise SelfTestError("The self-test did not reach this server's routes: vLLM or another plugin replaced them.")
+        raise SelfTestError(
+            "The self-test did not reach this server's routes: vLLM or another plugin replaced them."
+        )
     too_late = captured.engine.vllm_config.model_config.max_model_len + 1
     for path in endpoints:
         asked = {OPT_IN: True, **_BODIES[path]([1], max_tokens=1)}
         await _check_refusal(client, path, PROMPT_START, **asked, **{PROMPT_START: too_late})
-        await _check_refusal(client, path, prefill_param.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"})
+        await _check_refusal(
+            client, path, prefill_param.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"}
+        )
         if path != _GENERATE:
             await _check_refusal(client, path, OPT_IN, **asked, use_beam_search=True)
     for path in others:
@@ -190,13 +212,17 @@ async def _check_refusal(client: AppClient, path: str, param: str, **body: Any) 
         return
     error = response.json().get("error") if response.status_code == 400 else None
     if not isinstance(error, dict) or error.get("param") != param:
-        raise SelfTestError(f"{path} accepted an invalid {param}: vLLM does not call this server's checks.")
+        raise SelfTestError(
+            f"{path} accepted an invalid {param}: vLLM does not call this server's checks."
+        )
 
 
 class _Rank:
     """Tests one data parallel rank."""
 
-    def __init__(self, client: AppClient, endpoints: list[str], captured: CapturedEngine, rank: int | None) -> None:
+    def __init__(
+        self, client: AppClient, endpoints: list[str], captured: CapturedEngine, rank: int | None
+    ) -> None:
         self._client = client
         self._endpoints = endpoints
         self._captured = captured
@@ -206,7 +232,8 @@ class _Rank:
         self._loads_lose_rows = config.kv_transfer_config is not None and on_load() == MISSING
 
     async def check(self) -> None:
-        """Raises `SelfTestError` unless all endpoints return the same experts for the same tokens."""
+        """Raises `SelfTestError` unless all endpoints return the same experts for the same
+        tokens."""
         short, long = self._prompt(_SHORT), self._prompt(self._long())
         several = {"n": self._n, "temperature": 1.0}
         for path in self._endpoints:
@@ -214,7 +241,11 @@ class _Rank:
             (first,) = await self._ask(path, body(long))
             # Concurrent, so that they share steps. All but the last hit the prefix cache.
             streamed, whole, _ = await asyncio.gather(
-                self._ask(path, body(long, **(several if path != _GENERATE or STREAMS_CHOICES else {})), stream=True),
+                self._ask(
+                    path,
+                    body(long, **(several if path != _GENERATE or STREAMS_CHOICES else {})),
+                    stream=True,
+                ),
                 self._ask(path, body(long, **several)),
                 self._ask(INVOCATIONS if path == _COMPLETIONS else path, body(short)),
             )
@@ -222,7 +253,10 @@ class _Rank:
                 self._compare(path, choice.prompt_rows, first.prompt_rows)
             # Send the generated tokens as a prompt and compare the rows.
             choices = [first, *streamed, *whole]
-            again = (self._ask(_COMPLETIONS, {"prompt": _tokens(choice), "max_tokens": 1}) for choice in choices)
+            again = (
+                self._ask(_COMPLETIONS, {"prompt": _tokens(choice), "max_tokens": 1})
+                for choice in choices
+            )
             answers = await asyncio.gather(*again)
             for choice, (answer,) in zip(choices, answers, strict=True):
                 rows = answer.rows[: choice.end]
@@ -231,9 +265,17 @@ class _Rank:
 
     async def _ask(self, path: str, body: dict[str, Any], stream: bool = False) -> list[Routing]:
         """Sends a request and returns its choices. Each must be complete and valid."""
-        form = {"routed_experts_format": "object", "routed_experts_layout": "split", "return_token_ids": True}
+        form = {
+            "routed_experts_format": "object",
+            "routed_experts_layout": "split",
+            "return_token_ids": True,
+        }
         sampling = body.get("sampling_params", body)
-        for name, value in {"max_tokens": _NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}.items():
+        for name, value in {
+            "max_tokens": _NEW_TOKENS,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }.items():
             sampling.setdefault(name, value)
         asked = {OPT_IN: True} | ({WEIGHTS: True} if self._captured.info.weights else {})
         response = await self._client.post(path, self._rank, **asked, **form, **body, stream=stream)
@@ -247,11 +289,20 @@ class _Rank:
             raise SelfTestError(
                 f"The self-test got a response from {path} without complete routing: {error}."
             ) from error
-        prompt = tuple(body.get("prompt") or body.get("token_ids") or choices[0].prompt_token_ids or ())
+        prompt = tuple(
+            body.get("prompt") or body.get("token_ids") or choices[0].prompt_token_ids or ()
+        )
         if path == _GENERATE:  # which does not repeat the prompt until vLLM 0.30
-            choices = [replace(choice, prompt_token_ids=choice.prompt_token_ids or prompt) for choice in choices]
-        if len(choices) != n or any(choice.prompt_token_ids != prompt or not choice.token_ids for choice in choices):
-            raise SelfTestError(f"The self-test got wrong choices or prompt tokens from {path}: please report this.")
+            choices = [
+                replace(choice, prompt_token_ids=choice.prompt_token_ids or prompt)
+                for choice in choices
+            ]
+        if len(choices) != n or any(
+            choice.prompt_token_ids != prompt or not choice.token_ids for choice in choices
+        ):
+            raise SelfTestError(
+                f"The self-test got wrong choices or prompt tokens from {path}: please report this."
+            )
         for choice in choices:
             self._check_rows(choice)
         return choices
@@ -272,7 +323,8 @@ class _Rank:
             )
 
     def _long(self) -> int:
-        """Length of a prompt whose rows have a message of their own, and of which other requests hit a prefix."""
+        """Length of a prompt whose rows have a message of their own, and of which other requests
+        hit a prefix."""
         layers, top_k = self._captured.shape
         row_bytes = 2 * layers * top_k
         of_more_than_a_line = min(LINE_BYTES // row_bytes, _MOST_TOKENS)
@@ -283,7 +335,11 @@ class _Rank:
         """Random token ids, so that no KV store has them from an earlier start."""
         model = self._captured.engine.vllm_config.model_config
         length = max(min(length, model.max_model_len - _NEW_TOKENS - 1), 1)
-        return np.random.default_rng().integers(min(model.get_vocab_size(), _TOKEN_IDS), size=length).tolist()
+        return (
+            np.random.default_rng()
+            .integers(min(model.get_vocab_size(), _TOKEN_IDS), size=length)
+            .tolist()
+        )
 
 
 class _Door:
@@ -303,14 +359,17 @@ class _Door:
 class _References:
     """Tests references, through the operator's middleware too.
 
-    What that answers by itself is its own matter: it may need credentials that the self-test has not, or let few
-    requests in. But what our routes answer has to come out.
+    What that answers by itself is its own matter: it may need credentials that the self-test has
+    not, or let few requests in. But what our routes answer has to come out.
     """
 
-    def __init__(self, app: FastAPI, captured: CapturedEngine, store: ArrayStore, args: Namespace, model: str) -> None:
+    def __init__(
+        self, app: FastAPI, captured: CapturedEngine, store: ArrayStore, args: Namespace, model: str
+    ) -> None:
         names = [_module_of(layer) for layer in app.user_middleware]
         self._others = sorted({name for name in names if not name.startswith(_ALWAYS_THERE)})
-        # Its own middleware, as it is: some must not be made twice. Without any, HTTP metrics need not count this.
+        # Its own middleware, as it is: some must not be made twice. Without any, HTTP metrics need
+        # not count this.
         self._door = _Door(app if self._others else front_of(app, args))
         root_path = (app.root_path or "").rstrip("/") if self._others else ""
         self._client = AppClient(self._door, args, model, root_path, raises=False)
@@ -334,7 +393,12 @@ class _References:
 
     async def _choice(self, delivery: str) -> dict[str, Any] | None:
         """The rows of a prompt and of its choice; None if a middleware let no request in."""
-        body: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+        body: dict[str, Any] = {
+            "prompt": [1, 2],
+            "max_tokens": 2,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
         body |= {OPT_IN: True, "routed_experts_format": "object", "routed_experts_layout": "split"}
         body[DELIVERY] = delivery
         response = await self._client.post(_COMPLETIONS, **body)
@@ -343,7 +407,10 @@ class _References:
         try:
             answer = response.json()
             (choice,) = answer["choices"]
-            return {name: said[name] for said, name in ((answer, "prompt_routed_experts"), (choice, "routed_experts"))}
+            return {
+                name: said[name]
+                for said, name in ((answer, "prompt_routed_experts"), (choice, "routed_experts"))
+            }
         except (ValueError, KeyError, TypeError) as error:
             raise self._failure(_COMPLETIONS, f"without its routed experts ({error!r})") from error
 
@@ -355,7 +422,11 @@ class _References:
                 if not self._is_let_in(response, path):
                     return
                 num_rows, num_layers, top_k = reference["shape"]
-                rows = np.frombuffer(response.content, np.int16).reshape(num_layers, num_rows, top_k).swapaxes(0, 1)
+                rows = (
+                    np.frombuffer(response.content, np.int16)
+                    .reshape(num_layers, num_rows, top_k)
+                    .swapaxes(0, 1)
+                )
                 if agreement(rows, decode(inline[name]).astype(np.int16)) < _AGREEMENT:
                     raise self._failure(path, "with other experts than came inline")
         except (KeyError, TypeError, ValueError) as error:
@@ -366,7 +437,8 @@ class _References:
                     await run_in_threadpool(self._store.delete, reference["id"])
 
     def _is_let_in(self, response: httpx.Response, path: str) -> bool:
-        """Raises `SelfTestError` if the response to a request that reached our routes is not theirs."""
+        """Raises `SelfTestError` if the response to a request that reached our routes is not
+        theirs."""
         if self._door.reached_route and response.status_code == 200:
             return True
         if self._others and (not self._door.reached_route or response.status_code in _DECISIONS):
@@ -382,7 +454,9 @@ class _References:
 
     def _failure(self, path: str, how: str) -> SelfTestError:
         if not self._others:
-            return SelfTestError(f"The self-test got a response from {path} {how}: please report this.")
+            return SelfTestError(
+                f"The self-test got a response from {path} {how}: please report this."
+            )
         return SelfTestError(
             f"Behind the middleware of {', '.join(self._others)}, the self-test got a response from {path} {how}. "
             "Middleware must let responses with routed experts out as they are: change it, leave it out of "
@@ -395,7 +469,8 @@ def _tokens(choice: Routing) -> list[int]:
 
 
 def agreement(some: Rows, others: Rows) -> float:
-    """Share of known ids of `some` [n, L, K] that are in the same row and layer of `others`; 1 if there are none."""
+    """Share of known ids of `some` [n, L, K] that are in the same row and layer of `others`; 1 if
+    there are none."""
     if some.shape != others.shape:
         return 0.0
     known = (some != UNKNOWN) & (others != UNKNOWN)
@@ -407,22 +482,30 @@ def check_weights(rows: Rows, weights: NDArray[np.float32] | None) -> None:
     """Raises `SelfTestError` unless all known ids of `rows` [n, L, K] have weights."""
     if weights is None or weights.shape != rows.shape:
         raise SelfTestError("The self-test got no weights: please report this.")
-    silent = np.flatnonzero(((weights.view(np.int32) == UNKNOWN) & (rows != UNKNOWN)).any(axis=(0, 2)))
+    silent = np.flatnonzero(
+        ((weights.view(np.int32) == UNKNOWN) & (rows != UNKNOWN)).any(axis=(0, 2))
+    )
     if len(silent):
         raise SelfTestError(
             f"MoE layers {silent.tolist()} wrote no weights for some tokens: choose another kernel with --moe-backend."
         )
 
 
-def check_rows(rows: NDArray[np.int16], expected_rows: int, shape: tuple[int, int], num_experts: int) -> None:
+def check_rows(
+    rows: NDArray[np.int16], expected_rows: int, shape: tuple[int, int], num_experts: int
+) -> None:
     """Raises `SelfTestError` unless `rows` has the expected shape and valid expert ids."""
     expected = (expected_rows, *shape)
     if rows.shape != expected:
-        raise SelfTestError(f"The self-test got routing of shape {rows.shape}, not {expected}: please report this.")
+        raise SelfTestError(
+            f"The self-test got routing of shape {rows.shape}, not {expected}: please report this."
+        )
     if not len(rows):
         return
     if (rows == UNKNOWN).all():
-        raise SelfTestError("The self-test got no routing: the engine's worker or scheduler is not ours.")
+        raise SelfTestError(
+            "The self-test got no routing: the engine's worker or scheduler is not ours."
+        )
     silent = np.flatnonzero((rows == UNKNOWN).any(axis=(0, 2)))
     if len(silent):
         raise SelfTestError(
@@ -430,7 +513,11 @@ def check_rows(rows: NDArray[np.int16], expected_rows: int, shape: tuple[int, in
             "some batch sizes. Choose another kernel with --moe-backend."
         )
     if rows.min() < 0 or rows.max() >= num_experts:
-        raise SelfTestError(f"The self-test got expert ids outside 0 to {num_experts - 1}: please report this.")
+        raise SelfTestError(
+            f"The self-test got expert ids outside 0 to {num_experts - 1}: please report this."
+        )
     ordered = np.sort(rows, axis=2)
     if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
-        raise SelfTestError("The self-test got the same expert twice for one token: please report this.")
+        raise SelfTestError(
+            "The self-test got the same expert twice for one token: please report this."
+        )

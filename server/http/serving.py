@@ -33,8 +33,19 @@ from routed_experts.server.http.vllm_http import (
     ServingTokens,
 )
 from routed_experts.server.outputs.array_store import StoreError
-from routed_experts.server.outputs.prefill_param import FIELD, PARAMS, PrefillRowsError, PrefillRowsParam, to_wire
-from routed_experts.server.vllm_api import VLLM_VERSION, RequestOutput, VLLMValidationError, get_logger
+from routed_experts.server.outputs.prefill_param import (
+    FIELD,
+    PARAMS,
+    PrefillRowsError,
+    PrefillRowsParam,
+    to_wire,
+)
+from routed_experts.server.vllm_api import (
+    VLLM_VERSION,
+    RequestOutput,
+    VLLMValidationError,
+    get_logger,
+)
 
 logger = get_logger(__name__)
 
@@ -47,7 +58,8 @@ def _reject(message: str, param: str) -> NoReturn:
 
 
 def _cannot(request: Any, options: RoutingOptions, message: str, param: str) -> None:
-    """Rejects a request whose routing cannot be returned. If only the server-wide default asks, drops the routing."""
+    """Rejects a request whose routing cannot be returned. If only the server-wide default asks,
+    drops the routing."""
     if not options.by_default:
         _reject(message, param)
     logger.info("Server-wide routing default ignored for a request: %s", message)
@@ -55,7 +67,8 @@ def _cannot(request: Any, options: RoutingOptions, message: str, param: str) -> 
 
 
 def options_of(request: Any) -> RoutingOptions | None:
-    """Routing options of `request`; None if it does not ask for routing or came through one of vLLM's routes."""
+    """Routing options of `request`; None if it does not ask for routing or came through one of
+    vLLM's routes."""
     return request._routing if isinstance(request, RoutedRequest) else None
 
 
@@ -89,17 +102,18 @@ class RoutedServing:
         return self.server.settings.routed_experts_max_response_bytes
 
     def begin(self, request: Any, raw_request: Request | None) -> None:
-        """Prepares a request for vLLM's own handling: checks `kv_transfer_params`, and moves rows out of them into a
-        `PrefillRowsParam`.
+        """Prepares a request for vLLM's own handling: checks `kv_transfer_params`, and moves rows
+        out of them into a `PrefillRowsParam`.
 
-        If vLLM or `check` rejects the request later, vLLM passes these params to the engine, so that the prefill
-        instance frees its KV.
+        If vLLM or `check` rejects the request later, vLLM passes these params to the engine, so
+        that the prefill instance frees its KV.
         """
         options = options_of(request)
         if options is not None and raw_request is not None:
             request._connection = connection_of(raw_request)
         _move_transfer_params(request)
-        params, config = request.kv_transfer_params, self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
+        params = request.kv_transfer_params
+        config = self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
         try:
             transfer_params.check(params, config)
         except transfer_params.TransferParamsError as error:
@@ -130,7 +144,9 @@ class RoutedServing:
         if field_of(request, "use_beam_search"):
             _cannot(request, options, "Routed experts cannot be returned with beam search.", asked)
         if options.weights and not self.captured.info.weights:
-            message = f"This server does not capture the routers' weights: start it with {WEIGHTS_FLAG}."
+            message = (
+                f"This server does not capture the routers' weights: start it with {WEIGHTS_FLAG}."
+            )
             _cannot(request, options, message, WEIGHTS)
         try:
             codec.resolve_dtype(options.dtype, self.captured.num_experts)
@@ -138,23 +154,35 @@ class RoutedServing:
             _reject(str(error), "routed_experts_dtype")
 
     async def check_prefill_rows(self, request: Any, prompt_lens: list[int]) -> None:
-        """Raises `VLLMValidationError` for rows from a prefill instance that do not fit the prompt."""
+        """Raises `VLLMValidationError` for rows from a prefill instance that do not fit the
+        prompt."""
         rows = (request.kv_transfer_params or {}).get(PARAM)
         if self.captured is None or not isinstance(rows, PrefillRowsParam):
             return
         captured = self.captured
         try:
-            await run_in_threadpool(rows.parse, captured.shape, captured.num_experts, captured.info.weights)
+            await run_in_threadpool(
+                rows.parse, captured.shape, captured.num_experts, captured.info.weights
+            )
         except PrefillRowsError as error:
             _reject(str(error), FIELD)
         count, *_ = rows.shape or [0]
         if len(prompt_lens) != 1 or count > prompt_lens[0]:
-            _reject(f"{FIELD} has rows for {count} tokens, but the prompts have {prompt_lens} tokens", FIELD)
+            _reject(
+                f"{FIELD} has rows for {count} tokens, but the prompts have {prompt_lens} tokens",
+                FIELD,
+            )
 
     async def check_lengths(
-        self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None, min_tokens: int
+        self,
+        request: Any,
+        prompt_lens: list[int],
+        num_choices: int,
+        max_tokens: int | None,
+        min_tokens: int,
     ) -> None:
-        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large.
+        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would
+        be too large.
 
         `max_tokens` is what the request says of it, None if nothing.
         """
@@ -165,7 +193,12 @@ class RoutedServing:
             if options.prompt_start > length:
                 param = options.prompt_start_param
                 which = f"prompt {index} (the first is 0)" if len(prompt_lens) > 1 else "the prompt"
-                _cannot(request, options, f"{param} is {options.prompt_start}, but {which} has {length} tokens", param)
+                _cannot(
+                    request,
+                    options,
+                    f"{param} is {options.prompt_start}, but {which} has {length} tokens",
+                    param,
+                )
                 return
         copies = num_choices if options.layout == "joined" else 1
         prompt_rows = copies * sum(length - options.prompt_start for length in prompt_lens)
@@ -179,25 +212,34 @@ class RoutedServing:
                 self.end_at_limit(request, prompt_rows)
 
     def end_at_limit(self, request: Any, prompt_rows: int) -> None:
-        """Has a request that says no `max_tokens` end where its rows surely exceed the maximum size of a response.
+        """Has a request that says no `max_tokens` end where its rows surely exceed the maximum size
+        of a response.
 
-        What vLLM then allows, the rest of the context, says nothing of how long an answer will be, so that nothing can
-        be refused before. But nothing is generated for a response that cannot be sent.
+        What vLLM then allows, the rest of the context, says nothing of how long an answer will be,
+        so that nothing can be refused before. But nothing is generated for a response that cannot
+        be sent.
         """
         options = options_of(request)
-        if options is None or options.by_default:  # a client that did not ask for rows gets its answer without them
+        # a client that did not ask for rows gets its answer without them
+        if options is None or options.by_default:
             return
         if options.format == "list" and getattr(request, "stream", False):
-            return  # its text is shorter than `text_bytes` says; the stream ends where it becomes too long
+            # its text is shorter than `text_bytes` says; the stream ends where it becomes too long
+            return
         # The last token has no row.
         request._most_tokens = self.encoder(options).rows_beyond(self._max_bytes) - prompt_rows + 1
 
-    async def check_store_capacity(self, request: Any, options: RoutingOptions, num_rows: int) -> RoutingOptions:
-        """Rejects a request for references to a store that has no room for the rows of its prompts. If only the
-        server-wide default asks for references, its options become those of arrays that are returned inline."""
+    async def check_store_capacity(
+        self, request: Any, options: RoutingOptions, num_rows: int
+    ) -> RoutingOptions:
+        """Rejects a request for references to a store that has no room for the rows of its prompts.
+        If only the server-wide default asks for references, its options become those of arrays that
+        are returned inline."""
         store = self.server.store
         if store is None:
-            _reject("This server stores no routed experts: leave out routed_experts_delivery.", DELIVERY)
+            _reject(
+                "This server stores no routed experts: leave out routed_experts_delivery.", DELIVERY
+            )
         num_bytes = self.encoder(options).stored_bytes(num_rows)
         try:
             if not store.has_room(num_bytes):
@@ -213,7 +255,9 @@ class RoutedServing:
     def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
         if not options.by_reference or self.server.store is None:
             return Delivery()
-        return ReferenceMaker(self.server.store, request._connection, self.server.settings.routed_experts_store_paths)
+        return ReferenceMaker(
+            self.server.store, request._connection, self.server.settings.routed_experts_store_paths
+        )
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         if self.captured is not None:
@@ -241,8 +285,12 @@ class RoutedServing:
         layers = self.captured.layers if options.layers == "all" else None
         num_experts = self.captured.num_experts
         if options.format == "paired":
-            return PairedEncoder(self.captured.shape, num_experts, layers, self.captured.info.weights_scale)
-        return Encoder(options.format, dtype, self.captured.shape, num_experts, layers, options.weights)
+            return PairedEncoder(
+                self.captured.shape, num_experts, layers, self.captured.info.weights_scale
+            )
+        return Encoder(
+            options.format, dtype, self.captured.shape, num_experts, layers, options.weights
+        )
 
     def stream(
         self,
@@ -252,31 +300,42 @@ class RoutedServing:
         num_choices: int,
         **about: Any,
     ) -> AsyncIterator[str]:
-        """The stream that vLLM's generator `make` builds from `results`, with its rows. `about` is `SSERewriter`'s."""
+        """The stream that vLLM's generator `make` builds from `results`, with its rows. `about` is
+        `SSERewriter`'s."""
         options = options_of(request)
         if options is None:
             return make(results)
         about |= {"max_bytes": self._max_bytes, "delivery": self.delivery(request, options)}
-        rewriter = SSERewriter(options, self.encoder(options), num_choices, self._error_event, **about)
+        rewriter = SSERewriter(
+            options, self.encoder(options), num_choices, self._error_event, **about
+        )
         return rewriter.rewrite(make(rewriter.watch(results)))
 
     async def collect(
-        self, make: Callable[..., Awaitable[Any]], request: Any, results: AsyncIterator[RequestOutput], *args: Any
+        self,
+        make: Callable[..., Awaitable[Any]],
+        request: Any,
+        results: AsyncIterator[RequestOutput],
+        *args: Any,
     ) -> Any:
-        """The unstreamed response that vLLM's generator `make` builds from `results`, with its rows."""
+        """The unstreamed response that vLLM's generator `make` builds from `results`, with its
+        rows."""
         options = options_of(request)
         if options is None:
             return await make(request, results, *args)
         rows = self.rows_of(options)
         response = await make(request, rows.collect_from(results), *args)
-        return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
+        return (
+            response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
+        )
 
     def rows_of(self, options: RoutingOptions) -> CollectedRows:
         assert self.captured is not None
         return CollectedRows(options, self.captured.row_shape(options.weights))
 
     def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
-        """`response` with its rows; without them if only a server-wide default asks and they are too large."""
+        """`response` with its rows; without them if only a server-wide default asks and they are
+        too large."""
         assert self.captured is not None
         if not rows.options.by_reference:
             self.check_size(request, rows.options, rows.num_rows)
@@ -288,7 +347,9 @@ class RoutedServing:
 
     def _error_event(self, error: Exception) -> Any:
         is_told = isinstance(error, LostRowsError | StreamLimitError)
-        text = str(error) if is_told else "The server failed to encode the routing of this response."
+        text = (
+            str(error) if is_told else "The server failed to encode the routing of this response."
+        )
         about = {"err_type": "InternalServerError", "status_code": HTTPStatus.INTERNAL_SERVER_ERROR}
         return self.create_streaming_error_response(text, **about)  # type: ignore[attr-defined]
 
@@ -301,12 +362,15 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         return await super().create_completion(request, raw_request)
 
     async def render_completion_request(self, request: CompletionRequest) -> Any:
-        self.check(request)  # here, so that vLLM tells the prefill instance if the request is rejected
+        # here, so that vLLM tells the prefill instance if the request is rejected
+        self.check(request)
         rendered = await super().render_completion_request(request)
         if not isinstance(rendered, ErrorResponse):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
             await self.check_prefill_rows(request, lengths)
-            await self.check_lengths(request, lengths, request.n or 1, request.max_tokens, request.min_tokens)
+            await self.check_lengths(
+                request, lengths, request.n or 1, request.max_tokens, request.min_tokens
+            )
         return rendered
 
     def completion_stream_generator(
@@ -318,10 +382,19 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         **kwargs: Any,
     ) -> AsyncIterator[str]:
         make = partial(super().completion_stream_generator, request, engine_inputs)
-        return self.stream(lambda results: make(results, *args, **kwargs), request, result_generator, request.n or 1)
+        return self.stream(
+            lambda results: make(results, *args, **kwargs),
+            request,
+            result_generator,
+            request.n or 1,
+        )
 
     def request_output_to_completion_response(
-        self, final_res_batch: list[RequestOutput], request: CompletionRequest, *args: Any, **kwargs: Any
+        self,
+        final_res_batch: list[RequestOutput],
+        request: CompletionRequest,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         options = options_of(request)
         make = super().request_output_to_completion_response
@@ -338,7 +411,9 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
 class RoutedServingChat(RoutedServing, OpenAIServingChat):
     """`POST /v1/chat/completions`."""
 
-    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Any = None
+    ) -> Any:
         self.begin(request, raw_request)
         return await super().create_chat_completion(request, raw_request)
 
@@ -349,7 +424,9 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered[1]]
             max_tokens = request.max_completion_tokens or request.max_tokens
             await self.check_prefill_rows(request, lengths)
-            await self.check_lengths(request, lengths, request.n or 1, max_tokens, request.min_tokens)
+            await self.check_lengths(
+                request, lengths, request.n or 1, max_tokens, request.min_tokens
+            )
         return rendered
 
     def chat_completion_stream_generator(
@@ -365,9 +442,14 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
         make = partial(super().chat_completion_stream_generator, request)
         args = (request_id, model_name, conversation, *args)
         preface = num_choices = request.n or 1
-        # One chunk with the role per choice, and with `echo` one with the last message if it has the same role.
+        # One chunk with the role per choice, and with `echo` one with the last message if it has
+        # the same role.
         last = conversation[-1] if conversation else {}
-        if request.echo and last.get("role") == self.get_chat_request_role(request) and last.get("content"):
+        if (
+            request.echo
+            and last.get("role") == self.get_chat_request_role(request)
+            and last.get("content")
+        ):
             preface += num_choices
         return self.stream(
             lambda results: make(results, *args, **kwargs),
@@ -378,7 +460,11 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
         )
 
     async def chat_completion_full_generator(
-        self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
+        self,
+        request: ChatCompletionRequest,
+        result_generator: AsyncIterator[RequestOutput],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         make = partial(super().chat_completion_full_generator, **kwargs)
         return await self.collect(make, request, result_generator, *args)
@@ -397,7 +483,9 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         self.check(request)
         # vLLM puts the tokens of images into the prompt later. Older versions have no such field.
         expands = bool(field_of(request, "content_parts"))
-        await self.check_prefill_rows(request, [self.model_config.max_model_len if expands else len(request.token_ids)])
+        await self.check_prefill_rows(
+            request, [self.model_config.max_model_len if expands else len(request.token_ids)]
+        )
         if isinstance(request, RoutedGenerateRequest):
             params = request.sampling_params
             # vLLM would check the tokens first, and return 500.
@@ -406,8 +494,16 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
                 and not self.model_config.enable_trace_replay
             ):
                 _reject("trace_decode_token_ids needs a server with --enable-trace-replay", _TRACE)
-            if request._routing is not None and request.stream and params.n > 1 and not STREAMS_CHOICES:
-                _reject(f"vLLM {VLLM_VERSION} cannot stream several choices here: set n to 1, or stream to false", _N)
+            if (
+                request._routing is not None
+                and request.stream
+                and params.n > 1
+                and not STREAMS_CHOICES
+            ):
+                _reject(
+                    f"vLLM {VLLM_VERSION} cannot stream several choices here: set n to 1, or stream to false",
+                    _N,
+                )
             options = request._routing
             if expands and options is not None and options.prompt_start:
                 message = (
@@ -415,8 +511,12 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
                     "content_parts are processed: send features instead (/v1/chat/completions/render), or leave it out"
                 )
                 _cannot(request, options, message, options.prompt_start_param)
-            max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
-            await self.check_lengths(request, [len(request.token_ids)], params.n, max_tokens, params.min_tokens)
+            max_tokens = (
+                params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
+            )
+            await self.check_lengths(
+                request, [len(request.token_ids)], params.n, max_tokens, params.min_tokens
+            )
             if (most := request._most_tokens) is not None:
                 if most < self._default_max_tokens(len(request.token_ids)):
                     params.max_tokens = most
@@ -433,16 +533,28 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         return min([self.model_config.max_model_len - prompt_len, *said])
 
     def serve_tokens_stream_generator(
-        self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
+        self,
+        request: GenerateRequest,
+        result_generator: AsyncIterator[RequestOutput],
+        *args: Any,
+        **kwargs: Any,
     ) -> AsyncIterator[str]:
         make = partial(super().serve_tokens_stream_generator, request)
         n = request.sampling_params.n
         return self.stream(
-            lambda results: make(results, *args, **kwargs), request, result_generator, n, has_own_field=True
+            lambda results: make(results, *args, **kwargs),
+            request,
+            result_generator,
+            n,
+            has_own_field=True,
         )
 
     async def serve_tokens_full_generator(
-        self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
+        self,
+        request: GenerateRequest,
+        result_generator: AsyncIterator[RequestOutput],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         make = partial(super().serve_tokens_full_generator, **kwargs)
         return await self.collect(make, request, result_generator, *args)
@@ -451,8 +563,8 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
 def rebind_class(serving: Any, cls: type[RoutedServing], server: ServerState) -> None:
     """Changes the class of vLLM's `serving` to its stateless subclass `cls`. Safe to repeat.
 
-    vLLM builds the object from two dozen arguments, so building it again would break with each change of that list.
-    Can go when a plugin can name vLLM's serving classes.
+    vLLM builds the object from two dozen arguments, so building it again would break with each
+    change of that list. Can go when a plugin can name vLLM's serving classes.
     """
     if not isinstance(serving, cls):
         if type(serving) is not cls.__mro__[2]:

@@ -17,14 +17,20 @@ from starlette.types import Send
 from routed_experts.protocol.codec import CodecError, read_npy_header
 from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.vllm_http import create_error_response
-from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
+from routed_experts.server.outputs.array_store import (
+    ArrayGoneError,
+    ArrayStore,
+    StoreError,
+    UnknownArrayError,
+)
 from routed_experts.server.outputs.folders import MEMORY
 from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationError
 
 STALLED_S, _LEAST_BYTES = 30.0, 64 << 10
 """A connection ends whose client takes less of an array in so many seconds."""
 _CHUNK_BYTES = 256 << 10
-"""Read and sent at once; other requests run in between. Twice that is held for a client that reads slowly."""
+"""Read and sent at once; other requests run in between. Twice that is held for a client that reads
+slowly."""
 _BYTES = "application/octet-stream"
 _NUMBER = "[0-9]{0,18}"  # Python refuses to read numbers of thousands of digits
 _RANGE = re.compile(rf"bytes *= *({_NUMBER}) *- *({_NUMBER})")
@@ -35,7 +41,8 @@ T = TypeVar("T")
 
 
 class _Part:
-    """Some layers and tokens of a stored array: a piece of its file for each layer, or one for all tokens."""
+    """Some layers and tokens of a stored array: a piece of its file for each layer, or one for all
+    tokens."""
 
     def __init__(self, file: FileIO, key: str, layers: str | None, tokens: str | None) -> None:
         (num_layers, num_tokens, top_k), dtype, order = read_npy_header(file)
@@ -65,7 +72,9 @@ class _Part:
         while at < end:
             layer, begin = divmod(at, self._piece)
             size = min(end - at, self._piece - begin)
-            pieces.append(os.pread(self._file.fileno(), size, self._first + layer * self._layer + begin))
+            pieces.append(
+                os.pread(self._file.fileno(), size, self._first + layer * self._layer + begin)
+            )
             at += size
         return b"".join(pieces)
 
@@ -97,7 +106,8 @@ class _ArrayResponse(StreamingResponse):
 async def stored_array(
     request: Request, store: ArrayStore | None, key: str, layers: str | None, tokens: str | None
 ) -> Response:
-    """The response for `GET` and `HEAD` of an array, or some `layers` and `tokens` (FIRST:END). Raises HTTP errors."""
+    """The response for `GET` and `HEAD` of an array, or some `layers` and `tokens` (FIRST:END).
+    Raises HTTP errors."""
     with ExitStack() as opened:
         file = opened.enter_context(await _run(store, _ask, store, ArrayStore.read, key))
         try:
@@ -108,11 +118,20 @@ async def stored_array(
             return Response(status_code=304, headers=part.headers)
         first, end, status, headers = 0, part.nbytes, 200, part.headers
         asked, is_get = request.headers.get("range", ""), request.method == "GET"
-        if is_get and request.headers.get("if-range", part.tag) == part.tag and (span := _byte_range(asked, end)):
+        if (
+            is_get
+            and request.headers.get("if-range", part.tag) == part.tag
+            and (span := _byte_range(asked, end))
+        ):
             first, end, status = *span, 206
             if first >= end:
-                message, status = "The range begins behind the end.", HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-                return error_response(message, status, {"Content-Range": f"bytes */{part.nbytes}"}, param="Range")
+                message, status = (
+                    "The range begins behind the end.",
+                    HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
+                )
+                return error_response(
+                    message, status, {"Content-Range": f"bytes */{part.nbytes}"}, param="Range"
+                )
             headers["Content-Range"] = f"bytes {first}-{end - 1}/{part.nbytes}"
         headers["Content-Length"] = str(end - first)
         if not is_get:
@@ -159,9 +178,13 @@ def _ask(store: ArrayStore | None, method: Callable[[ArrayStore, str], T], key: 
 
 
 def _is_wanted(request: Request, tag: str) -> bool:
-    """Whether a request is for the array with this tag, and does not have it (RFC 9110, 13.2.2). Raises 412."""
+    """Whether a request is for the array with this tag, and does not have it (RFC 9110, 13.2.2).
+    Raises 412."""
     is_read = request.method in ("GET", "HEAD")
-    must, known = (_TAG.findall(",".join(request.headers.getlist(name))) for name in ("if-match", "if-none-match"))
+    must, known = (
+        _TAG.findall(",".join(request.headers.getlist(name)))
+        for name in ("if-match", "if-none-match")
+    )
     has_it = "*" in known or tag in [each.removeprefix("W/") for each in known]
     if ("if-match" in request.headers and not {"*", tag} & {*must}) or (has_it and not is_read):
         raise HTTPException(412, "This is not the array that If-Match or If-None-Match names.")
@@ -174,12 +197,14 @@ def _span(text: str | None, size: int, name: str) -> tuple[int, int]:
         if begin <= end <= size:
             return begin, end
     raise VLLMValidationError(
-        f"{name} must be FIRST:END with 0 <= FIRST <= END <= {size}, for example {name}=0:{size}", parameter=name
+        f"{name} must be FIRST:END with 0 <= FIRST <= END <= {size}, for example {name}=0:{size}",
+        parameter=name,
     )
 
 
 def _byte_range(text: str, size: int) -> tuple[int, int] | None:
-    """First byte, and the one after the last, of a `Range` with one range; None for others (RFC 9110, 14.2)."""
+    """First byte, and the one after the last, of a `Range` with one range; None for others (RFC
+    9110, 14.2)."""
     found = _RANGE.fullmatch(text)
     if found is None or not (found[1] or found[2]):
         return None
@@ -189,6 +214,10 @@ def _byte_range(text: str, size: int) -> tuple[int, int] | None:
     return (first, min(last + 1, size)) if first <= last or not found[2] else None
 
 
-def error_response(message: str, status: HTTPStatus, headers: dict[str, str], param: str | None = None) -> Response:
+def error_response(
+    message: str, status: HTTPStatus, headers: dict[str, str], param: str | None = None
+) -> Response:
     """As FastAPI's errors, whose headers vLLM leaves out."""
-    return JSONResponse(create_error_response(message, status.phrase, status, param).model_dump(), status, headers)
+    return JSONResponse(
+        create_error_response(message, status.phrase, status, param).model_dump(), status, headers
+    )

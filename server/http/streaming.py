@@ -16,7 +16,14 @@ from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsErr
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import Delivery
 from routed_experts.server.http.seams import OWN_FIELD
-from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, is_complete, owned_copy, split_at
+from routed_experts.server.outputs.row_buffer import (
+    Causes,
+    RowBuffer,
+    causes_of,
+    is_complete,
+    owned_copy,
+    split_at,
+)
 from routed_experts.server.vllm_api import RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -27,10 +34,12 @@ Arrays = dict[str, tuple[int, list[Rows]]]
 
 _DATA = "data: "
 _BEGIN_OF_CHUNK = len(_DATA) + 1  # index of the first field
-_FIRST_CHOICE = '"choices":[{'  # before the choice; client text cannot contain it, because JSON escapes quotes
+# before the choice; client text cannot contain it, because JSON escapes quotes
+_FIRST_CHOICE = '"choices":[{'
 _INDEX = '"index":'  # first field of a choice
 _UNFINISHED = '"finish_reason":null'  # in each chunk of a choice but the last
-_PAUSE_BYTES = 512 << 10  # of lines that are sent without a pause, which takes longer than to make one
+# of lines that are sent without a pause, which takes longer than to make one
+_PAUSE_BYTES = 512 << 10
 
 
 class StreamLimitError(Exception):
@@ -44,7 +53,8 @@ class _Prompt:
     keys: range  # of its choices
     length: int  # in tokens
     is_pending: bool  # until the rows are sent or counted; False in the joined layout
-    counter: "_Choice | None" = None  # whose rows of the prompt the histogram counts in the joined layout
+    # whose rows of the prompt the histogram counts in the joined layout
+    counter: "_Choice | None" = None
     counted: list[Rows] = field(default_factory=list)  # for the histogram
     was_counted: bool = False  # whether the histogram was sent
 
@@ -63,10 +73,11 @@ class _Choice:
 
 @dataclass(eq=False)
 class SSERewriter:
-    """Takes rows off the outputs that enter vLLM's stream generator, and adds them to the chunks that leave it.
+    """Takes rows off the outputs that enter vLLM's stream generator, and adds them to the chunks
+    that leave it.
 
-    vLLM makes at most one chunk per output, before it reads the next output. So the rows of an output belong to the
-    next chunk of its choice.
+    vLLM makes at most one chunk per output, before it reads the next output. So the rows of an
+    output belong to the next chunk of its choice.
     """
 
     options: RoutingOptions
@@ -75,7 +86,8 @@ class SSERewriter:
     error_event: Callable[[Exception], str]  # makes the JSON text of an error event
     preface_chunks: int = 0  # that the generator sends before the first tokens
     max_bytes: int = MAX_RESPONSE_BYTES  # of routing in the stream
-    has_own_field: bool = False  # whether the generator's chunks have vLLM's own routing field (null)
+    # whether the generator's chunks have vLLM's own routing field (null)
+    has_own_field: bool = False
     delivery: Delivery = field(default_factory=Delivery)
     _choices: dict[int, _Choice] = field(default_factory=dict, init=False)
 
@@ -104,13 +116,19 @@ class SSERewriter:
 
     def _begin(self, first_key: int, output: RequestOutput) -> None:
         """Adds the choices of a prompt."""
-        keys, length = range(first_key, first_key + self.num_choices), len(output.prompt_token_ids or ())
+        keys, length = (
+            range(first_key, first_key + self.num_choices),
+            len(output.prompt_token_ids or ()),
+        )
         prompt = _Prompt(keys, length, is_pending=not self._is_joined)
         next_row = self.options.prompt_start if self._is_joined else length
-        self._choices |= {key: _Choice(prompt, next_row, length - 1, RowBuffer(output.request_id)) for key in keys}
+        self._choices |= {
+            key: _Choice(prompt, next_row, length - 1, RowBuffer(output.request_id)) for key in keys
+        }
 
     async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
-        """Adds rows to `chunks` (server-sent events). An error ends the stream with an error event and `[DONE]`."""
+        """Adds rows to `chunks` (server-sent events). An error ends the stream with an error event
+        and `[DONE]`."""
         options, failure = self.options, list[str]()
         skips_unfinished = options.at_end and not self.has_own_field
         try:
@@ -148,7 +166,9 @@ class SSERewriter:
             logger.error("The stream ended with an error: %s", error, exc_info=not is_ours)
             failure += [f"{_DATA}{self.error_event(error)}\n\n", f"{_DATA}[DONE]\n\n"]
         finally:
-            count_response(self.encoder, *(self._lost() if self.encoder.counts.missing else (0, Counter())))
+            count_response(
+                self.encoder, *(self._lost() if self.encoder.counts.missing else (0, Counter()))
+            )
             self._choices.clear()  # the traceback of a cancelled stream keeps this object alive
             close = getattr(chunks, "aclose", None)  # aborts a running request in the engine
             if close is not None:
@@ -180,7 +200,8 @@ class SSERewriter:
         return rows if self.options.rows else None
 
     def _take(self, state: _Choice) -> list[Rows]:
-        """Takes the rows to send with the next chunk of a choice: none before those of its prompt."""
+        """Takes the rows to send with the next chunk of a choice: none before those of its
+        prompt."""
         if state.prompt.is_pending:
             return []
         options, prompt, first = self.options, state.prompt, state.next_row
@@ -205,7 +226,8 @@ class SSERewriter:
         return [joined([], self.encoder.row_shape)] if is_due else []
 
     async def _values(self, state: _Choice, arrays: Arrays) -> dict[str, Any]:
-        """Fields of the last chunk of a choice: histograms, and references in place of arrays that are stored."""
+        """Fields of the last chunk of a choice: histograms, and references in place of arrays that
+        are stored."""
         values: dict[str, Any] = {}
         if self.options.histogram:
             counted = {"routed_experts_histogram": state.counted}
@@ -216,7 +238,9 @@ class SSERewriter:
         if self.options.by_reference:
             num_bytes = sum(part.nbytes for _, parts in arrays.values() for part in parts)
             asked = [(name, *array) for name, array in arrays.items()]
-            made, _ = await self.delivery.run(num_bytes, self.delivery.references, self.encoder, asked)
+            made, _ = await self.delivery.run(
+                num_bytes, self.delivery.references, self.encoder, asked
+            )
             for name, references in zip([*arrays], made, strict=True):
                 values |= references
                 if references:
@@ -231,13 +255,17 @@ class SSERewriter:
             arrays.clear()
         return histograms
 
-    async def _lines(self, chunk: str, values: dict[str, Any], arrays: Arrays) -> AsyncIterator[str]:
-        """`chunk` with `values` and `arrays`. If those exceed a line, chunks without text come before it."""
+    async def _lines(
+        self, chunk: str, values: dict[str, Any], arrays: Arrays
+    ) -> AsyncIterator[str]:
+        """`chunk` with `values` and `arrays`. If those exceed a line, chunks without text come
+        before it."""
         # Copies, because a slow reader must not keep the engine's message alive.
         left = {name: (start, [*map(owned_copy, rows)]) for name, (start, rows) in arrays.items()}
         counts, num_bytes = {name: sum(map(len, rows)) for name, (_, rows) in left.items()}, 0
         fit = self.encoder.rows_in(LINE_BYTES)
-        if len(counts) == 2 and all(counts.values()):  # a line may have two arrays, and both counts are rounded up
+        # a line may have two arrays, and both counts are rounded up
+        if len(counts) == 2 and all(counts.values()):
             fit = max(2 * self.encoder.rows_in(LINE_BYTES // 2) - 2, 2)
         count = max(-(-sum(counts.values()) // fit), 1)
         blank = _without_text(chunk) if count > 1 else ""
@@ -245,9 +273,12 @@ class SSERewriter:
             texts = {}
             for name, (start, rows) in left.items():
                 is_first = line == 0 and name != "routed_experts"
-                # Rows of a choice end in the last line. Clients expect the prompt's to begin in the first.
+                # Rows of a choice end in the last line. Clients expect the prompt's to begin in the
+                # first.
                 at = line if name == "routed_experts" else count - 1 - line
-                piece, rows = split_at(rows, (at + 1) * counts[name] // count - at * counts[name] // count)
+                piece, rows = split_at(
+                    rows, (at + 1) * counts[name] // count - at * counts[name] // count
+                )
                 if piece or is_first:
                     array = joined(piece, self.encoder.row_shape)
                     texts[name] = self._fields(name, array, start)
@@ -256,7 +287,10 @@ class SSERewriter:
             if line < count - 1:
                 yield _with_texts(blank, texts)
             else:
-                added = {name: f'"{name}":{msgspec.json.encode(value).decode()},' for name, value in values.items()}
+                added = {
+                    name: f'"{name}":{msgspec.json.encode(value).decode()},'
+                    for name, value in values.items()
+                }
                 self.delivery.hand_over()
                 yield _with_texts(chunk, added | texts)
             if num_bytes > _PAUSE_BYTES:  # others wait meanwhile
@@ -267,11 +301,14 @@ class SSERewriter:
         fields = self.encoder.fields(name, rows, start)
         if self.encoder.num_bytes <= self.max_bytes:
             return fields
-        raise StreamLimitError("the routing of this response is larger than --routed-experts-max-response-bytes")
+        raise StreamLimitError(
+            "the routing of this response is larger than --routed-experts-max-response-bytes"
+        )
 
 
 def _with_texts(chunk: str, texts: dict[str, str]) -> str:
-    """`chunk` with more fields, each with a comma behind it: a prompt's at its top level, others in its choice."""
+    """`chunk` with more fields, each with a comma behind it: a prompt's at its top level, others in
+    its choice."""
     begin = chunk.index(_FIRST_CHOICE) + len(_FIRST_CHOICE)
     of_prompt = "".join(text for name, text in texts.items() if name.startswith("prompt_"))
     of_choice = "".join(text for name, text in texts.items() if not name.startswith("prompt_"))
@@ -292,7 +329,14 @@ def _without_text(chunk: str) -> str:
 
 
 _LAST_LINE_FIELDS = {
-    *("usage", "metrics", "system_fingerprint", "prompt_token_ids", "prompt_text", "mm_placeholders"),
+    *(
+        "usage",
+        "metrics",
+        "system_fingerprint",
+        "prompt_token_ids",
+        "prompt_text",
+        "mm_placeholders",
+    ),
     "kv_transfer_params",
 }
 """Fields that only the last of several lines has."""

@@ -21,29 +21,37 @@ class TokenIds(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    token_ids: list[Annotated[int, Field(strict=True, ge=0)]] = Field(max_length=MAX_TOKENS, fail_fast=True)
+    token_ids: list[Annotated[int, Field(strict=True, ge=0)]] = Field(
+        max_length=MAX_TOKENS, fail_fast=True
+    )
 
 
 class TokenTexts(BaseModel):
     """The texts of token ids."""
 
-    texts: list[str] = Field(description="the text of each id, in the order of the request; invalid UTF-8 is U+FFFD")
+    texts: list[str] = Field(
+        description="the text of each id, in the order of the request; invalid UTF-8 is U+FFFD"
+    )
 
 
 async def texts_of(raw_request: Request, engine: AsyncLLM) -> TokenTexts:
-    """The texts of the ids in the body of a request. `NotImplementedError` if the server runs without a tokenizer."""
+    """The texts of the ids in the body of a request. `NotImplementedError` if the server runs
+    without a tokenizer."""
     ids = await _ids_in(raw_request)
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise NotImplementedError("The server has no tokenizer (--skip-tokenizer-init).")
     last = max(tokenizer.max_token_id, engine.model_config.get_vocab_size() - 1)
     if ids and max(ids) > last:
-        raise VLLMValidationError(f"token_ids: {max(ids)} is not a token of the model", parameter="token_ids")
+        raise VLLMValidationError(
+            f"token_ids: {max(ids)} is not a token of the model", parameter="token_ids"
+        )
     return TokenTexts(texts=await run_sync(_decode, tokenizer, ids, limiter=_ONE_AT_A_TIME))
 
 
 async def _ids_in(raw_request: Request) -> list[int]:
-    """Reads the body to its end, so that the client receives the error, but keeps no more than the limit."""
+    """Reads the body to its end, so that the client receives the error, but keeps no more than the
+    limit."""
     body = bytearray()
     async for chunk in raw_request.stream():
         if len(body) <= _MAX_BODY_BYTES:
@@ -55,7 +63,9 @@ async def _ids_in(raw_request: Request) -> list[int]:
     except ValidationError as error:
         first, *_ = error.errors(include_input=False, include_url=False, include_context=False)
         place = ".".join(map(str, first["loc"])) or "body"
-        raise VLLMValidationError(f"{place}: {first['msg']}", parameter=str((*first["loc"], "body")[0])) from None
+        raise VLLMValidationError(
+            f"{place}: {first['msg']}", parameter=str((*first["loc"], "body")[0])
+        ) from None
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> list[str]:

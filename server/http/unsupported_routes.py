@@ -1,4 +1,5 @@
-"""vLLM's other routes: all reject routing fields but `/invocations`, which dispatches to our routes."""
+"""vLLM's other routes: all reject routing fields but `/invocations`, which dispatches to our
+routes."""
 
 import json
 import re
@@ -40,8 +41,11 @@ _ESCAPED = re.compile(rb"\\u00[5-7]")  # a letter or underscore, which no encode
 
 
 def attach(app: FastAPI) -> None:
-    """Replaces SageMaker's endpoint by one that returns routing: a plugin's route wins over vLLM's of the same path."""
-    found = (route for route in app.routes if isinstance(route, APIRoute) and route.path == INVOCATIONS)
+    """Replaces SageMaker's endpoint by one that returns routing: a plugin's route wins over vLLM's
+    of the same path."""
+    found = (
+        route for route in app.routes if isinstance(route, APIRoute) and route.path == INVOCATIONS
+    )
     if (route := next((route for route in found if "POST" in route.methods), None)) is not None:
         app.router.add_api_route(
             INVOCATIONS,
@@ -56,26 +60,39 @@ def attach(app: FastAPI) -> None:
 
 
 def refuse_on_other_routes(app: FastAPI) -> None:
-    """Has every route of `app` that is not ours reject routing fields. Called when all routes are there."""
+    """Has every route of `app` that is not ours reject routing fields. Called when all routes are
+    there."""
     for route in app.routes:
-        if isinstance(route, Route | Mount) and not is_ours(route) and not isinstance(route.app, _RefusingRoute):
-            # Where vLLM renders a prompt, it puts routing fields of its own into the request for our endpoint.
+        if (
+            isinstance(route, Route | Mount)
+            and not is_ours(route)
+            and not isinstance(route.app, _RefusingRoute)
+        ):
+            # Where vLLM renders a prompt, it puts routing fields of its own into the request for
+            # our endpoint.
             vllms = CompletionRequest.model_fields.keys() if route.path.endswith("/render") else ()
             route.app = _RefusingRoute(route.app, {PROMPT_START}.intersection(vllms))
 
 
 def other_paths(app: FastAPI) -> list[str]:
     """Paths to which a body can be sent, of routes that are not ours."""
-    posts = (route for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
+    posts = (
+        route
+        for route in app.routes
+        if isinstance(route, Route) and "POST" in (route.methods or ())
+    )
     return [route.path for route in posts if not is_ours(route) and not route.param_convertors]
 
 
 def is_ours(route: Route | Mount) -> bool:
-    return str(getattr(getattr(route, "endpoint", None), "__module__", "")).partition(".")[0] == _OURS
+    return (
+        str(getattr(getattr(route, "endpoint", None), "__module__", "")).partition(".")[0] == _OURS
+    )
 
 
 class _RefusingRoute:
-    """A route that rejects routing fields but those `allowed`. Bodies are parsed only if they may have some."""
+    """A route that rejects routing fields but those `allowed`. Bodies are parsed only if they may
+    have some."""
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
         self._app = app
@@ -83,12 +100,15 @@ class _RefusingRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH"):
-            receive = await _checked(receive, Headers(scope=scope).get("content-type", ""), self._allowed)
+            receive = await _checked(
+                receive, Headers(scope=scope).get("content-type", ""), self._allowed
+            )
         await self._app(scope, receive, send)
 
 
 async def _checked(receive: Receive, media_type: str, allowed: Collection[str]) -> Receive:
-    """Reads a request's body; returns what gives it again. Raises `VLLMValidationError` for fields but `allowed`."""
+    """Reads a request's body; returns what gives it again. Raises `VLLMValidationError` for fields
+    but `allowed`."""
     if media_type.lower().startswith("multipart/"):  # files, which are read as they come
         return receive
     messages: list[Message] = []
@@ -136,7 +156,8 @@ def _rows(value: Any, depth: int) -> Iterator[str]:
 
 
 def _dispatching(vllms: Any) -> Any:
-    """SageMaker's endpoint: requests for routing go to the route that fits their body, others to `vllms` endpoint."""
+    """SageMaker's endpoint: requests for routing go to the route that fits their body, others to
+    `vllms` endpoint."""
     # Imported here, after vLLM, which resets the log levels that this import changes.
     import model_hosting_container_standards.sagemaker as standards
 
@@ -147,21 +168,29 @@ def _dispatching(vllms: Any) -> Any:
         try:
             if body.get("messages") is not None:
                 chat = RoutedChatRequest.model_validate(body)
-                return await routes.create_chat_completion(request=chat, raw_request=raw_request, routing=routing)
+                return await routes.create_chat_completion(
+                    request=chat, raw_request=raw_request, routing=routing
+                )
             if body.get("prompt") is not None or body.get("prompt_embeds") is not None:
                 completion = RoutedCompletionRequest.model_validate(body)
-                return await routes.create_completion(request=completion, raw_request=raw_request, routing=routing)
+                return await routes.create_completion(
+                    request=completion, raw_request=raw_request, routing=routing
+                )
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
         if routing is not None and not routing.by_default:
-            raise VLLMValidationError(f"This request does not return routed experts: use {ENDPOINTS}", parameter=OPT_IN)
+            raise VLLMValidationError(
+                f"This request does not return routed experts: use {ENDPOINTS}", parameter=OPT_IN
+            )
         response: Response = await vllms(raw_request=raw_request)
         return response
 
     async def invocations(raw_request: Request) -> Response:
         routing = await routing_of(raw_request)
         try:
-            response: Response = await (vllms if routing is None else routed)(raw_request=raw_request)
+            response: Response = await (vllms if routing is None else routed)(
+                raw_request=raw_request
+            )
         except Exception:
             await refuse_odd_values(raw_request)
             raise

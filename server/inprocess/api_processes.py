@@ -1,4 +1,5 @@
-"""Several API processes that listen on one socket, around engines that only the first process has started."""
+"""Several API processes that listen on one socket, around engines that only the first process has
+started."""
 
 import socket
 from multiprocessing import Pipe
@@ -12,11 +13,13 @@ from routed_experts.server.vllm_api import APIServerProcessManager
 
 
 def share_with_api_processes() -> None:
-    """Has the first process close the port as soon as no API process listens, and tell them if an engine dies.
+    """Has the first process close the port as soon as no API process listens, and tell them if an
+    engine dies.
 
-    vLLM keeps their socket open until the engine has ended, and so may the engine: new clients would wait, and then be
-    reset. When an engine dies, it gives them 5 seconds to end, and they do not know why: running requests would wait,
-    and then be cut off. Needed until vLLM closes the port, and tells its API processes of engines.
+    vLLM keeps their socket open until the engine has ended, and so may the engine: new clients
+    would wait, and then be reset. When an engine dies, it gives them 5 seconds to end, and they do
+    not know why: running requests would wait, and then be cut off. Needed until vLLM closes the
+    port, and tells its API processes of engines.
     """
     replace_once(APIServerProcessManager, "__init__", _start)
 

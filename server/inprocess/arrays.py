@@ -1,4 +1,5 @@
-"""Rows in the form of vLLM's own capture: an array on each finished output of an engine in a program."""
+"""Rows in the form of vLLM's own capture: an array on each finished output of an engine in a
+program."""
 
 import asyncio
 import os
@@ -17,7 +18,13 @@ from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
-from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers, is_complete, opt_in
+from routed_experts.server.outputs.row_buffer import (
+    BufferedRequestState,
+    RowBuffer,
+    RowBuffers,
+    is_complete,
+    opt_in,
+)
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     AsyncLLM,
@@ -41,11 +48,13 @@ Weights = NDArray[np.float32]
 """[n, H, K], zeros in layers without experts, NaN where they are unknown."""
 
 DELIVERY = "routed_experts_delivery"
-"""Key in `SamplingParams.extra_args`: `inline` or `reference`; `Settings` has it for all requests."""
+"""Key in `SamplingParams.extra_args`: `inline` or `reference`; `Settings` has it for all
+requests."""
 
 
 class ArrayForm:
-    """Converts rows to the layout of vLLM's own capture: all decoder layers, zeros in dense layers."""
+    """Converts rows to the layout of vLLM's own capture: all decoder layers, zeros in dense
+    layers."""
 
     def __init__(self, model: Any, has_weights: bool = False) -> None:
         self.has_weights = has_weights  # whether rows have weights
@@ -64,8 +73,8 @@ class ArrayForm:
         self._layer_ids = worker["layer_ids"]
 
     def array(self, arrays: list[Rows]) -> tuple[Array, Weights | None]:
-        """Joins `arrays` into a new array, and their weights into another. Unknown rows make that of ids int16, because
-        vLLM's dtype cannot hold -1."""
+        """Joins `arrays` into a new array, and their weights into another. Unknown rows make that
+        of ids int16, because vLLM's dtype cannot hold -1."""
         assert self._layer_ids is not None
         rows = np.concatenate([np.empty((0, *self.shape), np.int16), *arrays])
         weights = weights_of(rows) if self.has_weights else None
@@ -75,11 +84,14 @@ class ArrayForm:
         if self._layer_ids == list(range(self._num_layers)):
             return ids, weights
         layers = self._layer_ids, self._num_layers
-        return spread_layers(ids, *layers), None if weights is None else spread_layers(weights, *layers)
+        return spread_layers(ids, *layers), None if weights is None else spread_layers(
+            weights, *layers
+        )
 
 
 class ArrayBuffer(RowBuffer):
-    """The rows of one choice, which become arrays on its outputs, or references to arrays on its last output."""
+    """The rows of one choice, which become arrays on its outputs, or references to arrays on its
+    last output."""
 
     def __init__(
         self,
@@ -99,14 +111,17 @@ class ArrayBuffer(RowBuffer):
         self._num_tokens = 0
 
     def arrays_of(self, choice: CompletionOutput) -> tuple[Array | ArrayReference | None, Any]:
-        """The arrays for an output, and their weights: with `DELTA`, the rows that became known with its tokens;
-        otherwise all rows of a finished choice. None before the end, and for a choice that ended without rows."""
+        """The arrays for an output, and their weights: with `DELTA`, the rows that became known
+        with its tokens; otherwise all rows of a finished choice. None before the end, and for a
+        choice that ended without rows."""
         is_delta = self._kind == RequestOutputKind.DELTA
         self._num_tokens = len(choice.token_ids) + (self._num_tokens if is_delta else 0)
         if choice.finish_reason is None and (self._store is not None or not is_delta):
             return None, None
         end = max(self._prompt_len + self._num_tokens - 1, self._next_row)
-        arrays = self.take(self._next_row, end, self._form.shape if is_complete(choice.finish_reason) else None)
+        arrays = self.take(
+            self._next_row, end, self._form.shape if is_complete(choice.finish_reason) else None
+        )
         if self.end < 0 and not arrays:
             return None, None
         first, self._next_row = self._next_row, self._next_row + sum(map(len, arrays))
@@ -124,7 +139,9 @@ class ArrayBuffer(RowBuffer):
             stored = _stored(self._store, array, first)
             return stored, None if weights is None else _stored(self._store, weights, first)
         except StoreError as error:
-            self._store.warn("Request %r has arrays instead of references: %s", self._request_id, error)
+            self._store.warn(
+                "Request %r has arrays instead of references: %s", self._request_id, error
+            )
             if stored is not None:
                 with suppress(StoreError, LookupError):
                     self._store.delete(stored.reference["id"])
@@ -133,14 +150,21 @@ class ArrayBuffer(RowBuffer):
 
 def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReference:
     layers_first = np.ascontiguousarray(array.swapaxes(0, 1))
-    stored, missing = store.put(layers_first), 0 if array.dtype.kind == "u" else count_missing(array)
-    return ArrayReference({**stored.reference(layers_first, start, missing), "path": str(stored.path)})
+    stored, missing = (
+        store.put(layers_first),
+        0 if array.dtype.kind == "u" else count_missing(array),
+    )
+    return ArrayReference(
+        {**stored.reference(layers_first, start, missing), "path": str(stored.path)}
+    )
 
 
 class ArrayCollector(RequestOutputCollector):
-    """vLLM's queue between the engine and the task that reads a request. Outputs get their arrays when they are read.
+    """vLLM's queue between the engine and the task that reads a request. Outputs get their arrays
+    when they are read.
 
-    vLLM merges the outputs of a slow reader before that, while they still carry the buffer of their choice.
+    vLLM merges the outputs of a slow reader before that, while they still carry the buffer of their
+    choice.
     """
 
     arrays: "InProcessCapture"
@@ -194,7 +218,8 @@ class InProcessCapture:
 
     @classmethod
     def install(cls, engine: LLMEngine | AsyncLLM) -> "InProcessCapture":
-        """Replaces the output processor's `add_request`, which each request passes on its way to the engine."""
+        """Replaces the output processor's `add_request`, which each request passes on its way to
+        the engine."""
         processor = engine.output_processor
         buffers = RowBuffers.install(processor)
         every = cls(engine)  # after the buffers, whose `add_request` it calls
@@ -230,13 +255,16 @@ class InProcessCapture:
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
-        """vLLM's `add_request`, with the opt-in. A prompt that is streamed in has rows without fixed positions."""
+        """vLLM's `add_request`, with the opt-in. A prompt that is streamed in has rows without
+        fixed positions."""
         params = request.sampling_params
         if not self.is_on or params is None or OptIn.of(params) is not None:
             self._add(request, prompt, parent_req, request_index, queue)
             return
         if request.resumable:
-            raise VLLMValidationError("Routed experts cannot be returned for a prompt that is streamed in.")
+            raise VLLMValidationError(
+                "Routed experts cannot be returned for a prompt that is streamed in."
+            )
         start: int = params.routed_experts_prompt_start
         # A copy, because other requests and the program may use the same object.
         request.sampling_params = params = copy(params)
@@ -247,24 +275,32 @@ class InProcessCapture:
         opt_in(params, start, self.form.has_weights, store is not None, prompt_id)
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
-        buffer = ArrayBuffer(self.form, request.request_id, start, state.prompt_len, params.output_kind, store)
+        buffer = ArrayBuffer(
+            self.form, request.request_id, start, state.prompt_len, params.output_kind, store
+        )
         BufferedRequestState.give(state, buffer)
         if queue is not None:
             queue.__class__ = ArrayCollector
             queue.arrays = self
 
     def _store_for(self, params: SamplingParams) -> ArrayStore | None:
-        """The store for a request that asks for references, by itself or by the default of the engine."""
+        """The store for a request that asks for references, by itself or by the default of the
+        engine."""
         asked = (params.extra_args or {}).get(DELIVERY, self._settings.routed_experts_delivery)
         if asked not in ("inline", "reference"):
-            raise VLLMValidationError(f"{DELIVERY} must be inline or reference, not {asked!r}", parameter=DELIVERY)
+            raise VLLMValidationError(
+                f"{DELIVERY} must be inline or reference, not {asked!r}", parameter=DELIVERY
+            )
         if asked == "reference" and self._store is None:
             self._store = store_with(self._settings, default_folder("programs"))
         return self._store if asked == "reference" else None
 
     def fill_soon(self, output: Any) -> asyncio.Future[Any] | None:
-        """As `fill`: at once, or in the store's thread, where arrays of a choice that has ended may be stored."""
-        has_ended = isinstance(output, RequestOutput) and any(each.finish_reason for each in output.outputs)
+        """As `fill`: at once, or in the store's thread, where arrays of a choice that has ended may
+        be stored."""
+        has_ended = isinstance(output, RequestOutput) and any(
+            each.finish_reason for each in output.outputs
+        )
         if self._store is not None and has_ended:
             return asyncio.wrap_future(self._store.writer.submit(self.fill, output))
         self.fill(output)

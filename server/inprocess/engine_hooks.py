@@ -1,4 +1,5 @@
-"""Engines that a program builds itself, and asks for routed experts in vLLM's way: this capture takes vLLM's place."""
+"""Engines that a program builds itself, and asks for routed experts in vLLM's way: this capture
+takes vLLM's place."""
 
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,12 @@ from routed_experts.server.inprocess.api_processes import share_with_api_process
 from routed_experts.server.inprocess.arrays import InProcessCapture
 from routed_experts.server.inprocess.patching import replace_once
 from routed_experts.server.outputs.row_buffer import RowBuffers
-from routed_experts.server.settings import VLLM_FLAG_ENABLED, Settings, SettingsError, asks_for_every_request
+from routed_experts.server.settings import (
+    VLLM_FLAG_ENABLED,
+    Settings,
+    SettingsError,
+    asks_for_every_request,
+)
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     BeamSearchOfflineMixin,
@@ -47,13 +53,16 @@ def take_over(args: Any) -> None:
     Settings.of(args.additional_config)
     args.worker_cls = worker_name(args.worker_cls)
     args.scheduler_cls = scheduler_name(args.scheduler_cls)
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in args.additional_config.items()}
+    given = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in args.additional_config.items()
+    }
     args.additional_config = {**given, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
     clear_flag(args)
     share_with_api_processes()
-    # Engines that are created from now on return arrays, as vLLM's own capture does. Both classes make their output
-    # processor themselves, so it cannot be given to them; beam search drops what its requests return. Needed until
-    # vLLM tells plugins of new engines.
+    # Engines that are created from now on return arrays, as vLLM's own capture does. Both classes
+    # make their output processor themselves, so it cannot be given to them; beam search drops what
+    # its requests return. Needed until vLLM tells plugins of new engines.
     replace_once(LLMEngine, "__init__", _made)
     replace_once(AsyncLLM, "__init__", _made)
     replace_once(BeamSearchOfflineMixin, "beam_search", _beam_search)

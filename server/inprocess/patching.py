@@ -7,7 +7,8 @@ _REPLACED = "_routed_experts"
 
 
 def replace_once(owner: type, name: str, replacement: Any) -> None:
-    """Makes `owner.name(…)` call `replacement` with the function that it was, in front of its arguments; once only."""
+    """Makes `owner.name(…)` call `replacement` with the function that it was, in front of its
+    arguments; once only."""
     original = getattr(owner, name)
     if hasattr(original, _REPLACED):
         return

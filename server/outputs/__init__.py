@@ -1,4 +1,5 @@
-"""Rows of running requests in the process with vLLM's output processor: buffers, arrays, hand-over between instances.
+"""Rows of running requests in the process with vLLM's output processor: buffers, arrays, hand-over
+between instances.
 
 The HTTP server and engines in programs use it; nothing here depends on HTTP.
 """

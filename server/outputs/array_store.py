@@ -1,9 +1,10 @@
-"""Arrays that wait to be fetched: `.npy` files in a folder that processes share, each with a share of the bytes.
+"""Arrays that wait to be fetched: `.npy` files in a folder that processes share, each with a share
+of the bytes.
 
-A process knows from its memory what its subfolder holds. An id is the subfolder's name and a random number, so that
-every process finds every array. A file's modification time is when it expires: one that is not written to its end has
-expired, and who deletes an array makes it expire. Who reads one has it locked (`flock`), so that its bytes count;
-nobody waits for another process.
+A process knows from its memory what its subfolder holds. An id is the subfolder's name and a random
+number, so that every process finds every array. A file's modification time is when it expires: one
+that is not written to its end has expired, and who deletes an array makes it expire. Who reads one
+has it locked (`flock`), so that its bytes count; nobody waits for another process.
 """
 
 import fcntl
@@ -57,24 +58,33 @@ class StoredArray(NamedTuple):
     path: Path
     expires: int  # Unix time in seconds
 
-    def reference(self, array: NDArray[Any], start: int, missing: int, **more: Any) -> dict[str, Any]:
-        """What a reference says of `array` [layers, n, K], which is stored here and begins at position `start`."""
+    def reference(
+        self, array: NDArray[Any], start: int, missing: int, **more: Any
+    ) -> dict[str, Any]:
+        """What a reference says of `array` [layers, n, K], which is stored here and begins at
+        position `start`."""
         num_layers, num_rows, top_k = array.shape
-        about = {"shape": [num_rows, num_layers, top_k], "dtype": array.dtype.name, "start": start, "missing": missing}
+        about = {
+            "shape": [num_rows, num_layers, top_k],
+            "dtype": array.dtype.name,
+            "start": start,
+            "missing": missing,
+        }
         return {"id": self.id, **more, **about, "bytes": array.nbytes, "expires": self.expires}
 
 
 class ArrayStore:
     """The share of a process in a folder of arrays, with a limit of bytes and a lifetime.
 
-    Its subfolder is made when it is first needed, and again if somebody removed it. What ended processes left in a
-    folder that is kept belongs to it from then on.
+    Its subfolder is made when it is first needed, and again if somebody removed it. What ended
+    processes left in a folder that is kept belongs to it from then on.
     """
 
     def __init__(
         self,
         folder: Path,
-        max_bytes: int | None = None,  # of all `count` processes; by default half of the space that is free at first
+        # of all `count` processes; by default half of the space that is free at first
+        max_bytes: int | None = None,
         lifetime_s: float = DEFAULT_LIFETIME_S,  # until an array expires
         keeps: bool = True,  # whether arrays outlive the process
         rank: int = 0,  # of this process among `count`
@@ -86,14 +96,19 @@ class ArrayStore:
         self._keeps, self._rank, self._count = keeps, rank, count
         self._name = ""  # of the subfolder
         self._owned: dict[str, FileIO] = {}  # the files that say so, by the names of subfolders
-        self._sizes: dict[str, int] = {}  # in bytes, by id, of arrays of this process and of ended ones
-        self._expiries: list[tuple[float, str]] = []  # a heap; 0 for what is gone and still read. Some ids are gone.
-        self._lock = threading.RLock()  # for what stands above; free while arrays are written and removed
-        # Several threads would take twice the CPU time, and keep the event loop waiting for Python's lock.
+        # in bytes, by id, of arrays of this process and of ended ones
+        self._sizes: dict[str, int] = {}
+        # a heap; 0 for what is gone and still read. Some ids are gone.
+        self._expiries: list[tuple[float, str]] = []
+        # for what stands above; free while arrays are written and removed
+        self._lock = threading.RLock()
+        # Several threads would take twice the CPU time, and keep the event loop waiting for
+        # Python's lock.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="routed-experts-store")
         self._next_warning = 0.0
         if not keeps:
-            Finalize(None, self.close, exitpriority=0)  # `atexit` does nothing in a process of another
+            # `atexit` does nothing in a process of another
+            Finalize(None, self.close, exitpriority=0)
 
     def warn(self, message: str, *args: Any) -> None:
         """Logs a warning, once a minute, because a full store is a reason to log for each array."""
@@ -102,7 +117,8 @@ class ArrayStore:
             logger.warning(message, *args)
 
     def open(self, lost: str = "") -> str:
-        """This process's subfolder, which is made if there is none, or only one called `lost`. Raises `StoreError`."""
+        """This process's subfolder, which is made if there is none, or only one called `lost`.
+        Raises `StoreError`."""
         with self._lock:
             tries = iter(range(_TRIES))
             while self._name in ("", lost):
@@ -110,7 +126,9 @@ class ArrayStore:
                     self._open(keeps=self._keeps or lost != "")
                 except OSError as error:
                     if not isinstance(error, FileNotFoundError) or next(tries, None) is None:
-                        raise StoreError(f"{self.folder} cannot be used: {error.strerror}") from error
+                        raise StoreError(
+                            f"{self.folder} cannot be used: {error.strerror}"
+                        ) from error
             return self._name
 
     def _open(self, keeps: bool) -> None:
@@ -125,7 +143,8 @@ class ArrayStore:
         self._name = name
 
     def _adopt(self, keeps: bool) -> None:
-        """Takes over what ended processes of this rank left, or removes what any left. Raises OSError."""
+        """Takes over what ended processes of this rank left, or removes what any left. Raises
+        OSError."""
         for name, owner in folders.without_process(self.folder):
             is_mine = not keeps or int(name[:2], 16) % self._count == self._rank
             if not is_mine or not (files := folders.tidy(self.folder / name, keeps)):
@@ -148,7 +167,8 @@ class ArrayStore:
             owner.close()
 
     def close(self) -> None:
-        """Gives up the subfolder; with its arrays, if they are not kept. No other method may run."""
+        """Gives up the subfolder; with its arrays, if they are not kept. No other method may
+        run."""
         self.writer.shutdown(cancel_futures=True)
         self._give_up()
         if not self._keeps:
@@ -156,10 +176,15 @@ class ArrayStore:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more surely fit."""
-        return self._name != "" and self.max_bytes is not None and self.used_bytes + num_bytes <= self.max_bytes
+        return (
+            self._name != ""
+            and self.max_bytes is not None
+            and self.used_bytes + num_bytes <= self.max_bytes
+        )
 
     def make_room(self, num_bytes: int) -> None:
-        """Removes expired and deleted arrays until `num_bytes` more fit. Raises `StoreError` if they do not."""
+        """Removes expired and deleted arrays until `num_bytes` more fit. Raises `StoreError` if
+        they do not."""
         name = self.open()
         if not self.has_room(num_bytes):
             if not (self.folder / name).is_dir():
@@ -169,7 +194,8 @@ class ArrayStore:
             raise StoreError(f"{self.used_bytes} of {self.max_bytes} bytes are used")
 
     def put(self, array: NDArray[Any]) -> StoredArray:
-        """Stores `array`, which must be C-contiguous. Raises `StoreError` if it does not fit or cannot be written."""
+        """Stores `array`, which must be C-contiguous. Raises `StoreError` if it does not fit or
+        cannot be written."""
         header = npy_header(array.dtype.str, array.shape)
         size = _blocks(len(header) + array.nbytes)
         while not self._reserve(size):
@@ -191,8 +217,11 @@ class ArrayStore:
         with self._lock:
             self._sizes[key] = size
             heappush(self._expiries, (expires, key))
-            if len(self._expiries) > 2 * len(self._sizes) + _GONE:  # most are of arrays that were deleted
-                self._expiries = sorted((at, key) for at, key in self._expiries if key in self._sizes)
+            # most are of arrays that were deleted
+            if len(self._expiries) > 2 * len(self._sizes) + _GONE:
+                self._expiries = sorted(
+                    (at, key) for at, key in self._expiries if key in self._sizes
+                )
 
     def _reserve(self, size: int) -> bool:
         with self._lock:
@@ -220,7 +249,8 @@ class ArrayStore:
         return self.folder / key[: folders.NAME_LENGTH] / f"{key[folders.NAME_LENGTH :]}.npy"
 
     def read(self, key: str) -> FileIO:
-        """An array's file, whose bytes count until it is closed. Raises the errors of this module."""
+        """An array's file, whose bytes count until it is closed. Raises the errors of this
+        module."""
         path = self._path(key)
         try:
             file = FileIO(path, opener=folders.open_private)
@@ -259,8 +289,9 @@ class ArrayStore:
         return is_held
 
     def sweep(self, num_bytes: int | None = None) -> int:
-        """Removes what is gone; of expired arrays only as many as it takes for `num_bytes` to fit, if given. If not,
-        takes over what ended processes left too. Returns the bytes that are used then."""
+        """Removes what is gone; of expired arrays only as many as it takes for `num_bytes` to fit,
+        if given. If not, takes over what ended processes left too. Returns the bytes that are used
+        then."""
         if num_bytes is None and self._name:
             with suppress(OSError):
                 self._adopt(keeps=True)
@@ -294,7 +325,11 @@ class ArrayStore:
 def store_with(settings: Settings, default: Path, rank: int = 0, count: int = 1) -> ArrayStore:
     """Creates the store; `default` is the folder if the settings name none."""
     folder = settings.routed_experts_store
-    about = settings.routed_experts_store_bytes, settings.routed_experts_store_seconds, folder is not None
+    about = (
+        settings.routed_experts_store_bytes,
+        settings.routed_experts_store_seconds,
+        folder is not None,
+    )
     return ArrayStore(default if folder is None else Path(folder), *about, rank, count)
 
 

@@ -1,6 +1,8 @@
-"""Folders that processes of a host share without waiting for each other: each writes into a subfolder of its own.
+"""Folders that processes of a host share without waiting for each other: each writes into a
+subfolder of its own.
 
-A process has a file in its subfolder locked (`flock`) while it lives. Others try that lock, and never wait for it.
+A process has a file in its subfolder locked (`flock`) while it lives. Others try that lock, and
+never wait for it.
 """
 
 import errno
@@ -27,16 +29,20 @@ _OWNER, _OWNER_BYTES = ".owner", 1 << 20
 
 
 def private_folder(folder: Path) -> None:
-    """Makes a folder unless it is there. A link, or a folder that others own or may write to, is an OSError."""
+    """Makes a folder unless it is there. A link, or a folder that others own or may write to, is an
+    OSError."""
     with suppress(FileExistsError):  # unlike `exist_ok`, if another process removes it just then
         folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, "it must be a folder of this user that nobody else may write to")
+        raise PermissionError(
+            errno.EPERM, "it must be a folder of this user that nobody else may write to"
+        )
 
 
 def default_folder(name: str) -> Path:
-    """The folder of servers or programs called `name`, in memory if the system has a file system there."""
+    """The folder of servers or programs called `name`, in memory if the system has a file system
+    there."""
     parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     return parent / f"routed-experts-{os.geteuid()}-{name}"
 
@@ -54,8 +60,8 @@ def write_all(file: FileIO, part: bytes | memoryview) -> None:
 
 
 def new_subfolder(folder: Path, rank: int) -> tuple[str, FileIO]:
-    """The name of a new subfolder, and the file that this process keeps open while it lives. Raises `FileNotFoundError`
-    if somebody just removed it, or `folder`."""
+    """The name of a new subfolder, and the file that this process keeps open while it lives. Raises
+    `FileNotFoundError` if somebody just removed it, or `folder`."""
     name = f"{rank % 256:02x}{secrets.token_hex(NAME_LENGTH // 2 - 1)}"
     (folder / name).mkdir(mode=0o700)
     if (owner := _own(folder / name)) is None:
@@ -64,7 +70,8 @@ def new_subfolder(folder: Path, rank: int) -> tuple[str, FileIO]:
 
 
 def without_process(folder: Path) -> Iterator[tuple[str, FileIO]]:
-    """The subfolders whose processes have ended. They belong to this one until it closes the file."""
+    """The subfolders whose processes have ended. They belong to this one until it closes the
+    file."""
     for name in filter(_NAME.fullmatch, os.listdir(folder)):
         with suppress(OSError):
             if (owner := _own(folder / name)) is not None:
@@ -83,7 +90,8 @@ def _own(subfolder: Path) -> FileIO | None:
 
 
 def try_lock(file: FileIO, path: Path) -> bool:
-    """Locks a file unless another process has locked or removed it. Raises OSError if files cannot be locked."""
+    """Locks a file unless another process has locked or removed it. Raises OSError if files cannot
+    be locked."""
     with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
@@ -97,8 +105,8 @@ def tell(subfolder: Path, word: str) -> None:
 
 
 def told(owner: FileIO) -> list[str]:
-    """The words left for the owner since the last call. A long file is cut; words behind its limit, and those left at
-    that moment, are lost."""
+    """The words left for the owner since the last call. A long file is cut; words behind its limit,
+    and those left at that moment, are lost."""
     words = owner.read(_OWNER_BYTES).decode("ascii", "replace").split()
     if os.fstat(owner.fileno()).st_size > _OWNER_BYTES:
         owner.truncate(0)
@@ -118,8 +126,8 @@ def remove_unused(folder: Path) -> None:
 
 
 def tidy(subfolder: Path, keeps: bool) -> list[tuple[str, os.stat_result]]:
-    """Removes the arrays that expired, or all if they are not kept, unless somebody reads them, and the subfolder if
-    that was all that it had. This process must own it. Returns the others."""
+    """Removes the arrays that expired, or all if they are not kept, unless somebody reads them, and
+    the subfolder if that was all that it had. This process must own it. Returns the others."""
     left = []
     for file in os.scandir(subfolder):
         if _FILE.fullmatch(file.name):

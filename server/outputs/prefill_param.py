@@ -1,4 +1,5 @@
-"""Rows in `kv_transfer_params`: base64 in JSON; bytes in MessagePack and between the processes of an instance."""
+"""Rows in `kv_transfer_params`: base64 in JSON; bytes in MessagePack and between the processes of
+an instance."""
 
 from collections.abc import Mapping
 from copy import copy
@@ -8,7 +9,15 @@ from typing import Any
 import numpy as np
 import pybase64
 
-from routed_experts.capture.wire.prefill_rows import MAX_BYTES, PARAM, WORDS, decode, encode, is_time, without_rows
+from routed_experts.capture.wire.prefill_rows import (
+    MAX_BYTES,
+    PARAM,
+    WORDS,
+    decode,
+    encode,
+    is_time,
+    without_rows,
+)
 from routed_experts.capture.wire.rows import ids_of, joined, weights_of
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import EngineCoreRequest
@@ -27,7 +36,8 @@ class PrefillRowsError(ValueError):
 
 @dataclass(init=False, eq=False)
 class PrefillRowsParam:
-    """Stands for `kv_transfer_params.routed_experts` in a request, so that vLLM neither logs nor copies the rows.
+    """Stands for `kv_transfer_params.routed_experts` in a request, so that vLLM neither logs nor
+    copies the rows.
 
     vLLM sees only `shape`. `put_rows` moves the rows into the message to the engine.
     """
@@ -43,10 +53,13 @@ class PrefillRowsParam:
         return self
 
     def parse(self, shape: tuple[int, int], num_experts: int, with_weights: bool = False) -> None:
-        """Decodes and checks the rows for a model with `shape` (L, K). Drops weights if the server captures none."""
+        """Decodes and checks the rows for a model with `shape` (L, K). Drops weights if the server
+        captures none."""
         value, self._value = self._value, None
         if not isinstance(value, Mapping):
-            raise PrefillRowsError(f"{FIELD} must be an object with data (base64), dtype, shape and until")
+            raise PrefillRowsError(
+                f"{FIELD} must be an object with data (base64), dtype, shape and until"
+            )
         if not is_time(value.get("until")):
             raise PrefillRowsError(f"{FIELD}.until must be a Unix time in seconds")
         given = {name: value.get(name) for name in ("dtype", "shape", "until")}
@@ -62,7 +75,9 @@ class PrefillRowsParam:
             size = rows.rows.size * _WEIGHT_BYTES
             raw = _bytes_of(value[WEIGHTS], f"{FIELD}.{WEIGHTS}", size)
             if len(raw) != size:
-                raise PrefillRowsError(f"{FIELD}.{WEIGHTS} must be base64 of {size} bytes, a float32 for each id")
+                raise PrefillRowsError(
+                    f"{FIELD}.{WEIGHTS} must be base64 of {size} bytes, a float32 for each id"
+                )
             words = joined(rows.rows, np.frombuffer(raw, dtype="<f4").reshape(rows.rows.shape))
             given |= {"data": words.tobytes(), "dtype": WORDS, "shape": list(words.shape)}
         self._rows, self.shape = given, given["shape"]
@@ -76,10 +91,17 @@ class PrefillRowsParam:
 
 
 def put_rows(request: EngineCoreRequest, index: int) -> None:
-    """Puts the rows of a request into the message to the engine, for the first choice (`index` 0) only."""
+    """Puts the rows of a request into the message to the engine, for the first choice (`index` 0)
+    only."""
     sampling = request.sampling_params
-    params = sampling.extra_args.get(PARAMS) if sampling is not None and sampling.extra_args else None
-    if not isinstance(params, dict) or (value := params.get(PARAM)) is None or isinstance(value, bool):
+    params = (
+        sampling.extra_args.get(PARAMS) if sampling is not None and sampling.extra_args else None
+    )
+    if (
+        not isinstance(params, dict)
+        or (value := params.get(PARAM)) is None
+        or isinstance(value, bool)
+    ):
         return
     if isinstance(value, PrefillRowsParam):
         value = value.take()
@@ -95,12 +117,18 @@ def rows_nbytes(params: dict[str, Any] | None) -> int:
 
 
 def has_prompt(params: dict[str, Any] | None, weights: bool) -> bool:
-    """Whether `kv_transfer_params` have a prompt's rows as asked for. Weights may be too large to go with them."""
-    return rows_nbytes(params) > 0 and params is not None and (params[PARAM]["dtype"] == WORDS or not weights)
+    """Whether `kv_transfer_params` have a prompt's rows as asked for. Weights may be too large to
+    go with them."""
+    return (
+        rows_nbytes(params) > 0
+        and params is not None
+        and (params[PARAM]["dtype"] == WORDS or not weights)
+    )
 
 
 def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, Any] | None:
-    """`kv_transfer_params` of a response: rows in base64 or (`packed`) as bytes; weights apart from ids."""
+    """`kv_transfer_params` of a response: rows in base64 or (`packed`) as bytes; weights apart from
+    ids."""
     if not params or PARAM not in params:
         return params
     value = params[PARAM]
@@ -110,7 +138,11 @@ def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, An
         assert ids is not None  # they take at most a third of what the rows took
         value = {**ids, WEIGHTS: weights_of(words).tobytes()}
     if not packed:
-        value = value | {name: pybase64.b64encode_as_string(value[name]) for name in ("data", WEIGHTS) if name in value}
+        value = value | {
+            name: pybase64.b64encode_as_string(value[name])
+            for name in ("data", WEIGHTS)
+            if name in value
+        }
     return {**params, PARAM: value}
 
 

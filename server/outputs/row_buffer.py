@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from routed_experts.capture.wire.envelope import CAUSES, SMALL_ARRAY_BYTES, STATS, Unpacker
-from routed_experts.capture.wire.message import OPT_IN_ARG, PROMPT_ROWS, Cause, OptIn, RowsOutput, UnknownRows
+from routed_experts.capture.wire.message import (
+    OPT_IN_ARG,
+    PROMPT_ROWS,
+    Cause,
+    OptIn,
+    RowsOutput,
+    UnknownRows,
+)
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.server.outputs.prefill_param import put_rows
@@ -33,7 +40,8 @@ _NO_CAUSES: Causes = Counter()
 
 
 def causes_of(buffers: Iterable["RowBuffer"], joined: bool) -> Causes:
-    """Why rows of the choices of one prompt are unknown. Its own rows count once, with `joined` for each choice."""
+    """Why rows of the choices of one prompt are unknown. Its own rows count once, with `joined` for
+    each choice."""
     prompt: Causes = Counter()
     choices: Causes = Counter()
     for buffer in buffers:
@@ -49,8 +57,10 @@ def opt_in(
     at_end: bool = False,  # whether rows are needed at the end only
     prompt_id: bytes | None = None,  # of a request that is one of the prompt's
 ) -> None:
-    """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with their weights."""
-    final_only = at_end and not params.stop  # where a stop string ends a request, the engine does not know in time
+    """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with
+    their weights."""
+    # where a stop string ends a request, the engine does not know in time
+    final_only = at_end and not params.stop
     shared = params.n > 1 or prompt_id is not None
     asked = OptIn(prompt_start, prompt_id or os.urandom(16), shared, weights, final_only)
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
@@ -59,11 +69,11 @@ def opt_in(
 class RowBuffer:
     """The rows of one choice that arrived from the engine and were not taken yet.
 
-    The outputs of the choice carry it as `CompletionOutput.routed_experts`. So it lives as long as they do, and merged
-    outputs lose no rows.
+    The outputs of the choice carry it as `CompletionOutput.routed_experts`. So it lives as long as
+    they do, and merged outputs lose no rows.
 
-    Every array arrives with the position of its first row. A gap before it is filled with -1, and repeated rows are
-    dropped.
+    Every array arrives with the position of its first row. A gap before it is filled with -1, and
+    repeated rows are dropped.
     """
 
     __slots__ = (
@@ -81,17 +91,21 @@ class RowBuffer:
 
     def __init__(self, request_id: str = "") -> None:
         self.num_lost = 0  # rows that did not arrive
-        # Why the engine does not know some rows of the prompt, and of the choice. Not changed in place.
+        # Why the engine does not know some rows of the prompt, and of the choice. Not changed in
+        # place.
         self.prompt_causes = self.own_causes = _NO_CAUSES
         self._request_id = request_id
         self._shape: tuple[int, ...] = ()
-        self._offers: dict[str, RowBuffer] = {}  # prompt rows from other choices, until the first own row
+        # prompt rows from other choices, until the first own row
+        self._offers: dict[str, RowBuffer] = {}
         self._arrays: list[Rows] = []  # contiguous and not empty
         self._first = -1  # position of the first row; -1 at first
-        self.end = -1  # after the last row that has arrived, without prompts from other choices; -1 at first
+        # after the last row that has arrived, without prompts from other choices; -1 at first
+        self.end = -1
 
     def push(self, start: int, rows: Rows) -> None:
-        """Adds `rows` ([n, L, K]) at position `start`. Copies few rows that wait, to free the engine's message."""
+        """Adds `rows` ([n, L, K]) at position `start`. Copies few rows that wait, to free the
+        engine's message."""
         if start != self.end:
             if self.end < 0 and self._offers:
                 self._accept(start)
@@ -106,11 +120,12 @@ class RowBuffer:
             self._append(rows)
 
     def push_prompt(self, sender: str, is_own: bool, start: int, rows: Rows) -> None:
-        """As `push`, for prompt rows that the engine sent with the choice `sender` of the same prompt. Rows of this
-        choice (`is_own`) take precedence.
+        """As `push`, for prompt rows that the engine sent with the choice `sender` of the same
+        prompt. Rows of this choice (`is_own`) take precedence.
 
-        With data parallelism, each engine sends the prompt in its own parts. They are kept apart by sender, because
-        this choice may start after the whole prompt of its engine and a part of another's.
+        With data parallelism, each engine sends the prompt in its own parts. They are kept apart by
+        sender, because this choice may start after the whole prompt of its engine and a part of
+        another's.
         """
         if is_own:
             self._offers.clear()
@@ -119,7 +134,8 @@ class RowBuffer:
             self._offers.setdefault(sender, RowBuffer(self._request_id)).push(start, rows)
 
     def _accept(self, end: int) -> None:
-        """Starts with the prompt rows from another choice: complete ones up to `end`, else the longest."""
+        """Starts with the prompt rows from another choice: complete ones up to `end`, else the
+        longest."""
         best = max(self._offers.values(), key=lambda offer: (offer.end == end, offer.end))
         self._offers.clear()
         self._first = self.end = best._first
@@ -137,13 +153,17 @@ class RowBuffer:
 
     def _lost(self, start: int, count: int) -> Rows:
         logger.error(
-            "Request %r: %d rows from position %d on did not arrive and are sent as -1.", self._request_id, count, start
+            "Request %r: %d rows from position %d on did not arrive and are sent as -1.",
+            self._request_id,
+            count,
+            start,
         )
         self.num_lost += count
         return np.full((count, *self._shape), UNKNOWN, dtype=np.int16)
 
     def take(self, first: int, end: int, shape: tuple[int, int] | None = None) -> list[Rows]:
-        """Takes the rows from position `first` to `end`, or fewer if they have not arrived. Drops rows before `first`.
+        """Takes the rows from position `first` to `end`, or fewer if they have not arrived. Drops
+        rows before `first`.
 
         `shape` is (L, K) if no more rows can arrive. Rows that are missing up to `end` are then -1.
         """
@@ -175,8 +195,8 @@ class RowBuffer:
 class BufferedRequestState(RequestState):
     """vLLM's state of a request, with a row buffer that it puts on each output.
 
-    vLLM would collect rows until the request finishes, and lose rows when it merges outputs for a slow reader. Can go
-    when vLLM streams routed experts.
+    vLLM would collect rows until the request finishes, and lose rows when it merges outputs for a
+    slow reader. Can go when vLLM streams routed experts.
     """
 
     buffer: RowBuffer | None  # for the response; None if the client did not ask for rows
@@ -207,7 +227,8 @@ class NoRecorder:
     """Records nothing; see `http.recording.Recorder`."""
 
     def begin(self, request: EngineCoreRequest, parent: Any) -> Any:
-        """Opts in a choice's request that is to be recorded, before it goes to the engine; else None. Never raises."""
+        """Opts in a choice's request that is to be recorded, before it goes to the engine; else
+        None. Never raises."""
         return None
 
     def leave_out(self, reason: str) -> None:
@@ -219,7 +240,8 @@ class RowBuffers:
 
     def __init__(self, processor: OutputProcessor) -> None:
         self.on_stats: Callable[[EngineStats], None] | None = None  # receives the counters
-        self.every_request: Any = None  # the `arrays.InProcessCapture`; None if requests opt in one by one
+        # the `arrays.InProcessCapture`; None if requests opt in one by one
+        self.every_request: Any = None
         self.recorder = NoRecorder()
         self.num_failed_reports = 0  # counters and causes of unknown rows that could not be read
         self._processor = processor
@@ -230,8 +252,9 @@ class RowBuffers:
 
     @classmethod
     def install(cls, processor: OutputProcessor) -> "RowBuffers":
-        """Replaces `processor.process_outputs`, `add_request` and `abort_requests`, once per processor. A subclass is
-        not possible, because AsyncLLM creates its OutputProcessor itself."""
+        """Replaces `processor.process_outputs`, `add_request` and `abort_requests`, once per
+        processor. A subclass is not possible, because AsyncLLM creates its OutputProcessor
+        itself."""
         installed = vars(processor).get("process_outputs")
         if installed is not None:
             return installed.__self__
@@ -245,7 +268,8 @@ class RowBuffers:
         """Number of running choices with rows."""
         states = self._processor.request_states.values()
         begun = (
-            type(state) is BufferedRequestState and any(each.end >= 0 for each in state.buffers) for state in states
+            type(state) is BufferedRequestState and any(each.end >= 0 for each in state.buffers)
+            for state in states
         )
         return sum(begun)
 
@@ -258,7 +282,8 @@ class RowBuffers:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the engine."""
+        """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the
+        engine."""
         put_rows(request, request_index)
         states = self._processor.request_states
         if (running := states.get(request.request_id)) is not None:
@@ -272,15 +297,20 @@ class RowBuffers:
         state.final_only = asked is not None and asked.final_only
         state.prompt_id = None if asked is None else asked.prompt_id
         if asked is not None:
-            # Before any output: of those that vLLM merges for a slow reader, up to 0.30 the first one's buffer stays.
-            buffer = RowBuffer(state.external_req_id) if record is None or record.client_asks else None
+            # Before any output: of those that vLLM merges for a slow reader, up to 0.30 the first
+            # one's buffer stays.
+            buffer = (
+                RowBuffer(state.external_req_id) if record is None or record.client_asks else None
+            )
             BufferedRequestState.give(state, buffer, record)
 
     def _check_is_more(self, running: RequestState) -> None:
-        """Raises unless a request with the id of a running one is more of its prompt, which is streamed in.
+        """Raises unless a request with the id of a running one is more of its prompt, which is
+        streamed in.
 
-        vLLM gives each request an id of its own, unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set. Then two of one
-        id would end its engine. One that was aborted runs until the engine has sent the rows of its end.
+        vLLM gives each request an id of its own, unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is
+        set. Then two of one id would end its engine. One that was aborted runs until the engine has
+        sent the rows of its end.
         """
         if not running.streaming_input:
             raise VLLMValidationError(
@@ -290,12 +320,16 @@ class RowBuffers:
             )
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
-        """vLLM's `abort_requests`. Choices whose rows come at the end do not end here, but with the engine's answer to
-        the abort, which brings the rows of the tokens that they have."""
+        """vLLM's `abort_requests`. Choices whose rows come at the end do not end here, but with the
+        engine's answer to the abort, which brings the rows of the tokens that they have."""
         aborted: list[str] = []
         for given in request_ids:
             ids = self._choices_of(given, internal)
-            waiting = [each for each in ids if getattr(self._processor.request_states.get(each), "final_only", False)]
+            waiting = [
+                each
+                for each in ids
+                if getattr(self._processor.request_states.get(each), "final_only", False)
+            ]
             aborted += waiting
             if not waiting:
                 aborted += self._abort([given], internal)
@@ -308,10 +342,18 @@ class RowBuffers:
         processor = self._processor
         ids = [request_id] if internal else processor.external_req_ids.get(request_id, [])
         parents = processor.parent_requests
-        return [child for each in ids for child in (parents[each].child_requests if each in parents else [each])]
+        return [
+            child
+            for each in ids
+            for child in (parents[each].child_requests if each in parents else [each])
+        ]
 
     def process_outputs(
-        self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: Any = None, *args: Any, **kwargs: Any
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> OutputProcessorOutput:
         """vLLM's `process_outputs`, after the rows are taken off."""
         notes = self._unpacker.open(engine_core_outputs, engine_core_timestamp)
@@ -335,21 +377,25 @@ class RowBuffers:
         return processed
 
     def _take_notes(self, notes: Mapping[str, Any]) -> None:
-        """Takes causes and counters. Exceptions must not end vLLM's output handler, and with it the server."""
+        """Takes causes and counters. Exceptions must not end vLLM's output handler, and with it the
+        server."""
         try:
             self._take_causes(notes.get(CAUSES, ()))
             if STATS in notes and self.on_stats is not None:
                 self.on_stats(EngineStats(**notes[STATS]))
         except Exception:
             if self.num_failed_reports == 0:
-                logger.exception("A report of the engine cannot be read. Further ones are counted only.")
+                logger.exception(
+                    "A report of the engine cannot be read. Further ones are counted only."
+                )
             self.num_failed_reports += 1
 
     def _take_prompt(self, prompt_id: bytes, sender: str, start: int, rows: Rows) -> None:
-        """Gives a prompt's rows to the choice `sender`, and to all other choices of the prompt. They share one array.
+        """Gives a prompt's rows to the choice `sender`, and to all other choices of the prompt.
+        They share one array.
 
-        `sender` may have been aborted, and the others not. With data parallelism the rows arrive once from each engine,
-        and after new weights again with choices that start later.
+        `sender` may have been aborted, and the others not. With data parallelism the rows arrive
+        once from each engine, and after new weights again with choices that start later.
         """
         rows = owned_copy(rows)
         for each, buffer in self._buffers_of_prompt(prompt_id, sender):
@@ -367,7 +413,8 @@ class RowBuffers:
                     yield each, buffer
 
     def _state(self, prompt_id: bytes, request_id: str) -> RequestState | None:
-        """The state of a running choice of this prompt; None if another request has its id by now."""
+        """The state of a running choice of this prompt; None if another request has its id by
+        now."""
         state = self._processor.request_states.get(request_id)
         return state if state is not None and state.prompt_id == prompt_id else None
 
@@ -393,13 +440,15 @@ _CUT_SHORT = (None, "abort", "error")
 
 
 def is_complete(finish_reason: str | None) -> bool:
-    """Whether every token of a choice but the last has a row, so that a row which has not arrived is sent as -1. True
-    also for reasons that vLLM may add: a row too many is counted as missing, a row too few would be silently lost."""
+    """Whether every token of a choice but the last has a row, so that a row which has not arrived
+    is sent as -1. True also for reasons that vLLM may add: a row too many is counted as missing, a
+    row too few would be silently lost."""
     return finish_reason not in _CUT_SHORT
 
 
 def owned_copy(rows: Rows) -> Rows:
-    """`rows` for code that keeps them. Copies small arrays, which are views of the rows of all requests; see `pack`."""
+    """`rows` for code that keeps them. Copies small arrays, which are views of the rows of all
+    requests; see `pack`."""
     return rows if rows.base is None or rows.nbytes > SMALL_ARRAY_BYTES else rows.copy()
 
 

@@ -53,14 +53,17 @@ def page_file(path: str, page_config: Mapping[str, str]) -> tuple[bytes, str] | 
     """
     if path == PAGE_PATH:
         content, kind = page_files()[INDEX]
-        attributes = "".join(f' data-{name}="{escape(value)}"' for name, value in page_config.items())
+        attributes = "".join(
+            f' data-{name}="{escape(value)}"' for name, value in page_config.items()
+        )
         return content.replace(b"<html", f"<html{attributes}".encode(), 1), kind
     folder, _, name = path.rpartition("/")
     return page_files().get(name) if folder == PAGE_PATH and name != INDEX else None
 
 
 def read_saved(body: bytes | bytearray) -> Iterator[str]:
-    """The lines of `page_lines` for files in a request's body, `[[name, text], …]`. Raises `ValueError` for another."""
+    """The lines of `page_lines` for files in a request's body, `[[name, text], …]`. Raises
+    `ValueError` for another."""
     try:
         given = [(str(name), StringIO(text)) for name, text in json.loads(body)]
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,5 @@
-"""Reads the files that browsers send to a server: one request after another, so that other requests stay quick."""
+"""Reads the files that browsers send to a server: one request after another, so that other requests
+stay quick."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -87,7 +88,8 @@ class Body:
 
 
 class FilesResponse(Response):
-    """Receives a request with files, waits for its turn, and sends a line for each response in them."""
+    """Receives a request with files, waits for its turn, and sends a line for each response in
+    them."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -119,7 +121,9 @@ async def _response_to(body: Body, thread: CapacityLimiter) -> Response:
         lines = await run_sync(body.lines, limiter=thread)
     except ValueError as error:
         return error_response(str(error), HTTPStatus.BAD_REQUEST)
-    return StreamingResponse(_pieces(lines, thread), media_type="application/jsonl", headers=HEADERS)
+    return StreamingResponse(
+        _pieces(lines, thread), media_type="application/jsonl", headers=HEADERS
+    )
 
 
 async def _pieces(lines: Iterator[bytes], thread: CapacityLimiter) -> AsyncIterator[bytes]:
@@ -129,7 +133,8 @@ async def _pieces(lines: Iterator[bytes], thread: CapacityLimiter) -> AsyncItera
 
 
 def _some_of(lines: Iterator[bytes]) -> bytes:
-    """The next lines, as many as make a piece: to go to the thread for each line takes longer than a line."""
+    """The next lines, as many as make a piece: to go to the thread for each line takes longer than
+    a line."""
     text = bytearray()
     for line in lines:
         text += line

@@ -1,4 +1,5 @@
-"""Routes of the page in the API server. Its files need no API key; the requests that it sends do."""
+"""Routes of the page in the API server. Its files need no API key; the requests that it sends
+do."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
@@ -17,7 +18,9 @@ def start() -> Response:
 @page_router.get(PAGE_PATH)
 @page_router.get(PAGE_PATH + "/{name}")
 async def page(raw_request: Request, name: str | None = None) -> Response:
-    found = page_file(PAGE_PATH if name is None else f"{PAGE_PATH}/{name}", page_config(raw_request))
+    found = page_file(
+        PAGE_PATH if name is None else f"{PAGE_PATH}/{name}", page_config(raw_request)
+    )
     if found is None:
         return Response("File not found.", status_code=404)
     content, kind = found

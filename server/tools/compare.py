@@ -1,7 +1,8 @@
-"""`routed-experts compare`: compares responses with a Hugging Face forward pass of the same checkpoint, or with others.
+"""`routed-experts compare`: compares responses with a Hugging Face forward pass of the same
+checkpoint, or with others.
 
-The forward pass scores the same tokens. Where experts differ, the gap between their scores tells whether rounding
-explains the difference.
+The forward pass scores the same tokens. Where experts differ, the gap between their scores tells
+whether rounding explains the difference.
 """
 
 import argparse
@@ -16,11 +17,21 @@ from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.console import CommandError, Parser, say
 from routed_experts.server.tools.differences import Comparison, table
 from routed_experts.server.tools.reference import Reference
-from routed_experts.server.tools.running import Body, Place, RunningServer, add_server_flags, bodies_of
+from routed_experts.server.tools.running import (
+    Body,
+    Place,
+    RunningServer,
+    add_server_flags,
+    bodies_of,
+)
 from routed_experts.server.tools.saved import add_flags, atomic_file, info_of, opened
 
 DTYPES = ("float32", "bfloat16", "float16")
-PROMPTS = ("Which experts does this token go to, and why?", "def fibonacci(n):", "Es war einmal ein König.")
+PROMPTS = (
+    "Which experts does this token go to, and why?",
+    "def fibonacci(n):",
+    "Es war einmal ein König.",
+)
 
 
 # ---- the command ----
@@ -48,7 +59,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     source.add_argument("--url", help="URL of a running server; sends requests to it")
     add_server_flags(parser)
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="dtype of the forward pass (default float32)"
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="dtype of the forward pass (default float32)",
     )
     parser.add_argument(
         "--device",
@@ -73,7 +87,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="compare the log-probabilities of tokens too: mean and tails of the absolute difference, for tokens with "
         "equal and with different rows; needs logprobs in the requests",
     )
-    parser.add_argument("--json", type=Path, help="also write the results to this file; - for standard output only")
+    parser.add_argument(
+        "--json", type=Path, help="also write the results to this file; - for standard output only"
+    )
     add_flags(parser)
     return parser.parse_args(argv)
 
@@ -82,7 +98,11 @@ def main(argv: Sequence[str]) -> int:
     """Runs `routed-experts compare`; returns the exit status."""
     args = parse(argv)
     to_stdout = args.json is not None and str(args.json) == "-"
-    with nullcontext() if to_stdout or args.json is None else atomic_file(args.json, "--json") as file:
+    with (
+        nullcontext()
+        if to_stdout or args.json is None
+        else atomic_file(args.json, "--json") as file
+    ):
         report = compare(args)
         text = json.dumps(report, indent=1)
         if file is not None:
@@ -100,7 +120,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     report = comparison.report(near_tie)
     if not report["total"]["rows"] and not report.get("logprobs", {}).get("all", {}).get("tokens"):
         missing = report["missing_rows"]
-        raise CommandError(f"Nothing to compare: all {missing} rows of {report['answers']} responses are unknown.")
+        raise CommandError(
+            f"Nothing to compare: all {missing} rows of {report['answers']} responses are unknown."
+        )
     about = {} if is_file else {"dtype": args.dtype, "device": args.device}
     return {"model": args.model, **about, **report}
 
@@ -110,11 +132,15 @@ def _compare_checkpoint(args: argparse.Namespace) -> tuple[float | None, Compari
     from tqdm import tqdm
 
     server = RunningServer(args.url, args.api_key) if args.url else None
-    sources: list[Any] = _bodies(args) if server else list(read(opened(args.answers), info_of(args)))
+    sources: list[Any] = (
+        _bodies(args) if server else list(read(opened(args.answers), info_of(args)))
+    )
     say(f"Loading {args.model}.")
     reference = Reference(args.model, args.dtype, args.device)
     if args.weights and not reference.has_weights:
-        raise CommandError(f"The routers of {args.model} in transformers do not return their weights.")
+        raise CommandError(
+            f"The routers of {args.model} in transformers do not return their weights."
+        )
     comparison = Comparison(reference.layer_ids, args.weights, args.logprobs)
     for source in tqdm(sources, desc="comparing", unit=" responses", disable=None):
         answer = server.ask(source[0], source[1], args.weights) if server else source
@@ -128,9 +154,13 @@ def _compare_checkpoint(args: argparse.Namespace) -> tuple[float | None, Compari
 
 def _compare_files(args: argparse.Namespace) -> tuple[None, Comparison]:
     """No near-ties, as responses have no scores, and the comparison."""
-    ours, theirs = (list(read(opened(paths), info_of(args))) for paths in (args.answers, [args.model]))
+    ours, theirs = (
+        list(read(opened(paths), info_of(args))) for paths in (args.answers, [args.model])
+    )
     if len(ours) != len(theirs):
-        raise CommandError(f"--answers has {len(ours)} responses, but {args.model} has {len(theirs)}.")
+        raise CommandError(
+            f"--answers has {len(ours)} responses, but {args.model} has {len(theirs)}."
+        )
     comparison: Comparison | None = None
     for mine, other in zip(ours, theirs, strict=True):
         routings = mine.routings(), other.routings()
@@ -139,12 +169,17 @@ def _compare_files(args: argparse.Namespace) -> tuple[None, Comparison]:
                 layers = range(routings[0][0].rows.shape[1])
                 layer_ids = mine.info.layer_ids or other.info.layer_ids or layers
                 comparison = Comparison(layer_ids, args.weights, args.logprobs)
-            if None not in (ids := (mine.info.layer_ids, other.info.layer_ids)) and ids[0] != ids[1]:
+            if (
+                None not in (ids := (mine.info.layer_ids, other.info.layer_ids))
+                and ids[0] != ids[1]
+            ):
                 raise RoutingError(
                     f"its MoE layers are decoder layers {ids[0]}, but those of {other.where} are {ids[1]}"
                 )
             if len(routings[0]) != len(routings[1]):
-                raise RoutingError(f"{len(routings[0])} choices, but {len(routings[1])} in {other.where}")
+                raise RoutingError(
+                    f"{len(routings[0])} choices, but {len(routings[1])} in {other.where}"
+                )
             for pair in zip(*routings, strict=True):
                 comparison.add_pair(*pair, (mine.info.weights_scale, other.info.weights_scale))
     assert comparison is not None
@@ -159,7 +194,9 @@ def _info_of(reference: Reference) -> ModelInfo:
 def _check_layers(info: ModelInfo, reference: Reference) -> None:
     if info.layer_ids not in (None, tuple(reference.layer_ids)):
         ids = list(info.layer_ids or ())
-        raise RoutingError(f"its MoE layers are decoder layers {ids}, but the checkpoint has {reference.layer_ids}")
+        raise RoutingError(
+            f"its MoE layers are decoder layers {ids}, but the checkpoint has {reference.layer_ids}"
+        )
 
 
 def _bodies(args: argparse.Namespace) -> list[tuple[Place, Body]]:
@@ -167,4 +204,6 @@ def _bodies(args: argparse.Namespace) -> list[tuple[Place, Body]]:
     bodies = bodies_of(args, PROMPTS)
     if not args.logprobs:
         return bodies
-    return [(place, {**body, "logprobs": True if "messages" in body else 0}) for place, body in bodies]
+    return [
+        (place, {**body, "logprobs": True if "messages" in body else 0}) for place, body in bodies
+    ]

@@ -1,4 +1,5 @@
-"""Counts where two sides' experts, weights and log-probabilities differ, and writes the table of `compare`."""
+"""Counts where two sides' experts, weights and log-probabilities differ, and writes the table of
+`compare`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,14 +25,19 @@ class LayerCount:
     weights: int = 0  # of experts that both sides chose
     weight_difference_sum: float = 0.0
     weight_difference_max: float = 0.0
-    # For each differing row, the score gap between the experts that only one side chose, in standard deviations of all
-    # scores of that token; none if there are no scores.
+    # For each differing row, the score gap between the experts that only one side chose, in
+    # standard deviations of all scores of that token; none if there are no scores.
     gaps: list[float] = field(default_factory=list)
 
     def add(
-        self, ours: Ids, theirs: Ids, scores: Scores | None = None, weights: tuple[Scores, Scores] | None = None
+        self,
+        ours: Ids,
+        theirs: Ids,
+        scores: Scores | None = None,
+        weights: tuple[Scores, Scores] | None = None,
     ) -> NDArray[np.bool_]:
-        """Compares two sides' rows [n, K] and their weights; `scores` is [n, experts]. Returns which rows differ."""
+        """Compares two sides' rows [n, K] and their weights; `scores` is [n, experts]. Returns
+        which rows differ."""
         same = ours[:, :, None] == theirs[:, None, :]
         only_ours, only_theirs = ~same.any(axis=2), ~same.any(axis=1)
         differs: NDArray[np.bool_] = only_theirs.any(axis=1)
@@ -40,13 +46,20 @@ class LayerCount:
         self.differing_slots += int(only_theirs.sum())
         if scores is not None:
             for row in np.flatnonzero(differs):
-                gap = scores[row, theirs[row, only_theirs[row]]].max() - scores[row, ours[row, only_ours[row]]].min()
+                gap = (
+                    scores[row, theirs[row, only_theirs[row]]].max()
+                    - scores[row, ours[row, only_ours[row]]].min()
+                )
                 self.gaps.append(float(abs(gap) / max(float(scores[row].std()), 1e-30)))
         if weights is not None:  # of experts that both chose, which may be in another order
-            difference = np.abs(weights[0][:, :, None].astype(np.float64) - weights[1][:, None, :])[same]
+            difference = np.abs(weights[0][:, :, None].astype(np.float64) - weights[1][:, None, :])[
+                same
+            ]
             self.weights += len(difference)
             self.weight_difference_sum += float(difference.sum())
-            self.weight_difference_max = max(self.weight_difference_max, float(difference.max(initial=0)))
+            self.weight_difference_max = max(
+                self.weight_difference_max, float(difference.max(initial=0))
+            )
         return differs
 
     def merged(self, other: "LayerCount") -> "LayerCount":
@@ -84,8 +97,15 @@ ROWS = ("equal_rows", "different_rows", "unknown_rows")
 
 def _tails(values: list[float]) -> dict[str, Any]:
     tails = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-    found = {"mean": np.mean(values), **{name: np.percentile(values, q) for name, q in tails.items()}} if values else {}
-    return {"tokens": len(values), **{name: float(found[name]) if values else None for name in ("mean", *tails)}}
+    found = (
+        {"mean": np.mean(values), **{name: np.percentile(values, q) for name, q in tails.items()}}
+        if values
+        else {}
+    )
+    return {
+        "tokens": len(values),
+        **{name: float(found[name]) if values else None for name in ("mean", *tails)},
+    }
 
 
 @dataclass
@@ -96,8 +116,9 @@ class Comparison:
     with_weights: bool = False
     with_logprobs: bool = False
     layers: list[LayerCount] = field(default_factory=list)
-    # Absolute differences of log-probabilities, for tokens whose rows are equal in all layers, differ, or are unknown.
-    # The row of a token is that of the position before it, whose forward pass gives the token its probability.
+    # Absolute differences of log-probabilities, for tokens whose rows are equal in all layers,
+    # differ, or are unknown. The row of a token is that of the position before it, whose forward
+    # pass gives the token its probability.
     logprobs: tuple[list[float], ...] = field(default_factory=lambda: ([], [], []))
     answers: int = 0
     missing: int = 0  # rows that are unknown on a side, which are not compared
@@ -105,12 +126,15 @@ class Comparison:
     def __post_init__(self) -> None:
         self.layers = [LayerCount() for _ in self.layer_ids]
 
-    def add(self, routing: Routing, reference: Reference, scale: Sequence[float] | None = None) -> None:
-        """Scores the tokens of `routing` in the checkpoint and compares each of its rows. The server's weights are
-        multiplied by `scale` [L]."""
+    def add(
+        self, routing: Routing, reference: Reference, scale: Sequence[float] | None = None
+    ) -> None:
+        """Scores the tokens of `routing` in the checkpoint and compares each of its rows. The
+        server's weights are multiplied by `scale` [L]."""
         tokens = self._tokens_of(routing)
         logprobs = self._logprobs_of(routing, tokens)
-        valued = np.flatnonzero(~np.isnan(logprobs[1:])) + 1  # nothing says how probable the first token is
+        # nothing says how probable the first token is
+        valued = np.flatnonzero(~np.isnan(logprobs[1:])) + 1
         first = int(valued.min(initial=len(tokens)))
         self.answers += 1
         self.missing += routing.missing
@@ -131,10 +155,18 @@ class Comparison:
         theirs = reference.score(tokens[:-1], take, tokens[first:])
         self._add_logprobs(logprobs[first:], theirs, rows[first - 1 :])
 
-    def add_pair(self, ours: Routing, theirs: Routing, scales: Sequence[Sequence[float] | None] = (None, None)) -> None:
+    def add_pair(
+        self,
+        ours: Routing,
+        theirs: Routing,
+        scales: Sequence[Sequence[float] | None] = (None, None),
+    ) -> None:
         """Compares two responses as far as their tokens are the same."""
         tokens = [self._tokens_of(each) for each in (ours, theirs)]
-        same = next((at for at, (a, b) in enumerate(zip(*tokens, strict=False)) if a != b), min(map(len, tokens)))
+        same = next(
+            (at for at, (a, b) in enumerate(zip(*tokens, strict=False)) if a != b),
+            min(map(len, tokens)),
+        )
         if same < min(len(each.prompt_token_ids or ()) for each in (ours, theirs)):
             raise RoutingError(f"the responses have different prompts, from position {same} on")
         if ours.rows.shape[1:] != theirs.rows.shape[1:] or ours.rows.shape[1] != len(self.layers):
@@ -144,7 +176,10 @@ class Comparison:
         positions = np.arange(first, max(min(ours.end, theirs.end, same), first))
         places = [positions - each.start for each in (ours, theirs)]
         is_known = np.all(
-            [(each.rows[at] != UNKNOWN).all(axis=(1, 2)) for each, at in zip((ours, theirs), places, strict=True)],
+            [
+                (each.rows[at] != UNKNOWN).all(axis=(1, 2))
+                for each, at in zip((ours, theirs), places, strict=True)
+            ],
             axis=0,
         )
         self.missing += int((~is_known).sum())
@@ -153,23 +188,35 @@ class Comparison:
         for place, layer in enumerate(self.layers):
             weights = None
             if self.with_weights:
-                weights = _scaled(ours, mine, place, scales[0]), _scaled(theirs, other, place, scales[1])
+                weights = (
+                    _scaled(ours, mine, place, scales[0]),
+                    _scaled(theirs, other, place, scales[1]),
+                )
             differs = layer.add(ours.rows[mine, place], theirs.rows[other, place], None, weights)
             rows[positions[differs]] = DIFFERENT
-        logprobs = self._logprobs_of(ours, tokens[0])[1:same], self._logprobs_of(theirs, tokens[1])[1:same]
+        logprobs = (
+            self._logprobs_of(ours, tokens[0])[1:same],
+            self._logprobs_of(theirs, tokens[1])[1:same],
+        )
         self._add_logprobs(*logprobs, rows[:-1])
 
     def _add_logprobs(
-        self, ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]], rows: NDArray[np.int8]
+        self,
+        ours: NDArray[np.floating[Any]],
+        theirs: NDArray[np.floating[Any]],
+        rows: NDArray[np.int8],
     ) -> None:
-        """Compares [n] tokens, whose rows are as `rows` says. Those without a value (NaN) are left out."""
+        """Compares [n] tokens, whose rows are as `rows` says. Those without a value (NaN) are left
+        out."""
         difference = np.abs(ours.astype(np.float64) - theirs)
         for state, found in enumerate(self.logprobs):
             found += difference[(rows == state) & ~np.isnan(difference)].tolist()
 
     def _tokens_of(self, routing: Routing) -> tuple[int, ...]:
         if self.with_weights and routing.weights is None:
-            raise RoutingError("the response has no weights: set return_routed_expert_weights in the request")
+            raise RoutingError(
+                "the response has no weights: set return_routed_expert_weights in the request"
+            )
         if routing.prompt_token_ids is None or routing.token_ids is None:
             raise RoutingError("the response has no token ids: set return_token_ids in the request")
         return (*routing.prompt_token_ids, *routing.token_ids)
@@ -183,7 +230,9 @@ class Comparison:
             raise RoutingError("the response has no log-probabilities: set logprobs in the request")
         generated = len(routing.token_ids or ())
         if len(routing.logprobs) not in (generated, len(tokens)):
-            raise RoutingError(f"{len(routing.logprobs)} log-probabilities of {generated} generated tokens")
+            raise RoutingError(
+                f"{len(routing.logprobs)} log-probabilities of {generated} generated tokens"
+            )
         found[len(tokens) - len(routing.logprobs) :] = routing.logprobs
         return found
 
@@ -196,10 +245,16 @@ class Comparison:
             **({} if near_tie is None else {"near_tie": near_tie}),
             "layers": [
                 {"layer": place, "layer_id": layer_id, **layer.summary(near_tie)}
-                for place, (layer_id, layer) in enumerate(zip(self.layer_ids, self.layers, strict=True))
+                for place, (layer_id, layer) in enumerate(
+                    zip(self.layer_ids, self.layers, strict=True)
+                )
             ],
             "total": reduce(LayerCount.merged, self.layers, LayerCount()).summary(near_tie),
-            **({"logprobs": dict(zip(("all", *ROWS), map(_tails, parts), strict=True))} if self.with_logprobs else {}),
+            **(
+                {"logprobs": dict(zip(("all", *ROWS), map(_tails, parts), strict=True))}
+                if self.with_logprobs
+                else {}
+            ),
         }
 
 
@@ -210,7 +265,9 @@ def _states(count: int, known: NDArray[np.intp]) -> NDArray[np.int8]:
     return states
 
 
-def _scaled(routing: Routing, rows: NDArray[np.intp], place: int, scale: Sequence[float] | None) -> Scores:
+def _scaled(
+    routing: Routing, rows: NDArray[np.intp], place: int, scale: Sequence[float] | None
+) -> Scores:
     """The weights [n, K] of some rows in a layer."""
     assert routing.weights is not None
     scaled: Scores = routing.weights[rows, place] * np.float32(1 if scale is None else scale[place])
@@ -250,7 +307,10 @@ def table(report: dict[str, Any]) -> str:
             [rows.removesuffix("_rows"), *(_cell(tails.get(name)) for name in names)]
             for rows, tails in report["logprobs"].items()
         ]
-        said += ["", "Absolute differences of log-probabilities, by the rows that the tokens were sampled from:"]
+        said += [
+            "",
+            "Absolute differences of log-probabilities, by the rows that the tokens were sampled from:",
+        ]
         said += aligned([["rows", *names], *lines])
     return "\n".join(said)
 
@@ -262,4 +322,7 @@ def _cell(value: str | float | None) -> str:
 def aligned(lines: list[list[str]]) -> list[str]:
     """The rows of a table, with right-aligned cells."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    ]

@@ -30,7 +30,8 @@ class Reference:
 
         _check_device(device)
         self._model, stored = _load(model, getattr(torch, dtype), device)
-        # The larger of two dtypes: of this forward pass, and of the stored checkpoint, which is a server's default.
+        # The larger of two dtypes: of this forward pass, and of the stored checkpoint, which is a
+        # server's default.
         self.epsilon = float(max(torch.finfo(each).eps for each in (getattr(torch, dtype), stored)))
         self.layer_ids: list[int] = []  # decoder layer of each of the L routers
         self.top_k = self.num_experts = 0
@@ -51,9 +52,9 @@ class Reference:
         take: Callable[[int, Ids, Scores, Scores | None], None],
         following: Sequence[int] = (),
     ) -> Scores:
-        """Runs `tokens`; calls `take` for each layer with its index, experts [tokens, K], scores [tokens, experts] and
-        weights [tokens, K], if its router returns them. Returns the log-probabilities of `following`: the tokens after
-        each of the last ones of `tokens`."""
+        """Runs `tokens`; calls `take` for each layer with its index, experts [tokens, K], scores
+        [tokens, experts] and weights [tokens, K], if its router returns them. Returns the
+        log-probabilities of `following`: the tokens after each of the last ones of `tokens`."""
         places = iter(range(len(self.layer_ids)))
         self._take = lambda name, *found: take(next(places), *found)
         return self._forward(tokens, following)
@@ -71,10 +72,16 @@ class Reference:
                 logits = self._model(**about, logits_to_keep=len(following)).logits[0]
                 targets = torch.tensor(list(following), device=logits.device)[:, None]
                 parts = [slice(at, at + _SLICE) for at in range(0, len(following), _SLICE)]
-                found = [logits[part].float().log_softmax(dim=1).gather(1, targets[part])[:, 0] for part in parts]
+                found = [
+                    logits[part].float().log_softmax(dim=1).gather(1, targets[part])[:, 0]
+                    for part in parts
+                ]
                 return torch.cat(found).cpu().numpy()
-        except (RuntimeError, IndexError) as error:  # out of memory, or a token outside the vocabulary
-            raise CommandError(f"{len(tokens)} tokens cannot be scored: {_first_line(error)}") from error
+        # out of memory, or a token outside the vocabulary
+        except (RuntimeError, IndexError) as error:
+            raise CommandError(
+                f"{len(tokens)} tokens cannot be scored: {_first_line(error)}"
+            ) from error
 
     def _learn(self, name: str, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
         self.has_weights = weights is not None
@@ -83,8 +90,11 @@ class Reference:
         self.top_k, self.num_experts = chosen.shape[1], scores.shape[1]
 
     def _watch(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Finds logits, choice and weights in a router's output, in any order. Ignores other modules with `top_k`."""
-        parts = [part for part in output if hasattr(part, "dtype")] if isinstance(output, tuple) else []
+        """Finds logits, choice and weights in a router's output, in any order. Ignores other
+        modules with `top_k`."""
+        parts = (
+            [part for part in output if hasattr(part, "dtype")] if isinstance(output, tuple) else []
+        )
         chosen = [part for part in parts if not part.dtype.is_floating_point]
         floats = [part for part in parts if part.dtype.is_floating_point]
         if len(chosen) != 1 or not floats:
@@ -108,7 +118,8 @@ def _bias_of(router: Any) -> Any:
         return bias
     from accelerate.utils import align_module_device  # without it, nothing is offloaded
 
-    with align_module_device(router):  # weights that are offloaded are there in a forward pass only, which is over
+    # weights that are offloaded are there in a forward pass only, which is over
+    with align_module_device(router):
         return router.e_score_correction_bias
 
 
@@ -135,7 +146,8 @@ def _load(model: str, dtype: Any, device: str) -> tuple[Any, Any]:
         stored = getattr(AutoConfig.from_pretrained(model), "dtype", None)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **spread).eval()
         placed = loaded if spread else loaded.to(device)
-    except Exception as error:  # transformers, safetensors and the hub client have their own exception classes
+    # transformers, safetensors and the hub client have their own exception classes
+    except Exception as error:
         raise CommandError(f"{model} cannot be loaded: {sentence_of(error, model)}") from error
     return placed, stored if isinstance(stored, torch.dtype) else torch.float32
 

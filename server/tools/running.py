@@ -25,7 +25,8 @@ AT_ONCE = 8  # requests
 TEXTS_AT_ONCE = 16_384  # token ids, as many as the server takes
 _TEXTS = "/v1/routed_experts/texts"
 _HAS_NONE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
-# In the form that a reader of saved responses needs no flags for, whatever the server's defaults are.
+# In the form that a reader of saved responses needs no flags for, whatever the server's defaults
+# are.
 _ROWS = {
     "return_routed_experts": True,
     "return_token_ids": True,
@@ -42,10 +43,13 @@ Place = tuple[str, int]
 
 
 def base_of(url: str) -> str:
-    """The base URL of a server: `localhost:8000` and `http://localhost:8000/v1` are both accepted."""
+    """The base URL of a server: `localhost:8000` and `http://localhost:8000/v1` are both
+    accepted."""
     base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").rstrip("/")
     if not base.startswith(("http://", "https://")):
-        raise CommandError(f"--url {url} is not the URL of a server: use one such as http://localhost:8000.")
+        raise CommandError(
+            f"--url {url} is not the URL of a server: use one such as http://localhost:8000."
+        )
     return base
 
 
@@ -83,7 +87,9 @@ class RunningServer:
             raise self._is_other("/v1/routed_experts") from error
         return SavedAnswer(*place, [self._call(path, asked, f"{place[0]}, line {place[1]}")], info)
 
-    def ask_all(self, bodies: Iterable[tuple[Place, Body]], with_weights: bool) -> Iterator[SavedAnswer]:
+    def ask_all(
+        self, bodies: Iterable[tuple[Place, Body]], with_weights: bool
+    ) -> Iterator[SavedAnswer]:
         """The responses to requests and their places, in order. Some are sent ahead."""
         running = deque[Future[SavedAnswer]]()
         for place, body in bodies:
@@ -125,24 +131,32 @@ class RunningServer:
             with urllib.request.urlopen(request, timeout=600) as response:
                 content = response.read(MAX_CHARS + 1)
                 if len(content) > MAX_CHARS:
-                    raise CommandError(f"{where or self.url}: the response has more than {MAX_CHARS} bytes.")
+                    raise CommandError(
+                        f"{where or self.url}: the response has more than {MAX_CHARS} bytes."
+                    )
                 answer = json.loads(content)
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace")
-            raise CommandError(f"{where or self.url}: the server returned status {error.code}: {text}") from error
+            raise CommandError(
+                f"{where or self.url}: the server returned status {error.code}: {text}"
+            ) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise CommandError(f"{self.url} cannot be reached: {getattr(error, 'reason', error)}.") from error
+            raise CommandError(
+                f"{self.url} cannot be reached: {getattr(error, 'reason', error)}."
+            ) from error
         if not isinstance(answer, dict):
             raise self._is_other(path)
         return answer
 
     def _is_other(self, path: str) -> CommandError:
-        return CommandError(f"{self.url} is not a routed-experts server: its response to {path} has another form.")
+        return CommandError(
+            f"{self.url} is not a routed-experts server: its response to {path} has another form."
+        )
 
 
 def _in_background(call: Callable[..., SavedAnswer], *args: Any) -> Future[SavedAnswer]:
-    """Runs a call in a thread that nobody waits for: the interpreter's end waits for those of an executor, and a
-    request may take ten minutes."""
+    """Runs a call in a thread that nobody waits for: the interpreter's end waits for those of an
+    executor, and a request may take ten minutes."""
     future: Future[SavedAnswer] = Future()
 
     def run() -> None:
@@ -156,10 +170,11 @@ def _in_background(call: Callable[..., SavedAnswer], *args: Any) -> Future[Saved
 
 
 def bodies_of(args: argparse.Namespace, default: Sequence[str] = ()) -> list[tuple[Place, Body]]:
-    """Place and request of each prompt of `--prompts` (without files, `default`): one per line, or JSON if a file's
-    name ends in `.jsonl`.
+    """Place and request of each prompt of `--prompts` (without files, `default`): one per line, or
+    JSON if a file's name ends in `.jsonl`.
 
-    A JSON line is a prompt or the body of a request, with a prompt or messages, whose fields take precedence.
+    A JSON line is a prompt or the body of a request, with a prompt or messages, whose fields take
+    precedence.
     """
     prompts: Iterable[tuple[Place, str | Body]] = [((args.url, 0), prompt) for prompt in default]
     if args.prompts:
@@ -168,8 +183,13 @@ def bodies_of(args: argparse.Namespace, default: Sequence[str] = ()) -> list[tup
     bodies: list[tuple[Place, Body]] = []
     for place, value in prompts:
         if isinstance(value, str):
-            value = {"messages": [{"role": "user", "content": value}]} if args.chat else {"prompt": value}
-        default_temperature = {"temperature": 0.0} if value.get("n", 1) == 1 else {}  # vLLM: not for several choices
+            value = (
+                {"messages": [{"role": "user", "content": value}]}
+                if args.chat
+                else {"prompt": value}
+            )
+        # vLLM: not for several choices
+        default_temperature = {"temperature": 0.0} if value.get("n", 1) == 1 else {}
         sampling = {name: one for name, one in given.items() if one is not None}
         bodies.append((place, {**default_temperature, **sampling, **value}))
     return bodies
@@ -180,7 +200,11 @@ def _prompt_files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         found = [path]
         if path.is_dir():
-            found = [file for file in sorted(path.rglob("*")) if file.suffix in (".txt", ".jsonl") and file.is_file()]
+            found = [
+                file
+                for file in sorted(path.rglob("*"))
+                if file.suffix in (".txt", ".jsonl") and file.is_file()
+            ]
         if not found:
             raise CommandError(f"{path} has no files *.txt or *.jsonl with prompts.")
         yield from found
@@ -209,10 +233,14 @@ def _value(place: Place, line: str) -> str | Body:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{where} is not valid JSON: {error}.") from error
-    if isinstance(value, str) or (isinstance(value, dict) and value.keys() & {"prompt", "messages"}):
+    if isinstance(value, str) or (
+        isinstance(value, dict) and value.keys() & {"prompt", "messages"}
+    ):
         found: str | Body = value
         return found
-    raise CommandError(f"{where} is not a prompt: write a string, or an object with a prompt or messages.")
+    raise CommandError(
+        f"{where} is not a prompt: write a string, or an object with a prompt or messages."
+    )
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -224,14 +252,21 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="with --url: files with one prompt per line, or folders of them; in *.jsonl, each line is a JSON string "
         "or the body of a request",
     )
-    parser.add_argument("--chat", action="store_true", help="with --url: send prompts as messages of a user")
     parser.add_argument(
-        "--max-tokens", type=int, default=64, help="with --url: maximum tokens per response (default 64)"
+        "--chat", action="store_true", help="with --url: send prompts as messages of a user"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=64,
+        help="with --url: maximum tokens per response (default 64)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         help="with --url: 0 takes the likeliest tokens (default, but for requests of several choices)",
     )
-    parser.add_argument("--seed", type=int, help="with --url: seed of the sampling at a higher temperature")
+    parser.add_argument(
+        "--seed", type=int, help="with --url: seed of the sampling at a higher temperature"
+    )
     parser.add_argument("--api-key", help="with --url: API key of the server")

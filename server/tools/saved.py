@@ -1,4 +1,5 @@
-"""The files of responses that `compare`, `export` and `view` are given, and the flags about them."""
+"""The files of responses that `compare`, `export` and `view` are given, and the flags about
+them."""
 
 import argparse
 import os
@@ -36,8 +37,9 @@ def opened(paths: Sequence[str]) -> Iterator[tuple[str, TextIO]]:
 
 @contextmanager
 def open_text(path: str | Path, name: str = "", *, is_read_once: bool = False) -> Iterator[TextIO]:
-    """A file with responses or prompts; what a shell has opened only if it `is_read_once`. Raises `CommandError`, with
-    the `name` if it has another than its path, if it cannot be read or is of another kind."""
+    """A file with responses or prompts; what a shell has opened only if it `is_read_once`. Raises
+    `CommandError`, with the `name` if it has another than its path, if it cannot be read or is of
+    another kind."""
     name = name or str(path)
     is_of_shell = is_read_once and str(path).startswith(_OF_SHELL)
     try:
@@ -59,13 +61,18 @@ def _check_kind(name: str, file: TextIO) -> None:
 
 
 def files_in(paths: Sequence[str]) -> list[str]:
-    """Files, and in place of a folder those in it and below, by name, without empty ones, which a server may write."""
+    """Files, and in place of a folder those in it and below, by name, without empty ones, which a
+    server may write."""
     found: list[str] = []
     for path in paths:
         if path == STDIN or not Path(path).is_dir():
             found.append(path)
             continue
-        inside = [file for file in sorted(Path(path).rglob("*.json*")) if file.suffix in SUFFIXES and file.is_file()]
+        inside = [
+            file
+            for file in sorted(Path(path).rglob("*.json*"))
+            if file.suffix in SUFFIXES and file.is_file()
+        ]
         filled = [str(file) for file in inside if file.stat().st_size]
         if not filled:
             raise CommandError(f"{path} has no files *.json or *.jsonl with responses.")
@@ -93,15 +100,25 @@ def atomic_file(output: Path, flag: str) -> Iterator[Path]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds flags for facts that files may lack."""
     parser.add_argument("--num-experts", type=_positive, help="number of experts per layer")
-    parser.add_argument("--num-layers", type=_positive, help="number of MoE layers, for rows in the raw format")
-    parser.add_argument("--top-k", type=_positive, help="experts per token and layer, for rows in the raw format")
-    parser.add_argument("--rows-dtype", choices=("int16", "uint8", "int32"), help="dtype of rows in the raw format")
-    parser.add_argument("--n", type=_positive, help="choices per prompt, for responses to several prompts at once")
+    parser.add_argument(
+        "--num-layers", type=_positive, help="number of MoE layers, for rows in the raw format"
+    )
+    parser.add_argument(
+        "--top-k", type=_positive, help="experts per token and layer, for rows in the raw format"
+    )
+    parser.add_argument(
+        "--rows-dtype", choices=("int16", "uint8", "int32"), help="dtype of rows in the raw format"
+    )
+    parser.add_argument(
+        "--n", type=_positive, help="choices per prompt, for responses to several prompts at once"
+    )
 
 
 def info_of(args: argparse.Namespace) -> ModelInfo:
     """The values of these flags."""
-    return ModelInfo(args.num_layers, args.top_k, args.num_experts, rows_dtype=args.rows_dtype, n=args.n)
+    return ModelInfo(
+        args.num_layers, args.top_k, args.num_experts, rows_dtype=args.rows_dtype, n=args.n
+    )
 
 
 def _positive(text: str) -> int:

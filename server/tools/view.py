@@ -18,7 +18,15 @@ from typing import Any, TextIO
 from routed_experts.protocol.files import open_file
 from routed_experts.protocol.saved import MAX_PAGE_BYTES, ModelInfo, Reader, check_shown, page_lines
 from routed_experts.server.cli.console import CommandError, Parser, progress
-from routed_experts.server.page import HEADERS, MAX_BYTES, PAGE_PATH, READ_PATH, TOO_LARGE, page_file, read_saved
+from routed_experts.server.page import (
+    HEADERS,
+    MAX_BYTES,
+    PAGE_PATH,
+    READ_PATH,
+    TOO_LARGE,
+    page_file,
+    read_saved,
+)
 from routed_experts.server.tools.saved import STDIN, add_flags, files_in, info_of, open_text
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
@@ -31,7 +39,8 @@ _MOST_SKIPPED = 1 << 30
 
 @dataclass(frozen=True)
 class ViewedFile:
-    """A file with responses. It is read anew whenever the page asks for it, as it may be larger than the memory."""
+    """A file with responses. It is read anew whenever the page asks for it, as it may be larger
+    than the memory."""
 
     name: str  # as the page shows it
     path: Path
@@ -53,10 +62,14 @@ class ViewServer(ThreadingHTTPServer):
     reading = Lock()
     """Files that are opened in the page are read one after another."""
 
-    def __init__(self, viewed: Sequence[ViewedFile], port: int, given: ModelInfo | None = None) -> None:
+    def __init__(
+        self, viewed: Sequence[ViewedFile], port: int, given: ModelInfo | None = None
+    ) -> None:
         super().__init__((HOST, port), _Handler)
         self.viewed, self.given = viewed, given or ModelInfo()
-        self.page_config = {"saved": json.dumps([[each.name, each.path.stat().st_size] for each in viewed])}
+        self.page_config = {
+            "saved": json.dumps([[each.name, each.path.stat().st_size] for each in viewed])
+        }
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -95,7 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
         folder, _, place = path.rpartition("/")
         if not self._is_from_our_page():
             self._refuse(403, ELSEWHERE)
-        elif folder == SAVED_PATH and _LENGTH.fullmatch(place) and int(place) < len(self.server.viewed):
+        elif (
+            folder == SAVED_PATH
+            and _LENGTH.fullmatch(place)
+            and int(place) < len(self.server.viewed)
+        ):
             lines = self.server.viewed[int(place)].lines(self.server.given)
             self._respond(200, "application/jsonl", map(str.encode, lines))
         elif found := page_file(path, self.server.page_config):
@@ -105,10 +122,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "File not found.")
 
     def _is_from_our_page(self) -> bool:
-        """Another site could have its own name lead to this address, or send requests here from its own page."""
+        """Another site could have its own name lead to this address, or send requests here from its
+        own page."""
         hosts = self.server.hosts
         origin = self.headers.get("Origin")
-        return self.headers.get("Host") in hosts and origin in {None, *(f"http://{host}" for host in hosts)}
+        return self.headers.get("Host") in hosts and origin in {
+            None,
+            *(f"http://{host}" for host in hosts),
+        }
 
     def _read_files(self, length: int) -> None:
         body = self.rfile.read(length)
@@ -125,7 +146,9 @@ class _Handler(BaseHTTPRequestHandler):
             left -= len(piece)
 
     def _refuse(self, status: int, message: str) -> None:
-        self._respond(status, "application/json", [json.dumps({"error": {"message": message}}).encode()])
+        self._respond(
+            status, "application/json", [json.dumps({"error": {"message": message}}).encode()]
+        )
 
     def _respond(self, status: int, kind: str, parts: Iterable[bytes]) -> None:
         self.send_response(status)
@@ -177,7 +200,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> list[ViewedFile]:
-    """The files that have responses, each read once, one response at a time. `stack` keeps a copy of standard input."""
+    """The files that have responses, each read once, one response at a time. `stack` keeps a copy
+    of standard input."""
     viewed, about = [], ModelInfo()
     for path in progress(files_in(paths), desc="reading", unit=" files"):
         name = "standard input" if path == STDIN else path

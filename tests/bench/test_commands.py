@@ -14,7 +14,9 @@ from tests.documentation import ROOT
 
 pytestmark = pytest.mark.release
 
-COMMANDS = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text("utf-8"))
+COMMANDS = sorted(
+    path.stem for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text("utf-8")
+)
 
 
 @pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
@@ -31,7 +33,11 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 def rows_of(table: str) -> list[list[str]]:
     """The cells of the tables in a text in Markdown, without their heads."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:2] == "| "]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line[:2] == "| "
+    ]
     ruled = [at for at, row in enumerate(rows) if row[0] == "---"]
     return [row for at, row in enumerate(rows) if at not in ruled and at + 1 not in ruled]
 
@@ -46,18 +52,49 @@ def test_the_schedulers_thread() -> None:
 
 def test_the_capture_changes_no_schedule_of_reloads() -> None:
     plays = [play(*variant, prompts=60, length=1700, rounds=1) for variant in VARIANTS.values()]
-    assert {(each.steps, each.num_loaded, each.num_stored) for each in plays} == {(plays[0].steps, 60 * 1696, 0)}
+    assert {(each.steps, each.num_loaded, each.num_stored) for each in plays} == {
+        (plays[0].steps, 60 * 1696, 0)
+    }
     off, *_ = rows_of(reload_table(repeats=1, prompts=60, length=1700, rounds=1))
     assert off[:3] == ["off", f"{plays[0].steps:,}", "101,760"]
 
 
-@pytest.mark.parametrize("legs", [[], ["--prefill-decode"]], ids=["one server", "prefill and decode"])
+@pytest.mark.parametrize(
+    "legs", [[], ["--prefill-decode"]], ids=["one server", "prefill and decode"]
+)
 def test_the_api_process_without_an_engine(legs: list[str], tmp_path: Path) -> None:
-    """Every answer has all its tokens and rows, and every decode server loads its prompts, or the benchmark fails."""
-    options = ["--without-engine", "5", "--cases", "1", "--variants", "off", "returned", "--repeats", "1", *legs]
-    command = [sys.executable, "-m", "bench.http", *options, "--layers", "4", "--clients", "1", "--out", str(tmp_path)]
+    """Every answer has all its tokens and rows, and every decode server loads its prompts, or the
+    benchmark fails."""
+    options = [
+        "--without-engine",
+        "5",
+        "--cases",
+        "1",
+        "--variants",
+        "off",
+        "returned",
+        "--repeats",
+        "1",
+        *legs,
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.http",
+        *options,
+        "--layers",
+        "4",
+        "--clients",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True)
     runs = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    expected = [(mode, *of) for mode in ("streamed", "unstreamed") for of in (("off", 0), ("returned", 128 + 255))]
+    expected = [
+        (mode, *of)
+        for mode in ("streamed", "unstreamed")
+        for of in (("off", 0), ("returned", 128 + 255))
+    ]
     assert [(run["mode"], run["variant"], run["rows"]) for run in runs] == expected
     assert all(run["cpu_us"] > 0 and not run["faults"] for run in runs)

@@ -1,4 +1,5 @@
-"""The benchmark over HTTP: times are those of the bytes, no wrong answer counts as right, and the table's figures."""
+"""The benchmark over HTTP: times are those of the bytes, no wrong answer counts as right, and the
+table's figures."""
 
 import base64
 from typing import Any
@@ -29,8 +30,11 @@ def encoded(rows: np.ndarray, start: int, form: str = "object") -> Any:
 
 
 def chunks(tokens: int = G, **changed: Any) -> list[dict[str, Any]]:
-    """One choice, a token a chunk, and with each the rows that became known; `changed` are fields of the first rows."""
-    events: list[dict[str, Any]] = [{"choices": [{"index": 0, "text": word}]} for word in WORDS[:tokens]]
+    """One choice, a token a chunk, and with each the rows that became known; `changed` are fields
+    of the first rows."""
+    events: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "text": word}]} for word in WORDS[:tokens]
+    ]
     for index, event in enumerate(events[1:]):
         event["choices"][0]["routed_experts"] = encoded(ids(1, index), P + index)
     events[0]["prompt_routed_experts"] = encoded(ids(P), 0)
@@ -50,7 +54,10 @@ def chunked(parts: list[bytes]) -> list[bytes]:
 def streamed(events: list[dict[str, Any]], done: bool = True) -> list[bytes]:
     """What uvicorn sends, a piece an event: the head, chunks, the end."""
     texts = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events]
-    return [head("text/event-stream; charset=utf-8"), *chunked(texts + [b"data: [DONE]\n\n"] * done)]
+    return [
+        head("text/event-stream; charset=utf-8"),
+        *chunked(texts + [b"data: [DONE]\n\n"] * done),
+    ]
 
 
 def seen(pieces: list[bytes], layout: str = "split", n: int = 1) -> Answer:
@@ -76,7 +83,9 @@ def test_a_token_came_when_the_last_byte_of_its_event_did() -> None:
 
 def test_unstreamed_choices() -> None:
     arrays = [encoded(ids(G - 1, seed), P) for seed in range(2)]
-    choices = [{"index": i, "text": "".join(WORDS), "routed_experts": own} for i, own in enumerate(arrays)]
+    choices = [
+        {"index": i, "text": "".join(WORDS), "routed_experts": own} for i, own in enumerate(arrays)
+    ]
     content = orjson.dumps({"choices": choices, "prompt_routed_experts": encoded(ids(P), 0)})
     parts = chunked([content[at : at + 7] for at in range(0, len(content), 7)])
     whole = [head("application/json", ""), content]
@@ -89,7 +98,11 @@ def test_unstreamed_choices() -> None:
 def test_vllms_own_form() -> None:
     body = {
         "choices": [
-            {"index": 0, "text": "".join(WORDS), "routed_experts": encoded(ids(P + G - 1).astype(np.uint8), 0, "npy")}
+            {
+                "index": 0,
+                "text": "".join(WORDS),
+                "routed_experts": encoded(ids(P + G - 1).astype(np.uint8), 0, "npy"),
+            }
         ]
     }
     answer = seen([b"HTTP/1.1 200 OK\r\n\r\n", orjson.dumps(body)], "joined")
@@ -103,7 +116,10 @@ def filled(value: int) -> str:
 @pytest.mark.parametrize(
     ("pieces", "says"),
     [
-        (streamed([*chunks()[:2], {"choices": [{"index": 0, "text": WORDS[2]}]}]), "and the choices: 4 and [1]"),
+        (
+            streamed([*chunks()[:2], {"choices": [{"index": 0, "text": WORDS[2]}]}]),
+            "and the choices: 4 and [1]",
+        ),
         (streamed(chunks(start=P + 1)), "start 5 instead of 4"),
         (streamed(chunks(missing=1)), "missing 1"),
         (streamed(chunks(data=filled(EXPERTS))), "no expert ids"),
@@ -122,11 +138,20 @@ def test_what_is_wrong_is_a_fault(pieces: list[bytes], says: str) -> None:
 
 
 def result(role: str, sent: float, times: list[float]) -> Result:
-    return Result(role, sent, Expected(3, len(times), 1, "split"), Answer(times[0], times[-1], 100, [times], rows=7))
+    return Result(
+        role,
+        sent,
+        Expected(3, len(times), 1, "split"),
+        Answer(times[0], times[-1], 100, [times], rows=7),
+    )
 
 
 def test_figures_of_a_run() -> None:
-    load = Load([result("stream", 10.0, [10.5, 10.6, 10.8]), result("stream", 10.0, [10.7, 10.9, 12.0])], 0.1, 0.3)
+    load = Load(
+        [result("stream", 10.0, [10.5, 10.6, 10.8]), result("stream", 10.0, [10.7, 10.9, 12.0])],
+        0.1,
+        0.3,
+    )
     run = figures(load, stream=True)
     expected = {"tokens_per_s": 6 / 2.0, "cpu_us": 0.3e6 / 6, "bytes": 200 / 6, "rows": 14}
     expected |= {"ttft_p50_ms": 600, "itl_p50_ms": 200, "itl_max_ms": 1100}
@@ -135,7 +160,9 @@ def test_figures_of_a_run() -> None:
 
 def test_beside_a_long_answer_only_what_happens_while_it_comes_counts() -> None:
     stream = result("stream", 0.0, [0.5, 1.9, 2.1, 2.2, 3.9])
-    others = [result("other", sent, [sent + wait]) for sent, wait in ((1.8, 0.9), (2.1, 0.2), (3.2, 0.7))]
+    others = [
+        result("other", sent, [sent + wait]) for sent, wait in ((1.8, 0.9), (2.1, 0.2), (3.2, 0.7))
+    ]
     run = figures(Load([stream, *others, result("long", 1.0, [2.0, 2.5])], 0.1, 0.3), stream=True)
     assert (run["ttft_max_ms"], run["itl_max_ms"]) == pytest.approx((200, 100))
 
@@ -148,7 +175,9 @@ def test_what_is_sent(case: Case) -> None:
         streams = [request for request in requests if request.role == "stream"]
         assert (len(streams), {len(r.prompt) for r in streams}) == (case.streams, {case.prompt_len})
         assert len({request.expected.new_tokens for request in streams}) > 1 or not case.mixed
-        assert all((b'"return_routed_experts"' in r.encoded()) == (line.rows == "split") for r in requests)
+        assert all(
+            (b'"return_routed_experts"' in r.encoded()) == (line.rows == "split") for r in requests
+        )
         assert sum(request.apart for request in requests) == (case.long > 0)
         assert [r.expected.new_tokens for r in requests] == [r.expected.new_tokens for r in other]
         assert not {tuple(r.prompt) for r in requests} & {tuple(r.prompt) for r in other}
@@ -156,15 +185,45 @@ def test_what_is_sent(case: Case) -> None:
 
 def run_of(variant: str, cpu: float, **more: Any) -> dict[str, Any]:
     keys = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
-    about = {"device": "here", "date": "today", "commit": "abc", "client_busy": 0.1, "baseline": "off"}
-    numbers = {"tokens_per_s": 100.0, "cpu_us": cpu, "bytes": 10.0, "rows": 5, "faults": [], **dict.fromkeys(keys, 2.0)}
-    return {"case": "64", "api_servers": 1, "mode": "streamed", "variant": variant, **about, **numbers, **more}
+    about = {
+        "device": "here",
+        "date": "today",
+        "commit": "abc",
+        "client_busy": 0.1,
+        "baseline": "off",
+    }
+    numbers = {
+        "tokens_per_s": 100.0,
+        "cpu_us": cpu,
+        "bytes": 10.0,
+        "rows": 5,
+        "faults": [],
+        **dict.fromkeys(keys, 2.0),
+    }
+    return {
+        "case": "64",
+        "api_servers": 1,
+        "mode": "streamed",
+        "variant": variant,
+        **about,
+        **numbers,
+        **more,
+    }
 
 
 def test_table_has_medians_beside_off_and_says_what_was_wrong() -> None:
-    runs = [run_of("off", 40), run_of("off", 44), run_of("off", 42), run_of("captured", 43, faults=["lost"])]
+    runs = [
+        run_of("off", 40),
+        run_of("off", 44),
+        run_of("off", 42),
+        run_of("captured", 43, faults=["lost"]),
+    ]
     runs += [run_of("returned", cpu, tokens_per_s=90.0) for cpu in (60, 50)]
-    lines = {line.split("|")[3].strip(): line for line in table(runs).splitlines() if line.startswith("| 64")}
+    lines = {
+        line.split("|")[3].strip(): line
+        for line in table(runs).splitlines()
+        if line.startswith("| 64")
+    }
     assert "| 42.0 |" in lines["off"]
     assert "| 55.0 | +13.0 |" in lines["returned"]
     assert "| 90.0 | -10.0 % |" in lines["returned"]

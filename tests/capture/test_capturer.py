@@ -1,4 +1,5 @@
-"""The capture of two pipeline stages in one process: what the first sends on, the last packs with its own."""
+"""The capture of two pipeline stages in one process: what the first sends on, the last packs with
+its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,9 @@ from routed_experts.capture.worker.capturer import Capturer, RowShape
 K = 4
 STAGES = [RowShape((1, 2), 400, K), RowShape((), 0, 0), RowShape((5, 6, 7), 400, K)]
 LAYERS = [len(shape.layer_ids) for shape in STAGES]
-ODD = np.array([-1, 0x0000FFFF, -65536, 0x7FC00001, 0x80000000 - (1 << 32), 1, 0x3F800000], dtype=np.int32)
+ODD = np.array(
+    [-1, 0x0000FFFF, -65536, 0x7FC00001, 0x80000000 - (1 << 32), 1, 0x3F800000], dtype=np.int32
+)
 """Bits of weights whose words are -1 or below, and that are NaN, -0.0 or the least above 0."""
 
 
@@ -34,14 +37,18 @@ def choice(layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.from_numpy(bits).view(torch.float32)
 
 
-def run(one: Capturer, tokens: int, first_layer: int = 0, skipping: int | None = None, **about: Any) -> None:
+def run(
+    one: Capturer, tokens: int, first_layer: int = 0, skipping: int | None = None, **about: Any
+) -> None:
     for row in range(one.cache.num_layers):
         if row != skipping:
             one.sink(row, **about)(*choice(first_layer + row, tokens))
 
 
 def submit(one: Capturer, tokens: int, upstream: torch.Tensor | None = None) -> StepRows:
-    return one.pipeline.submit(torch.arange(100, 100 + tokens), np.array([0, 2, tokens]), upstream)()
+    return one.pipeline.submit(
+        torch.arange(100, 100 + tokens), np.array([0, 2, tokens]), upstream
+    )()
 
 
 def check(step: StepRows, layers: range, weights: bool, unknown: int | None = None) -> None:
@@ -56,7 +63,9 @@ def check(step: StepRows, layers: range, weights: bool, unknown: int | None = No
             assert not weights or np.isnan(weights_of(step.rows)[:, row]).all()
         assert np.array_equal((ids_of(step.rows) if weights else step.rows)[:, row], ids.numpy())
         if weights:
-            assert np.array_equal(weights_of(step.rows)[:, row].view(np.int32), values.view(torch.int32).numpy())
+            assert np.array_equal(
+                weights_of(step.rows)[:, row].view(np.int32), values.view(torch.int32).numpy()
+            )
 
 
 def test_the_shape_of_the_whole_model() -> None:
@@ -81,7 +90,10 @@ def test_rows_of_earlier_stages_come_first(layers: list[int], weights: bool) -> 
     run(first, 7)
     run(last, 7, first_layer=layers[0])
     upstream = middle.downstream(5, first.downstream(5, None))
-    assert (upstream.shape, upstream.dtype) == ((5, layers[0], (2 if weights else 1) * K), torch.int32)
+    assert (upstream.shape, upstream.dtype) == (
+        (5, layers[0], (2 if weights else 1) * K),
+        torch.int32,
+    )
     assert upstream.is_contiguous()
     first.cache.planes.fill_(0)  # the next step writes while these are still being sent
     check(submit(last, 5, upstream), range(5), weights)
@@ -103,7 +115,8 @@ def test_a_layer_that_skips_a_step_leaves_unknown_rows(skipping: int, weights: b
 
 @pytest.mark.parametrize("deferred", [[0, 1], [1], []])
 def test_deferred_stores(deferred: list[int], weights: bool) -> None:
-    """Only what keeps its memory, and is of all tokens, is held until the stores are flushed; others may be written."""
+    """Only what keeps its memory, and is of all tokens, is held until the stores are flushed;
+    others may be written."""
     first = capturer(weights=weights)
     first.defer_stores()
     for layer in range(2):
@@ -123,7 +136,8 @@ def test_deferred_stores(deferred: list[int], weights: bool) -> None:
 
 @pytest.mark.parametrize("deferring", [False, True])
 def test_only_this_ranks_tokens_are_stored(deferring: bool, weights: bool) -> None:
-    """Which of a router's tokens are its own is asked once: it counts the microbatches of a step."""
+    """Which of a router's tokens are its own is asked once: it counts the microbatches of a
+    step."""
     first, asked = capturer(weights=weights), []
     if deferring:
         first.defer_stores()

@@ -47,13 +47,21 @@ def read(cache: HostCache, blocks: list[int], first: int, end: int) -> list[int]
 @settings(max_examples=250, deadline=None, database=None, derandomize=True)
 @given(st.data())
 def test_the_cache_is_a_dictionary_of_slots(data: st.DataObject) -> None:
-    """Slots and blocks outside the KV cache, such as vLLM's padding, are never written and have no rows. Rows that wait
-    are those of when they began to, and it is told once which of them are unknown."""
-    caches: list[tuple[HostCache, dict[int, int]]] = [(cache_of(), {}), (HostCache(BLOCKS, BLOCK), {})]
+    """Slots and blocks outside the KV cache, such as vLLM's padding, are never written and have no
+    rows. Rows that wait are those of when they began to, and it is told once which of them are
+    unknown."""
+    caches: list[tuple[HostCache, dict[int, int]]] = [
+        (cache_of(), {}),
+        (HostCache(BLOCKS, BLOCK), {}),
+    ]
     waiting: list[tuple[PendingRows, list[int], list[int]]] = []
     for step in range(data.draw(st.integers(1, 8))):
         cache, known = caches[data.draw(st.integers(0, 1))]
-        match data.draw(st.sampled_from(["write", "write", "write", "forget", "copy_from", "copy_blocks", "wait"])):
+        match data.draw(
+            st.sampled_from(
+                ["write", "write", "write", "forget", "copy_from", "copy_blocks", "wait"]
+            )
+        ):
             case "write":
                 slots = data.draw(SLOT_LIST)
                 values = [100 * step + i for i in range(len(slots))]
@@ -68,21 +76,32 @@ def test_the_cache_is_a_dictionary_of_slots(data: st.DataObject) -> None:
                 slots = data.draw(SLOT_LIST)
                 sources = data.draw(st.lists(SLOT, min_size=len(slots), max_size=len(slots)))
                 other, theirs = caches[0]
-                copied = [(slot, theirs.get(source)) for slot, source in zip(slots, sources, strict=True)]
+                copied = [
+                    (slot, theirs.get(source)) for slot, source in zip(slots, sources, strict=True)
+                ]
                 cache.copy_from(other, array(sources), array(slots))
                 put(known, copied)
-            case "copy_blocks":  # all sources are read before any destination is written, as vLLM copies the KV
+            # all sources are read before any destination is written, as vLLM copies the KV
+            case "copy_blocks":
                 targets = data.draw(st.lists(BLOCK_ID, min_size=1, max_size=3, unique=True))
                 pairs = [(data.draw(BLOCK_ID), target) for target in targets]
-                copied = [(b * BLOCK + at, known.get(a * BLOCK + at)) for a, b in pairs for at in range(BLOCK)]
+                copied = [
+                    (b * BLOCK + at, known.get(a * BLOCK + at))
+                    for a, b in pairs
+                    for at in range(BLOCK)
+                ]
                 cache.copy_blocks(pairs)
                 put(known, copied)
             case "wait" if cache.row_shape == (L, K):
                 (blocks, first, end), told = drawn_sequence(data), list[int]()
                 held = data.draw(st.integers(0, end - first))
                 pieces = [rows_of([7] * held), end - first - held]
-                pending = PendingRows(cache, first, pieces, array(blocks), partial(unknown_in, told))
-                waiting.append((pending, [7] * held + rows_in(known, blocks, first + held, end), told))
+                pending = PendingRows(
+                    cache, first, pieces, array(blocks), partial(unknown_in, told)
+                )
+                waiting.append(
+                    (pending, [7] * held + rows_in(known, blocks, first + held, end), told)
+                )
     for pending, values, told in waiting:
         positions = [pending.start + at for at, value in enumerate(values) if value == UNKNOWN]
         taken = list[int]()
@@ -92,10 +111,16 @@ def test_the_cache_is_a_dictionary_of_slots(data: st.DataObject) -> None:
             taken += rows[:, 0, 0].tolist()
         assert (taken, sorted(told)) == (values, positions)
     cache, known = caches[1] if data.draw(st.booleans()) else caches[0]
-    assert cache.are_written(array([*range(-2, SLOTS + 2)])).tolist() == [s in known for s in range(-2, SLOTS + 2)]
+    assert cache.are_written(array([*range(-2, SLOTS + 2)])).tolist() == [
+        s in known for s in range(-2, SLOTS + 2)
+    ]
     assert cache.used_bytes == len(known) * L * K * 2
     blocks, first, end = drawn_sequence(data)
-    assert read(cache, blocks, first, end) == read(cache, blocks, first, end) == rows_in(known, blocks, first, end)
+    assert (
+        read(cache, blocks, first, end)
+        == read(cache, blocks, first, end)
+        == rows_in(known, blocks, first, end)
+    )
 
 
 def drawn_sequence(data: st.DataObject) -> tuple[list[int], int, int]:
@@ -106,7 +131,9 @@ def drawn_sequence(data: st.DataObject) -> tuple[list[int], int, int]:
 
 
 def rows_in(known: dict[int, int], blocks: list[int], first: int, end: int) -> list[int]:
-    return [known.get(blocks[at // BLOCK] * BLOCK + at % BLOCK, UNKNOWN) for at in range(first, end)]
+    return [
+        known.get(blocks[at // BLOCK] * BLOCK + at % BLOCK, UNKNOWN) for at in range(first, end)
+    ]
 
 
 def unknown_in(told: list[int], blocks: np.ndarray, first: int, rows: np.ndarray) -> None:
@@ -132,7 +159,8 @@ def test_a_block_without_rows_is_not_moved() -> None:
 
 
 def test_invalid_block_tables() -> None:
-    """Too short for the rows, or with a block that does not exist: nothing is read from the nearest one."""
+    """Too short for the rows, or with a block that does not exist: nothing is read from the nearest
+    one."""
     cache = cache_of()
     for end in (5, 6):
         with pytest.raises(ValueError, match="block table"):

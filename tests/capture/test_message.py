@@ -9,8 +9,21 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routed_experts.capture.wire.envelope import CAUSES, ENVELOPE_ID, SMALL_ARRAY_BYTES, SingleRows, Unpacker, pack
-from routed_experts.capture.wire.message import GENERATED_ROWS, PROMPT_ROWS, OptIn, PlacedRows, RowsOutput
+from routed_experts.capture.wire.envelope import (
+    CAUSES,
+    ENVELOPE_ID,
+    SMALL_ARRAY_BYTES,
+    SingleRows,
+    Unpacker,
+    pack,
+)
+from routed_experts.capture.wire.message import (
+    GENERATED_ROWS,
+    PROMPT_ROWS,
+    OptIn,
+    PlacedRows,
+    RowsOutput,
+)
 from routed_experts.capture.wire.rows import ids_of, joined
 from routed_experts.protocol.codec import Rows
 
@@ -39,7 +52,9 @@ def message(*specs: int | None, weights: Sequence[bool] = ()) -> tuple[list[Outp
     """Outputs with so many rows each, None for none at all, some with weights; and their rows."""
     outputs = []
     for seed, (count, has_weights) in enumerate(zip_longest(specs, weights, fillvalue=False)):
-        rows = None if count is None else PlacedRows(70_000 * seed, rows_of(count, seed, has_weights))
+        rows = (
+            None if count is None else PlacedRows(70_000 * seed, rows_of(count, seed, has_weights))
+        )
         outputs.append(Output(rows))
     return outputs, [output.routed_experts for output in outputs]
 
@@ -51,7 +66,8 @@ def sent(outputs: list[Output], singles: Sequence[SingleRows] = ()) -> list[Outp
 
 
 def received(unpacker: Unpacker, outputs: list[Output], message: object) -> list[Any]:
-    """The rows of each output but the envelope. They are off the output, where vLLM would collect them too."""
+    """The rows of each output but the envelope. They are off the output, where vLLM would collect
+    them too."""
     assert unpacker.open(outputs, message) == {}
     rows = {id(output): PlacedRows(start, rows) for output, start, rows in unpacker.rows(outputs)}
     assert all(output.routed_experts is None for output in outputs)
@@ -72,16 +88,30 @@ COUNT = st.sampled_from([None, 0, 1, 1, 2, 4, LARGE])
 @settings(max_examples=150, deadline=None, database=None, derandomize=True)
 @given(st.data(), st.integers(1, 4))
 def test_messages_in_slices(data: st.DataObject, slice_size: int) -> None:
-    """Rows of any number, with and without weights; single ones from any place of a step, in any order of outputs."""
+    """Rows of any number, with and without weights; single ones from any place of a step, in any
+    order of outputs."""
     unpacker = Unpacker()
     for number in range(data.draw(st.integers(1, 4))):
         counts = data.draw(st.lists(COUNT, max_size=6))
-        outputs, expected = message(*counts, weights=data.draw(st.lists(st.booleans(), max_size=len(counts))))
-        chosen = data.draw(st.permutations([at for at, count in enumerate(counts) if count is None]))
+        outputs, expected = message(
+            *counts, weights=data.draw(st.lists(st.booleans(), max_size=len(counts)))
+        )
+        chosen = data.draw(
+            st.permutations([at for at, count in enumerate(counts) if count is None])
+        )
         step, singles = rows_of(7, 9, data.draw(st.booleans())), []
         if chosen:
-            places = data.draw(st.lists(st.integers(0, 6), min_size=len(chosen), max_size=len(chosen)))
-            singles = [SingleRows([outputs[at] for at in chosen], [7 * at for at in chosen], step, np.array(places))]
+            places = data.draw(
+                st.lists(st.integers(0, 6), min_size=len(chosen), max_size=len(chosen))
+            )
+            singles = [
+                SingleRows(
+                    [outputs[at] for at in chosen],
+                    [7 * at for at in chosen],
+                    step,
+                    np.array(places),
+                )
+            ]
             for at, place in zip(chosen, places, strict=True):
                 expected[at] = PlacedRows(7 * at, step[place : place + 1])
         arriving, got = sent(outputs, singles), []
@@ -123,8 +153,10 @@ def test_what_else_an_envelope_has() -> None:
 def test_messages_that_do_not_arrive_whole() -> None:
     unpacker = Unpacker()
     received(unpacker, sent(message(1, 1, 1)[0])[:2], 1)
-    check(received(unpacker, sent(message(None, None)[0]), 2), [None, None])  # nothing is left for the next
-    assert received(Unpacker(), sent(message(1, LARGE, 2)[0])[1:], 1) == [None] * 3  # without the envelope
+    # nothing is left for the next
+    check(received(unpacker, sent(message(None, None)[0]), 2), [None, None])
+    # without the envelope
+    assert received(Unpacker(), sent(message(1, LARGE, 2)[0])[1:], 1) == [None] * 3
     outputs, expected = message(1, LARGE, 2)
     arriving = sent(outputs)
     arriving[2].routed_experts = None
@@ -141,20 +173,43 @@ def test_an_array_at_an_odd_address() -> None:
 
 
 @settings(database=None, derandomize=True)
-@given(st.builds(OptIn, st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), *[st.booleans()] * 4))
+@given(
+    st.builds(
+        OptIn, st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), *[st.booleans()] * 4
+    )
+)
 def test_opt_in(asked: OptIn) -> None:
     assert OptIn.decode(asked.encode()) == asked
 
 
 def test_no_json_value_is_an_opt_in() -> None:
     """Clients of some endpoints may put any JSON into `extra_args`; JSON has no bytes."""
-    for value in (None, 0, 7, True, -1, 1.5, "", "0", "\x00" * 25, [0], {}, {"a": 1}, [0] * 25, b"", b"0"):
+    for value in (
+        None,
+        0,
+        7,
+        True,
+        -1,
+        1.5,
+        "",
+        "0",
+        "\x00" * 25,
+        [0],
+        {},
+        {"a": 1},
+        [0] * 25,
+        b"",
+        b"0",
+    ):
         assert OptIn.decode(value) is None
 
 
 @settings(database=None, derandomize=True)
-@given(st.sampled_from([PROMPT_ROWS, GENERATED_ROWS]), st.binary(min_size=16, max_size=16), st.text())
+@given(
+    st.sampled_from([PROMPT_ROWS, GENERATED_ROWS]), st.binary(min_size=16, max_size=16), st.text()
+)
 def test_an_output_of_rows_says_whose(kind: str, prompt_id: bytes, request_id: str) -> None:
     brings = RowsOutput(kind, prompt_id, request_id)
     assert RowsOutput.of(Output(None, brings.output_id, stop_reason=kind)) == brings
-    assert RowsOutput.of(Output(None, brings.output_id)) is None  # of a client that has chosen this id
+    # of a client that has chosen this id
+    assert RowsOutput.of(Output(None, brings.output_id)) is None

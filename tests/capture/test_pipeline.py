@@ -19,15 +19,20 @@ def cache() -> DeviceCache:
 
 
 def forward(cache: DeviceCache, seed: int) -> np.ndarray:
-    """Fills the whole cache, as a padded forward pass does; returns what it wrote as [tokens, L, K]."""
-    ids = torch.randint(0, 512, cache.ids.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    """Fills the whole cache, as a padded forward pass does; returns what it wrote as [tokens, L,
+    K]."""
+    ids = torch.randint(
+        0, 512, cache.ids.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32
+    )
     cache.ids.copy_(ids)
     return ids.transpose(0, 1).numpy().astype(np.int16)
 
 
 def slots_of(seed: int) -> torch.Tensor:
     """[8] slots, one of them beyond 32 bits; padded steps have padded slots."""
-    return torch.tensor([seed * 100 + (i if i != 3 else 1 << 40) for i in range(MAX_TOKENS)], dtype=torch.int64)
+    return torch.tensor(
+        [seed * 100 + (i if i != 3 else 1 << 40) for i in range(MAX_TOKENS)], dtype=torch.int64
+    )
 
 
 def offsets_of(*counts: int) -> np.ndarray:
@@ -40,7 +45,10 @@ def test_steps_in_flight_keep_their_own_rows(cache: DeviceCache, in_flight: int)
     for first in range(0, 60, in_flight):
         pending = []
         for seed in range(first, first + in_flight):
-            rows, offsets = forward(cache, seed), offsets_of(*rng.choice([(), (1,), (2, 1, 2), (8,), (0, 3), (1,) * 8]))
+            rows, offsets = (
+                forward(cache, seed),
+                offsets_of(*rng.choice([(), (1,), (2, 1, 2), (8,), (0, 3), (1,) * 8])),
+            )
             pending.append((seed, rows, offsets, pipeline.submit(slots_of(seed), offsets)))
         forward(cache, seed=999)
         rng.shuffle(pending)

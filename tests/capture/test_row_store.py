@@ -26,7 +26,8 @@ def cache_of(known: set[int]) -> HostCache:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_store_is_a_dictionary_of_places(seed: int) -> None:
-    """Chunks that do not exist are not kept, nor is another in their place; slots without rows are kept without."""
+    """Chunks that do not exist are not kept, nor is another in their place; slots without rows are
+    kept without."""
     rng = random.Random(seed)
     for _ in range(50):
         store, kept = RowStore(CHUNKS, CHUNK), {}
@@ -47,7 +48,9 @@ def test_the_store_is_a_dictionary_of_places(seed: int) -> None:
                             kept[chunk * CHUNK + at] = slot
         assert store.used_bytes == len(kept) * L * K * 2
         for chunk in CHUNK_IDS:
-            assert store.is_complete(chunk) == all(chunk * CHUNK + at in kept for at in range(CHUNK))
+            assert store.is_complete(chunk) == all(
+                chunk * CHUNK + at in kept for at in range(CHUNK)
+            )
         assert store.have_rows(array(PLACES)).tolist() == [place in kept for place in PLACES]
         places = rng.sample(PLACES, 20)
         slots = rng.sample(range(SLOTS), 20)

@@ -48,10 +48,17 @@ def test_totals_since_the_start(stats: StatsRecorder, clock: Clock) -> None:
     stats.totals.rows_forgotten += 5
     second = report(stats)
     assert second is not None
-    assert (second.rows_captured, second.copy_wait_s, second.requests_tracked, second.rows_forgotten) == (8, 0.75, 0, 5)
+    assert (
+        second.rows_captured,
+        second.copy_wait_s,
+        second.requests_tracked,
+        second.rows_forgotten,
+    ) == (8, 0.75, 0, 5)
 
 
-def test_a_busy_engine_reports_and_samples_once_in_an_interval(stats: StatsRecorder, clock: Clock) -> None:
+def test_a_busy_engine_reports_and_samples_once_in_an_interval(
+    stats: StatsRecorder, clock: Clock
+) -> None:
     reports = {}
     for step in range(101):
         clock.now = 100 + step * INTERVAL_S / 20
@@ -62,10 +69,13 @@ def test_a_busy_engine_reports_and_samples_once_in_an_interval(stats: StatsRecor
     assert reports[40] == pytest.approx([1 + 0.9 + 0.81])
 
 
-def test_reports_of_the_first_request_and_of_an_idle_engine(stats: StatsRecorder, clock: Clock) -> None:
+def test_reports_of_the_first_request_and_of_an_idle_engine(
+    stats: StatsRecorder, clock: Clock
+) -> None:
     assert report(stats, tracked=1) is not None
     clock.now += INTERVAL_S / 100
-    steps = [(False, 1), (True, 0), (True, 0), (False, 1), (False, 2)]  # an idle step follows the last request's end
+    # an idle step follows the last request's end
+    steps = [(False, 1), (True, 0), (True, 0), (False, 1), (False, 2)]
     reports = [report(stats, is_idle, tracked) for is_idle, tracked in steps]
     assert [found and found.requests_tracked for found in reports] == [None, 0, 0, 1, None]
 
@@ -77,7 +87,8 @@ def test_load_of_experts() -> None:
     load.sample(np.array([[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[1, 0], [3, 0]]], dtype=np.int16))
     assert load.busiest() == [3, 3]
     assert load.routed() == [6, 6]
-    load.sample(np.array([[[7, 0], [-1, -1]]], dtype=np.int16))  # more experts than before, and a row that is not known
+    # more experts than before, and a row that is not known
+    load.sample(np.array([[[7, 0], [-1, -1]]], dtype=np.int16))
     assert load.busiest() == pytest.approx([0.9 * 3 + 1, 0.9 * 3])
     assert load.routed() == pytest.approx([0.9 * 6 + 2, 0.9 * 6])
 

@@ -1,4 +1,5 @@
-"""How verifiers and prime-rl take rows in, written anew from their public code; `docs/clients.md` has the versions."""
+"""How verifiers and prime-rl take rows in, written anew from their public code; `docs/clients.md`
+has the versions."""
 
 import binascii
 import json
@@ -23,9 +24,11 @@ def renderers(body: bytes) -> dict[str, Any]:
 
 
 def verifiers(payload: Any, path_len: int, node_lengths: Sequence[int]) -> list[np.ndarray | None]:
-    """The rows of each new message after `path_len` tokens; a missing last row repeats the one before.
+    """The rows of each new message after `path_len` tokens; a missing last row repeats the one
+    before.
 
-    Rows of earlier messages are kept from the turns that made them. None where rows do not cover a message.
+    Rows of earlier messages are kept from the turns that made them. None where rows do not cover a
+    message.
     """
     data = np.frombuffer(binascii.a2b_base64(payload["data"]), dtype=payload.get("dtype", "uint8"))
     rows = data.reshape(payload["shape"])
@@ -43,4 +46,8 @@ def prime_rl_trainer(rows: np.ndarray, num_tokens: int) -> torch.Tensor:
     """[1, tokens, L, K] int32 from the bytes that its orchestrator sends."""
     assert len(rows) == num_tokens
     sent = bytearray(np.ascontiguousarray(rows).tobytes())
-    return torch.frombuffer(sent, dtype=getattr(torch, rows.dtype.name)).reshape(rows.shape).to(torch.int32)[None]
+    return (
+        torch.frombuffer(sent, dtype=getattr(torch, rows.dtype.name))
+        .reshape(rows.shape)
+        .to(torch.int32)[None]
+    )

@@ -1,4 +1,5 @@
-"""Real answers through the clients that people use, collected whole, and the example programs as written."""
+"""Real answers through the clients that people use, collected whole, and the example programs as
+written."""
 
 import asyncio
 import csv
@@ -25,15 +26,22 @@ ROUTING: dict[str, Any] = {"return_routed_experts": True, "return_token_ids": Tr
 
 def test_the_openai_clients_asynchronous_stream(server: Server, oracle: Oracle) -> None:
     bad: Any = {**ROUTING, "routed_experts_prompt_start": 6}
-    chat: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Which experts?"}]}
+    chat: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Which experts?"}],
+    }
     chat |= {"max_tokens": 12, "n": 2, "extra_body": {**ROUTING, "ignore_eos": True}}
 
     async def run() -> list[Routing]:
         transport = httpx.AsyncClient(verify=False, timeout=300)
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=transport) as client:
+        async with AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", http_client=transport
+        ) as client:
             for streamed in (False, True):
                 with pytest.raises(BadRequestError, match="the prompt has 5 tokens") as raised:
-                    await client.completions.create(model="tiny", prompt="Hello", stream=streamed, extra_body=bad)
+                    await client.completions.create(
+                        model="tiny", prompt="Hello", stream=streamed, extra_body=bad
+                    )
                 assert raised.value.param == "routed_experts_prompt_start"
             stream: Any = await client.chat.completions.create(**chat, stream=True)
             return await collect_async(stream)
@@ -52,7 +60,15 @@ def test_f6_the_same_export_twice(server: Server, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("Which experts?\nAnd why?\n")
     texts = []
     for name in ("one.csv", "other.csv"):
-        command = ["export", "--url", server.url, "--prompts", str(tmp_path / "prompts.txt"), "--max-tokens", "12"]
+        command = [
+            "export",
+            "--url",
+            server.url,
+            "--prompts",
+            str(tmp_path / "prompts.txt"),
+            "--max-tokens",
+            "12",
+        ]
         assert main([*command, "-o", str(tmp_path / name)]) == 0
         rows = csv.DictReader((tmp_path / name).open(newline="", encoding="utf-8"))
         texts.append([{name: value for name, value in row.items() if name != "id"} for row in rows])

@@ -1,4 +1,5 @@
-"""`routed-experts compare` on answers whose rows are the oracle's, on rows that are not, and on a running server."""
+"""`routed-experts compare` on answers whose rows are the oracle's, on rows that are not, and on a
+running server."""
 
 import json
 import subprocess
@@ -31,14 +32,27 @@ def rows_of(oracle: Oracle, tokens: list[int]) -> np.ndarray:
 
 
 def answer_of(
-    rows: np.ndarray, tokens: list[int] = TOKENS, start: int = 0, weights: np.ndarray | None = None, **form: Any
+    rows: np.ndarray,
+    tokens: list[int] = TOKENS,
+    start: int = 0,
+    weights: np.ndarray | None = None,
+    **form: Any,
 ) -> dict[str, Any]:
     def arrays(prefix: str, first: int, end: int) -> dict[str, Any]:
         ids = encode(rows[first:end], start=first, **form)
-        beside = {} if weights is None else {"expert_weights": encode(weights[first:end], start=first)}
-        return {f"{prefix}routed_{name}": value for name, value in {"experts": ids, **beside}.items()}
+        beside = (
+            {} if weights is None else {"expert_weights": encode(weights[first:end], start=first)}
+        )
+        return {
+            f"{prefix}routed_{name}": value for name, value in {"experts": ids, **beside}.items()
+        }
 
-    choice = {"index": 0, "finish_reason": "length", "prompt_token_ids": tokens[:P], "token_ids": tokens[P:]}
+    choice = {
+        "index": 0,
+        "finish_reason": "length",
+        "prompt_token_ids": tokens[:P],
+        "token_ids": tokens[P:],
+    }
     return {**arrays("prompt_", start, P), "choices": [choice | arrays("", P, len(tokens) - 1)]}
 
 
@@ -53,7 +67,9 @@ class Run:
     def __init__(self, model: Path, folder: Path, answers: tuple[Any, ...], flags: str) -> None:
         file, out = folder / "answers.jsonl", folder / "findings.json"
         file.write_text("\n\n".join(json.dumps(answer) for answer in answers))
-        self.status = main(["compare", str(model), "--answers", str(file), "--json", str(out), *flags.split()])
+        self.status = main(
+            ["compare", str(model), "--answers", str(file), "--json", str(out), *flags.split()]
+        )
         self.findings: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
         self.total = self.findings.get("total", {})
 
@@ -66,31 +82,55 @@ def compared(tiny_model: Path, tmp_path: Path) -> Compare:
     return lambda *answers, flags="": Run(tiny_model, tmp_path, answers, flags)
 
 
-def test_the_same_experts(compared: Compare, rows: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
-    every = np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)  # the checkpoint says where MoE layers are
-    answers = (answer_of(rows), answer_of(rows, start=13), answer_of(every), answer_of(rows, fmt="raw", dtype="int32"))
+def test_the_same_experts(
+    compared: Compare, rows: np.ndarray, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # the checkpoint says where MoE layers are
+    every = np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)
+    answers = (
+        answer_of(rows),
+        answer_of(rows, start=13),
+        answer_of(every),
+        answer_of(rows, fmt="raw", dtype="int32"),
+    )
     run = compared(*answers, flags="--rows-dtype int32")
     assert run.status == 0
     count = 3 * (P + G - 1) + (P + G - 1 - 13)
-    assert (run.total["rows"], run.total["equal_rows"], run.total["differing_slots"]) == (L * count, L * count, 0)
+    assert (run.total["rows"], run.total["equal_rows"], run.total["differing_slots"]) == (
+        L * count,
+        L * count,
+        0,
+    )
     layers = [(layer["layer_id"], layer["rows"]) for layer in run.findings["layers"]]
     assert layers == [(at, count) for at in range(1, 6)]
-    assert (run.findings["answers"], run.findings["missing_rows"], run.findings["dtype"]) == (4, 0, "float32")
+    assert (run.findings["answers"], run.findings["missing_rows"], run.findings["dtype"]) == (
+        4,
+        0,
+        "float32",
+    )
     out, err = capsys.readouterr()
     assert "decoder layer" in out.splitlines()[0]
     assert "4 responses; 0 unknown rows" in out
     assert err == "", "a progress bar where there is no terminal"
 
 
-def test_other_experts_are_found_with_their_gaps(compared: Compare, rows: np.ndarray, oracle: Oracle) -> None:
+def test_other_experts_are_found_with_their_gaps(
+    compared: Compare, rows: np.ndarray, oracle: Oracle
+) -> None:
     scores = oracle.logits(TOKENS)
     order = np.argsort(-scores, axis=2)
     rows[3, 2, 3] = order[3, 2, 4]
     rows[9, 4, 1:3] = order[9, 4, 14:]
     run = compared(answer_of(rows))
     assert run.status == 1
-    expected = {2: (1, scores[3, 2, order[3, 2, 3]] - scores[3, 2, order[3, 2, 4]], scores[3, 2].std())}
-    expected[4] = (2, scores[9, 4, order[9, 4, 1]] - scores[9, 4, order[9, 4, 15]], scores[9, 4].std())
+    expected = {
+        2: (1, scores[3, 2, order[3, 2, 3]] - scores[3, 2, order[3, 2, 4]], scores[3, 2].std())
+    }
+    expected[4] = (
+        2,
+        scores[9, 4, order[9, 4, 1]] - scores[9, 4, order[9, 4, 15]],
+        scores[9, 4].std(),
+    )
     for layer in run.findings["layers"]:
         if layer["layer"] not in expected:
             assert layer["equal_rows"] == layer["rows"]
@@ -106,7 +146,9 @@ def test_other_experts_are_found_with_their_gaps(compared: Compare, rows: np.nda
     assert (run.status, run.total["near_ties"]) == (0, 2)
 
 
-def test_what_makes_no_difference(compared: Compare, rows: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_difference(
+    compared: Compare, rows: np.ndarray, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The order of experts, and rows that are not known; a coarser precision makes little."""
     rows[4:7] = -1
     run = compared(answer_of(np.flip(rows, axis=2)), flags="--json -")
@@ -117,7 +159,9 @@ def test_what_makes_no_difference(compared: Compare, rows: np.ndarray, capsys: p
     run = compared(answer_of(rows), flags="--dtype bfloat16")
     assert run.findings["near_tie"] == pytest.approx(2**-3.5)
     assert run.total["rows"] == L * (P + G - 1 - 3)
-    assert run.total["equal_rows"] > 0.8 * run.total["rows"], "rounding decides few rows of this model"
+    assert run.total["equal_rows"] > 0.8 * run.total["rows"], (
+        "rounding decides few rows of this model"
+    )
 
 
 def test_answers_that_cannot_be_compared(
@@ -141,7 +185,9 @@ def test_answers_that_cannot_be_compared(
     assert not (tmp_path / "findings.json").exists()
 
 
-def test_weights(compared: Compare, rows: np.ndarray, oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights(
+    compared: Compare, rows: np.ndarray, oracle: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of experts in any order; the server's are multiplied by the scale that it says."""
     rows = rows[:, :, [2, 0, 3, 1]]
     scores = np.take_along_axis(oracle.logits(TOKENS), rows.astype(np.int64), 2)
@@ -155,12 +201,18 @@ def test_weights(compared: Compare, rows: np.ndarray, oracle: Oracle, capsys: py
     assert "weights" not in compared(answer_of(rows, weights=weights)).total
     weights[3, 2, 1] += 0.25
     layers = compared(answer_of(rows, weights=weights), flags="--weights").findings["layers"]
-    assert [layer["weight_difference_max"] > 0.1 for layer in layers] == [layer == 2 for layer in range(L)]
+    assert [layer["weight_difference_max"] > 0.1 for layer in layers] == [
+        layer == 2 for layer in range(L)
+    ]
     assert layers[2]["weight_difference_max"] == pytest.approx(0.25, abs=1e-4)
     assert layers[2]["weight_difference_mean"] == pytest.approx(0.25 / count, rel=0.01)
     weights[3, 2, 1] -= 0.25
     weights[:, 2] /= 2
-    info = {"num_layers": L, "layer_ids": [1, 2, 3, 4, 5], "weights_scale": [1.0, 1.0, 2.0, 1.0, 1.0]}
+    info = {
+        "num_layers": L,
+        "layer_ids": [1, 2, 3, 4, 5],
+        "weights_scale": [1.0, 1.0, 2.0, 1.0, 1.0],
+    }
     scaled = {**answer_of(rows, weights=weights), "routed_experts_info": info}
     assert compared(scaled, flags="--weights").total["weight_difference_max"] < 1e-5
     assert compared(answer_of(rows), flags="--weights").status == 2
@@ -172,13 +224,20 @@ DELTAS = np.array([0.5, -0.01, 0.25, 0.0, -1.0, 0.02, 0.125])
 
 
 def test_log_probabilities(
-    compared: Compare, rows: np.ndarray, tiny_model: Path, oracle: Oracle, capsys: pytest.CaptureFixture[str]
+    compared: Compare,
+    rows: np.ndarray,
+    tiny_model: Path,
+    oracle: Oracle,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Those of tokens P + 1 and P + 3 come from rows that differ, that of P + 4 from one that is not known."""
+    """Those of tokens P + 1 and P + 3 come from rows that differ, that of P + 4 from one that is
+    not known."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([TOKENS])).logits[0].double().numpy()
-    every = (logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))[range(P + G - 1), TOKENS[1:]]
+    every = (logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))[
+        range(P + G - 1), TOKENS[1:]
+    ]
     for at in (P, P + 2):
         rows[at, 1, 3] = np.argsort(-oracle.logits(TOKENS)[at, 1])[4]
     rows[P + 3] = -1
@@ -204,8 +263,11 @@ def test_log_probabilities(
     assert "different" in capsys.readouterr().out.splitlines()[-2]
 
 
-def test_two_responses(compared: Compare, rows: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of which the other generated another token at P + 4, and has another row at P + 1 and an unknown one before."""
+def test_two_responses(
+    compared: Compare, rows: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of which the other generated another token at P + 4, and has another row at P + 1 and an
+    unknown one before."""
     other, tokens = rows.copy(), list(TOKENS)
     other[P + 1, 2, 0], other[P, 1], tokens[P + 4] = 15 - rows[P + 1, 2, 0], -1, TOKENS[P + 4] ^ 1
     other[P + 1, 2] = [each for each in range(16) if each not in rows[P + 1, 2]][:K]
@@ -222,8 +284,15 @@ def test_two_responses(compared: Compare, rows: np.ndarray, tmp_path: Path, caps
         (at, count - (at == 3)) for at in range(1, 6)
     ]
     assert (run.total["differing_slots"], run.total["other_rows"]) == (K, 1)
-    far = {name: (found["tokens"], found["max"]) for name, found in run.findings["logprobs"].items()}
-    expected = {"all": (4, 0.5), "equal_rows": (2, 0.5), "different_rows": (1, 0.25), "unknown_rows": (1, 0.01)}
+    far = {
+        name: (found["tokens"], found["max"]) for name, found in run.findings["logprobs"].items()
+    }
+    expected = {
+        "all": (4, 0.5),
+        "equal_rows": (2, 0.5),
+        "different_rows": (1, 0.25),
+        "unknown_rows": (1, 0.01),
+    }
     assert far == {name: (tokens, pytest.approx(most)) for name, (tokens, most) in expected.items()}
     assert "near-tie" not in capsys.readouterr().out
     file.write_text(json.dumps(ours))
@@ -231,13 +300,18 @@ def test_two_responses(compared: Compare, rows: np.ndarray, tmp_path: Path, caps
     assert (run.status, run.findings["logprobs"]["all"]["max"]) == (0, 0)
 
 
-def test_responses_that_are_no_pairs(rows: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_responses_that_are_no_pairs(
+    rows: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, few = answer_of(rows), answer_of(rows)
     few["choices"][0]["logprobs"] = {"token_logprobs": [-1.0] * (G - 1)}
     twice = {**whole, "choices": [*whole["choices"], {**whole["choices"][0], "index": 1}]}
     file = tmp_path / "theirs.json"
     for theirs, message, *flags in (
-        ([answer_of(rows, [TOKENS[0] ^ 1, *TOKENS[1:]])], "have different prompts, from position 0 on"),
+        (
+            [answer_of(rows, [TOKENS[0] ^ 1, *TOKENS[1:]])],
+            "have different prompts, from position 0 on",
+        ),
         ([answer_of(rows[:, :4])], "rows of shapes (5, 4) and (4, 4)"),
         ([{"layer_ids": [0, 1, 2, 3, 4]}, whole], "decoder layers", {"layer_ids": [1, 2, 3, 4, 5]}),
         ([whole, whole], "--answers has 1 responses, but"),
@@ -255,7 +329,13 @@ def test_responses_that_are_no_pairs(rows: np.ndarray, tmp_path: Path, capsys: p
 
 
 def test_addresses_as_people_write_them() -> None:
-    for url in ("host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/v1/", "host:8000/v1"):
+    for url in (
+        "host:8000",
+        "http://host:8000",
+        "http://host:8000/",
+        "http://host:8000/v1/",
+        "host:8000/v1",
+    ):
         assert running.base_of(url) == "http://host:8000"
 
 
@@ -277,18 +357,23 @@ def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
 
 
 def test_offloaded_weights(tmp_path: Path) -> None:
-    """As with `--device auto`, when memory is short: a router's bias is there in its own forward pass only."""
+    """As with `--device auto`, when memory is short: a router's bias is there in its own forward
+    pass only."""
     make_model(shape_named("deepseek-v3, plain"), tmp_path)
     reference = Reference(str(tmp_path), "float32", "cpu")
     seen: list[np.ndarray] = []
     for _ in range(2):
-        reference.score(prompt_of(30, seed=2), lambda place, ids, scores, weights: seen.extend((ids, scores)))
+        reference.score(
+            prompt_of(30, seed=2), lambda place, ids, scores, weights: seen.extend((ids, scores))
+        )
         last_layer_on_disk(reference._model, tmp_path)
     expected, found = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert all(map(np.allclose, found, expected))
 
 
-def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_whose_routers_say_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_model(shape_named("llama4"), tmp_path)
     (tmp_path / "answers.jsonl").write_text("{}\n")
     assert main(["compare", str(tmp_path), "--answers", str(tmp_path / "answers.jsonl")]) == 2
@@ -299,7 +384,15 @@ def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.Captur
 def test_a_running_server(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Which experts?\n\nAnd why?\n")
-    command = [sys.executable, "-m", "routed_experts.server.cli", "compare", str(server.model), "--url", server.url]
+    command = [
+        sys.executable,
+        "-m",
+        "routed_experts.server.cli",
+        "compare",
+        str(server.model),
+        "--url",
+        server.url,
+    ]
     command += ["--prompts", str(prompts), "--max-tokens", "10", "--logprobs", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -307,7 +400,9 @@ def test_a_running_server(server: Server, tmp_path: Path) -> None:
     assert (findings["answers"], findings["missing_rows"]) == (2, 0)
     assert findings["total"]["other_rows"] == 0
     assert findings["total"]["rows"] >= 5 * (14 + 8 + 2 * 2)
-    assert findings["logprobs"]["equal_rows"]["tokens"] == findings["logprobs"]["all"]["tokens"] >= 2
+    assert (
+        findings["logprobs"]["equal_rows"]["tokens"] == findings["logprobs"]["all"]["tokens"] >= 2
+    )
     assert findings["logprobs"]["all"]["max"] < 1e-3
 
 

@@ -27,7 +27,14 @@ def documented_default() -> str:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = (*SMALL_KV, "--max-model-len", "2500", "--max-num-batched-tokens", "256", "--enable-scale-out")
+    flags = (
+        *SMALL_KV,
+        "--max-model-len",
+        "2500",
+        "--max-num-batched-tokens",
+        "256",
+        "--enable-scale-out",
+    )
     flags += ("--routed-experts-default", documented_default())
     with serving_quickly(tiny_model, tmp_path_factory.mktemp("doors") / "log", *flags) as running:
         yield running
@@ -53,7 +60,9 @@ def test_verifiers_turns(server: Server, oracle: Oracle) -> None:
         tokens += turn
         (choice,) = of.renderers(generate(server, tokens, max(path_len - 1, 0)))["choices"]
         assert isinstance(choice["routed_experts"]["data"], memoryview)
-        parts += of.verifiers(choice["routed_experts"], path_len, [len(turn), len(choice["token_ids"])])
+        parts += of.verifiers(
+            choice["routed_experts"], path_len, [len(turn), len(choice["token_ids"])]
+        )
         tokens += choice["token_ids"]
         made_up.append(len(tokens) - 1)  # repeats the row before
     batch = of.prime_rl_trainer(np.concatenate(parts), len(tokens))[0]
@@ -76,7 +85,10 @@ def test_beam_search(server: Server, path: str, body: dict[str, Any]) -> None:
         plain = client.post(path, json={**asked, "return_routed_experts": False})
         for own in ({"return_routed_experts": True}, {"routed_experts_format": "npy"}):
             refused = client.post(path, json={**asked, **own})
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_routed_experts")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (
+                400,
+                "return_routed_experts",
+            )
     assert answered.status_code == 200, answered.text
     assert "routed" not in answered.text
     choices, plain_choices = ([*map(said, each.json()["choices"])] for each in (answered, plain))
@@ -86,4 +98,9 @@ def test_beam_search(server: Server, path: str, body: dict[str, Any]) -> None:
 
 def said(choice: dict[str, Any]) -> tuple[Any, ...]:
     """What does not differ from one answer to the next."""
-    return choice["index"], choice["finish_reason"], choice.get("text"), choice.get("message", {}).get("content")
+    return (
+        choice["index"],
+        choice["finish_reason"],
+        choice.get("text"),
+        choice.get("message", {}).get("content"),
+    )

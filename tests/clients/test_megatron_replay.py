@@ -1,4 +1,5 @@
-"""`MegatronReplay` with Megatron-core's own routers, against the same routers whose top k is replaced."""
+"""`MegatronReplay` with Megatron-core's own routers, against the same routers whose top k is
+replaced."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +30,11 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "softmax of the chosen": {},
     "softmax": {"moe_router_pre_softmax": True},
     "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
-    "groups, bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, **GROUPS},
+    "groups, bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        **GROUPS,
+    },
 }
 
 
@@ -41,7 +46,9 @@ class Layer(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, number: int) -> None:
         super().__init__()
-        self.router = TopKRouter(config, ProcessGroupCollection(tp=None, cp=None, tp_cp=None, tp_dp_cp=None))
+        self.router = TopKRouter(
+            config, ProcessGroupCollection(tp=None, cp=None, tp_cp=None, tp_dp_cp=None)
+        )
         self.router.set_layer_number(number)
         self.experts = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN))
         self.seen: list[torch.Tensor] = []
@@ -53,9 +60,12 @@ class Layer(torch.nn.Module):
 
 
 class Chunk(torch.nn.Module):
-    """The layers of a stage, and a layer of multi-token prediction, whose number is one of theirs."""
+    """The layers of a stage, and a layer of multi-token prediction, whose number is one of
+    theirs."""
 
-    def __init__(self, config: TransformerConfig, numbers: list[int], recompute: dict[str, Any] | None) -> None:
+    def __init__(
+        self, config: TransformerConfig, numbers: list[int], recompute: dict[str, Any] | None
+    ) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(Layer(config, number) for number in numbers)
         self.mtp = torch.nn.ModuleList([Layer(config, numbers[0])])
@@ -63,13 +73,16 @@ class Chunk(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in (*self.layers, *self.mtp):
-            hidden = checkpoint(layer, hidden, **self.recompute) if self.recompute else layer(hidden)
+            hidden = (
+                checkpoint(layer, hidden, **self.recompute) if self.recompute else layer(hidden)
+            )
         return hidden.tanh().sum()
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Its routers move themselves to the current GPU, and ask for a name that is there with TransformerEngine only."""
+    """Its routers move themselves to the current GPU, and ask for a name that is there with
+    TransformerEngine only."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     torch.manual_seed(3)
@@ -107,7 +120,9 @@ def hidden_of(seed: int) -> torch.Tensor:
 
 
 def gradients(chunk: Chunk) -> dict[str, torch.Tensor]:
-    found = {name: each.grad.clone() for name, each in chunk.named_parameters() if each.grad is not None}
+    found = {
+        name: each.grad.clone() for name, each in chunk.named_parameters() if each.grad is not None
+    }
     chunk.zero_grad()
     return found
 
@@ -115,11 +130,13 @@ def gradients(chunk: Chunk) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
 @pytest.mark.parametrize("router", ROUTERS)
 def test_a_stage_replays_each_microbatch(router: str, kind: str) -> None:
-    """Two are under way at once, as in a pipeline. Its decoder layers 2 and 3 are 3 and 4 for Megatron."""
+    """Two are under way at once, as in a pipeline. Its decoder layers 2 and 3 are 3 and 4 for
+    Megatron."""
     chunk, recompute = chunk_of([3, 4], **ROUTERS[router]), CHECKPOINTING.get(kind)
     for seed in (0, 1):
         with ByHand(rows_for(seed)[:, 1:], EXPERTS) as by_hand:
-            by_hand.rows = torch.cat([by_hand.rows, torch.full((TOKENS, 1, TOP_K), -1)], dim=1)  # that of mtp
+            # that of mtp
+            by_hand.rows = torch.cat([by_hand.rows, torch.full((TOKENS, 1, TOP_K), -1)], dim=1)
             chunk(hidden_of(seed)).backward()
     chunk.recompute = recompute
     expected = gradients(chunk)
@@ -145,11 +162,14 @@ def test_a_stage_replays_each_microbatch(router: str, kind: str) -> None:
             assert routing_map.gather(1, rows.clamp(min=0))[is_known].all()
     assert replay.replayed == 2 * 2 * (TOKENS - 2)
     untouched = vars(RouterReplay())
-    assert all(vars(each) == untouched for each in RouterReplay.global_router_replay_instances), "something is left"
+    assert all(vars(each) == untouched for each in RouterReplay.global_router_replay_instances), (
+        "something is left"
+    )
 
 
 def test_the_page(documented: list[str]) -> None:
-    """A rank's rows of a packed batch that is cut by layers, context and sequence parallelism, of two microbatches."""
+    """A rank's rows of a packed batch that is cut by layers, context and sequence parallelism, of
+    two microbatches."""
     routings = [Routing(rows_of(count, count, EXPERTS, len(LAYER_IDS), TOP_K)) for count in (6, 3)]
     chunk = chunk_of([3, 4])
     ranks = {
@@ -237,7 +257,8 @@ def test_a_microbatch_of_before_the_block() -> None:
 
 
 def test_microbatches_that_are_recomputed_in_another_order() -> None:
-    """As in the backward pass of a sum of losses: the tokens, as many, are those of another microbatch."""
+    """As in the backward pass of a sum of losses: the tokens, as many, are those of another
+    microbatch."""
     chunk = chunk_of([3, 4], REENTRANT)
 
     def step(seeds: tuple[int, ...], order: slice) -> None:
@@ -257,7 +278,10 @@ def test_microbatches_that_are_recomputed_in_another_order() -> None:
     generator = torch.Generator().manual_seed(5)
     for layer in chunk.layers:
         layer.router.register_forward_pre_hook(
-            lambda module, args: (args[0] + 1e-6 * torch.randn(args[0].shape, generator=generator), *args[1:])
+            lambda module, args: (
+                args[0] + 1e-6 * torch.randn(args[0].shape, generator=generator),
+                *args[1:],
+            )
         )
     step((0,) * 8, slice(None))  # what is recomputed is rounded in another way
     with pytest.raises(ReplayError, match="not the next of those fed"):

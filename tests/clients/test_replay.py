@@ -34,18 +34,26 @@ QWEN3 = replace(SHAPES[-1], options={**SHAPES[-1].options, "num_experts_per_tok"
 FAMILIES["qwen3_moe"] = QWEN3
 V2 = FAMILIES["deepseek_v2"]
 FAMILIES["deepseek_v2"] = replace(V2, options={**V2.options, "routed_scaling_factor": 2.5})
-KEPT = [torch.ops.aten._softmax.default, torch.ops.aten.sigmoid.default, torch.ops.aten.sum.dim_IntList]
+KEPT = [
+    torch.ops.aten._softmax.default,
+    torch.ops.aten.sigmoid.default,
+    torch.ops.aten.sum.dim_IntList,
+]
 CHECKPOINTING: dict[str, dict[str, Any]] = {
     "reentrant": {"use_reentrant": True},
     "not reentrant": {"use_reentrant": False},
     # It hands results to the recomputed pass by the number of the call that they are of.
-    "selective": {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, KEPT)},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, KEPT),
+    },
 }
 ROUTER = r"\.(gate|router)\b.*weight$"
 
 
 class ByHand(TorchFunctionMode):
-    """Replaces each router's top k by the rows of its layer, and gathers the scores of all groups of experts."""
+    """Replaces each router's top k by the rows of its layer, and gathers the scores of all groups
+    of experts."""
 
     def __init__(self, rows: torch.Tensor, num_experts: int) -> None:
         super().__init__()
@@ -79,7 +87,9 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     folder = tmp_path_factory.mktemp("families")
 
     def loaded(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder_of(model_type, folder), dtype=dtype).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            folder_of(model_type, folder), dtype=dtype
+        ).eval()
 
     return loaded
 
@@ -90,7 +100,9 @@ def batch(length: int = TOKENS) -> torch.Tensor:
 
 def given_rows(shape: Shape, seed: int = 4) -> torch.Tensor:
     """[B, S, L, K], some of them unknown."""
-    rows = rows_of(BATCH * TOKENS, seed, shape.num_experts, len(shape.layer_ids), shape.top_k).astype(np.int64)
+    rows = rows_of(
+        BATCH * TOKENS, seed, shape.num_experts, len(shape.layer_ids), shape.top_k
+    ).astype(np.int64)
     rows = torch.from_numpy(rows).unflatten(0, (BATCH, TOKENS))
     rows[0, 2] = rows[1, -3:] = -1
     return rows
@@ -105,7 +117,9 @@ def step(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torc
     model.zero_grad()
     logits = model(input_ids=tokens, use_cache=False).logits
     logits.logsumexp(dim=-1).sum().backward()
-    return logits.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return logits.detach(), {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+    }
 
 
 def check_same(found: Any, expected: Any) -> None:
@@ -113,7 +127,9 @@ def check_same(found: Any, expected: Any) -> None:
     assert torch.allclose(found[0], expected[0], rtol=1e-4, atol=1e-4)
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
-        assert torch.allclose(found[1][name], gradient, rtol=1e-3, atol=1e-5 + 1e-4 * float(gradient.abs().max())), name
+        assert torch.allclose(
+            found[1][name], gradient, rtol=1e-3, atol=1e-5 + 1e-4 * float(gradient.abs().max())
+        ), name
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -139,16 +155,21 @@ def test_each_family(model_type: str, load: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_log_probabilities_are_closer_to_those_of_the_rows(model_type: str, load: Callable[..., Any]) -> None:
-    """Of a model whose routers are a little off, as those of another precision or of a step before are. With the
-    weights too, nothing is left of that. Scores are narrow here, so that the last of the K experts counts as well.
+def test_log_probabilities_are_closer_to_those_of_the_rows(
+    model_type: str, load: Callable[..., Any]
+) -> None:
+    """Of a model whose routers are a little off, as those of another precision or of a step before
+    are. With the weights too, nothing is left of that. Scores are narrow here, so that the last of
+    the K experts counts as well.
     """
     shape, model = FAMILIES[model_type], load(model_type)
     tokens, generator = batch(40), torch.Generator().manual_seed(5)
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     for name, module in model.named_modules():
         if type(module).__name__ == "Llama4Router":
-            module.register_forward_hook(lambda module, args, output: calls.append(output[0].topk(1)[::-1]))
+            module.register_forward_hook(
+                lambda module, args, output: calls.append(output[0].topk(1)[::-1])
+            )
         elif name.endswith(".experts") and model_type != "llama4_text":
             module.register_forward_pre_hook(lambda module, args: calls.append(args[1:3]))
     routers = [weight for name, weight in model.named_parameters() if re.search(ROUTER, name)]
@@ -156,7 +177,9 @@ def test_log_probabilities_are_closer_to_those_of_the_rows(model_type: str, load
         for weight in routers:
             weight *= 0.1
         right = log_probabilities(model, tokens)
-        rows, weights = (torch.stack(each, dim=1).unflatten(0, tokens.shape) for each in zip(*calls, strict=True))
+        rows, weights = (
+            torch.stack(each, dim=1).unflatten(0, tokens.shape) for each in zip(*calls, strict=True)
+        )
         for weight in routers:
             weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
         off = [(log_probabilities(model, tokens) - right).abs().mean()]
@@ -168,10 +191,16 @@ def test_log_probabilities_are_closer_to_those_of_the_rows(model_type: str, load
 
 
 def log_probabilities(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=tokens, use_cache=False).logits.log_softmax(dim=-1).gather(2, tokens[..., None])
+    return (
+        model(input_ids=tokens, use_cache=False)
+        .logits.log_softmax(dim=-1)
+        .gather(2, tokens[..., None])
+    )
 
 
-def test_weights_take_the_place_of_the_routers_own_but_not_of_their_gradients(load: Callable[..., Any]) -> None:
+def test_weights_take_the_place_of_the_routers_own_but_not_of_their_gradients(
+    load: Callable[..., Any],
+) -> None:
     model, rows = load(), given_rows(QWEN3)
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
     seen: list[torch.Tensor] = []
@@ -190,11 +219,14 @@ def test_weights_take_the_place_of_the_routers_own_but_not_of_their_gradients(lo
         model(input_ids=batch(), use_cache=False)
     taken = torch.stack([each.reshape(BATCH, TOKENS, -1) for each in seen], dim=2)
     assert torch.equal(taken[~others.isnan()], others[~others.isnan()])
-    assert torch.allclose(taken[others.isnan()].unflatten(0, (-1, QWEN3.top_k)).sum(dim=1), torch.ones(()))
+    assert torch.allclose(
+        taken[others.isnan()].unflatten(0, (-1, QWEN3.top_k)).sum(dim=1), torch.ones(())
+    )
 
 
 def test_after_the_block_the_model_is_as_before(load: Callable[..., Any]) -> None:
-    """Also after an error within, and where its own experts were replayed, in rows with zeros for dense layers too."""
+    """Also after an error within, and where its own experts were replayed, in rows with zeros for
+    dense layers too."""
     shape, model = FAMILIES["deepseek_v3"], load("deepseek_v3")
     tokens, classes = batch(), [type(module) for module in model.modules()]
     live = step(model, tokens)
@@ -213,7 +245,10 @@ def test_after_the_block_the_model_is_as_before(load: Callable[..., Any]) -> Non
 
 @pytest.mark.parametrize(
     ("model_type", "kind"),
-    [*((model_type, "selective") for model_type in FAMILIES), *(("qwen3_moe", kind) for kind in [*CHECKPOINTING][:2])],
+    [
+        *((model_type, "selective") for model_type in FAMILIES),
+        *(("qwen3_moe", kind) for kind in [*CHECKPOINTING][:2]),
+    ],
 )
 def test_gradient_checkpointing(model_type: str, kind: str, load: Callable[..., Any]) -> None:
     """Recomputed layers replay again, and do not count again."""
@@ -232,7 +267,8 @@ def test_gradient_checkpointing(model_type: str, kind: str, load: Callable[..., 
 def test_unknown_rows_are_not_chosen_anew_when_they_are_recomputed(
     use_reentrant: bool, load: Callable[..., Any]
 ) -> None:
-    """With noise, the router would choose others then, and the backward pass would be of other experts."""
+    """With noise, the router would choose others then, and the backward pass would be of other
+    experts."""
     model, rows, generator = load().train(), given_rows(QWEN3), torch.Generator().manual_seed(6)
     rows[:, ::2] = -1
     seen: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
@@ -240,7 +276,9 @@ def test_unknown_rows_are_not_chosen_anew_when_they_are_recomputed(
         layer.mlp.gate.register_forward_pre_hook(
             lambda module, args: args[0] + torch.randn(args[0].shape, generator=generator)
         )
-        layer.mlp.experts.register_forward_pre_hook(lambda module, args, ids=ids: ids.append(args[1]))
+        layer.mlp.experts.register_forward_pre_hook(
+            lambda module, args, ids=ids: ids.append(args[1])
+        )
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     with replayed(model, rows) as replay:
@@ -311,7 +349,11 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
     for given, options, message in (
         (rows[:, :, :2], {}, "rows of 2 layers for 3 routers: give layer_ids"),
         (rows, {"layer_ids": [0, 1]}, r"rows of 3 layers for layer_ids \[0, 1\]"),
-        (rows[:, :, [0, 1, 2, 2]], {"layer_ids": [0, 1, 2, 2]}, r"rows of 4 layers for layer_ids \[0, 1, 2, 2\]"),
+        (
+            rows[:, :, [0, 1, 2, 2]],
+            {"layer_ids": [0, 1, 2, 2]},
+            r"rows of 4 layers for layer_ids \[0, 1, 2, 2\]",
+        ),
         (rows, {"layer_ids": [0, 1, 3]}, r"no layer for the routers of decoder layers \[2\]"),
         (
             torch.cat([rows, rows], dim=2),
@@ -327,18 +369,25 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
     ):
         with pytest.raises(ReplayError, match=message), replayed(model, given, **options):
             model(input_ids=tokens, use_cache=False)
-    with pytest.raises(ReplayError, match=r"decoder layers \[0, 1, 2\] were never asked"), replayed(model, rows):
+    with (
+        pytest.raises(ReplayError, match=r"decoder layers \[0, 1, 2\] were never asked"),
+        replayed(model, rows),
+    ):
         pass
     with replayed(model, rows):
         with pytest.raises(ReplayError, match="already"), replayed(model, rows):
             pass
         model(input_ids=tokens, use_cache=False)
-    with pytest.raises(ReplayError, match="has none of the routers"), replayed(torch.nn.Linear(2, 2), rows):
+    with (
+        pytest.raises(ReplayError, match="has none of the routers"),
+        replayed(torch.nn.Linear(2, 2), rows),
+    ):
         pass
 
 
 def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:
-    """The rows of a microbatch do not go to the next one of the same shape, nor those of a prompt to later tokens."""
+    """The rows of a microbatch do not go to the next one of the same shape, nor those of a prompt
+    to later tokens."""
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     message = "were asked in a second forward pass"
     compiled = torch.compile(model, backend="eager")
@@ -359,7 +408,11 @@ def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:
 
 def test_two_models_in_one_module(load: Callable[..., Any]) -> None:
     """Rows are for one of them."""
-    both, rows, tokens = torch.nn.ModuleDict({"policy": load(), "reference": load()}), given_rows(QWEN3), batch()
+    both, rows, tokens = (
+        torch.nn.ModuleDict({"policy": load(), "reference": load()}),
+        given_rows(QWEN3),
+        batch(),
+    )
     with replayed(both, rows) as replay:
         both["policy"](input_ids=tokens, use_cache=False)
     assert replay.asked == [1] * 3
@@ -376,7 +429,8 @@ def test_two_models_in_one_module(load: Callable[..., Any]) -> None:
 
 
 def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
-    """On several devices, they are in place of the methods of modules. What is offloaded has no data until it runs."""
+    """On several devices, they are in place of the methods of modules. What is offloaded has no
+    data until it runs."""
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     with replayed(model, rows):
         expected = step(model, tokens)
@@ -397,7 +451,9 @@ def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
 
 def last_layer_on_disk(model: Any, folder: Path) -> None:
     """As with a `device_map` that has `disk` in it."""
-    *others, last = (name for name, _ in model.named_modules() if re.fullmatch(r"model\.layers\.\d+", name))
+    *others, last = (
+        name for name, _ in model.named_modules() if re.fullmatch(r"model\.layers\.\d+", name)
+    )
     rest = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
     places = dict.fromkeys(("lm_head", *rest, *others), "cpu") | {last: "disk"}
     dispatch_model(model, places, offload_dir=folder, offload_buffers=True, force_hooks=True)
@@ -418,19 +474,23 @@ def all_weights(model: Any, folder: Path) -> None:
 def test_weights_that_are_offloaded(
     model_type: str, offload: Callable[[Any, Path], Any], load: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """They are there within a module's own forward pass, and at no other time. Without all of its weights, Llama 4 does
-    not run at all."""
+    """They are there within a module's own forward pass, and at no other time. Without all of its
+    weights, Llama 4 does not run at all."""
     shape, model = FAMILIES[model_type], load(model_type)
     rows, tokens = given_rows(shape), batch()
     with torch.no_grad(), replayed(model, rows, layer_ids=shape.layer_ids):
         expected = log_probabilities(model, tokens)
     offload(model, tmp_path)
-    assert any(weight.is_meta for name, weight in model.named_parameters() if re.search(ROUTER, name))
+    assert any(
+        weight.is_meta for name, weight in model.named_parameters() if re.search(ROUTER, name)
+    )
     before = [(type(module), vars(module).get("_old_forward")) for module in model.modules()]
     with torch.no_grad(), replayed(model, rows, layer_ids=shape.layer_ids) as replay:
         assert torch.allclose(log_probabilities(model, tokens), expected, rtol=1e-4, atol=1e-4)
     assert replay.replayed == (rows >= 0).all(dim=-1).sum()
-    assert [(type(module), vars(module).get("_old_forward")) for module in model.modules()] == before
+    assert [
+        (type(module), vars(module).get("_old_forward")) for module in model.modules()
+    ] == before
 
 
 def test_scores_that_are_almost_nothing(load: Callable[..., Any]) -> None:
@@ -442,25 +502,35 @@ def test_scores_that_are_almost_nothing(load: Callable[..., Any]) -> None:
         gate.weight.data = logits[:, None].expand(gate.weight.shape) / gate.hidden_dim
         gate.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]), *args[1:]))
     seen: list[torch.Tensor] = []
-    model.model.layers[2].feed_forward.experts.register_forward_pre_hook(lambda module, args: seen.append(args[2]))
+    model.model.layers[2].feed_forward.experts.register_forward_pre_hook(
+        lambda module, args: seen.append(args[2])
+    )
     with replayed(model, rows, layer_ids=shape.layer_ids):
         model(input_ids=batch(), use_cache=False)
     is_known = (rows[:, :, 0] >= 0).all(dim=-1)
     chosen = logits.sigmoid()[rows[:, :, 0].clamp(min=0)]
     expected = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-6)
-    assert torch.allclose(seen[0].unflatten(0, (BATCH, TOKENS))[is_known], expected[is_known], rtol=1e-3)
+    assert torch.allclose(
+        seen[0].unflatten(0, (BATCH, TOKENS))[is_known], expected[is_known], rtol=1e-3
+    )
 
 
 class Adapted(torch.nn.Module):
-    """As PEFT's `modules_to_save`: a copy is trained, and the original runs while adapters are disabled."""
+    """As PEFT's `modules_to_save`: a copy is trained, and the original runs while adapters are
+    disabled."""
 
     def __init__(self, original: torch.nn.Module) -> None:
         super().__init__()
-        self.original_module, self.modules_to_save = original, torch.nn.ModuleDict({"default": deepcopy(original)})
+        self.original_module, self.modules_to_save = (
+            original,
+            torch.nn.ModuleDict({"default": deepcopy(original)}),
+        )
         self.is_disabled = False
 
     def forward(self, *args: Any) -> Any:
-        return (self.original_module if self.is_disabled else self.modules_to_save["default"])(*args)
+        return (self.original_module if self.is_disabled else self.modules_to_save["default"])(
+            *args
+        )
 
 
 @pytest.mark.parametrize("is_disabled", [False, True])
@@ -478,14 +548,17 @@ def test_routers_beside_a_copy(is_disabled: bool, load: Callable[..., Any]) -> N
 
 
 def test_expert_parallelism_that_makes_ids_local(load: Callable[..., Any]) -> None:
-    """Those of rows are all ranks'. What other parallelism puts in place of a router's method is no hindrance."""
+    """Those of rows are all ranks'. What other parallelism puts in place of a router's method is no
+    hindrance."""
     parallel: Any = pytest.importorskip("transformers.distributed.tensor_parallel")
     model, mesh = load(), Mock()
     parallel.TensorParallelLayer().install_forward(model.model.layers[0].mlp.gate, mesh)
     with replayed(model, given_rows(QWEN3)):
         model(input_ids=batch(), use_cache=False)
     if not hasattr(parallel, "EpRouterParallel"):
-        pytest.skip("this version of transformers has no ep_router: its experts take all ranks' ids")
+        pytest.skip(
+            "this version of transformers has no ep_router: its experts take all ranks' ids"
+        )
     parallel.EpRouterParallel().install_forward(model.model.layers[1].mlp.gate, mesh)
     with pytest.raises(ReplayError, match="with ep_router"), replayed(model, given_rows(QWEN3)):
         pass
@@ -520,7 +593,10 @@ def test_a_version_that_returns_probabilities_for_logits(
         model(input_ids=tokens, use_cache=False)
     monkeypatch.setattr(router, "forward", forward)
     replay._replaying.cache_clear()
-    with pytest.raises(ReplayError, match="another Qwen3MoeTopKRouter"), replayed(model, given_rows(QWEN3)):
+    with (
+        pytest.raises(ReplayError, match="another Qwen3MoeTopKRouter"),
+        replayed(model, given_rows(QWEN3)),
+    ):
         model(input_ids=tokens, use_cache=False)
     replay._replaying.cache_clear()
 
@@ -543,15 +619,26 @@ def test_the_page(load: Callable[..., Any], documented: list[str]) -> None:
 
 @pytest.mark.e2e
 def test_the_example(server: Server) -> None:
-    """A bfloat16 trainer of a float32 server: replay is closer than the live router, and mistakes are further away."""
+    """A bfloat16 trainer of a float32 server: replay is closer than the live router, and mistakes
+    are further away."""
     out = run_example(
-        "replay.py", str(server.model), "--url", server.url, "--max-tokens", "64", "--group", "8", "--mistakes"
+        "replay.py",
+        str(server.model),
+        "--url",
+        server.url,
+        "--max-tokens",
+        "64",
+        "--group",
+        "8",
+        "--mistakes",
     )
     found = re.findall(r"^(\w.*?) {3,}(\S+) +(\S+) +(\S+) +(\d+) of (\d+)$", out, re.MULTILINE)
     means = {name: float(mean) for name, mean, *_ in found}
     others = {name: int(count) for name, *_, count, _ in found}
     assert [*means][:3] == ["live router", "ids", "ids with weights"]
-    assert means["ids"] < 1.1 * means["live router"], "in a model so small, what bfloat16 rounds elsewhere is as large"
+    assert means["ids"] < 1.1 * means["live router"], (
+        "in a model so small, what bfloat16 rounds elsewhere is as large"
+    )
     assert others["ids"] == others["ids with weights"] == 0
     assert 0 < others["live router"] < int(found[0][-1])
     for name in [*means][3:5]:

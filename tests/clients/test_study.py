@@ -1,5 +1,5 @@
-"""The notebook `examples/study.ipynb`, run as it is: its table is the model's, its answers are those of plain loops
-over the table, and its stored outputs are those of the run."""
+"""The notebook `examples/study.ipynb`, run as it is: its table is the model's, its answers are
+those of plain loops over the table, and its stored outputs are those of the run."""
 
 import json
 import re
@@ -60,7 +60,9 @@ def cell_with(text: str) -> Cell:
     return cell
 
 
-def test_the_stored_outputs_are_those_of_the_run(ran: tuple[dict[str, Any], list[list[Cell]]]) -> None:
+def test_the_stored_outputs_are_those_of_the_run(
+    ran: tuple[dict[str, Any], list[list[Cell]]],
+) -> None:
     """After a change: `python -m tests.notebook examples/study.ipynb`."""
     for cell, outputs in zip(CELLS, ran[1], strict=True):
         for stored, now in zip(cell["outputs"], outputs, strict=True):
@@ -85,8 +87,14 @@ def test_the_difference_of_loads(found: dict[str, Any], sets: list[list[set[int]
     for layer in range(L):
         sums = []
         for expert in range(E):
-            loads = {key: np.mean([expert in token[layer] for token in prompt]) for key, prompt in by_prompt.items()}
-            code, prose = ([load for key, load in loads.items() if key[0] == name] for name in ("code", "prose"))
+            loads = {
+                key: np.mean([expert in token[layer] for token in prompt])
+                for key, prompt in by_prompt.items()
+            }
+            code, prose = (
+                [load for key, load in loads.items() if key[0] == name]
+                for name in ("code", "prose")
+            )
             difference = np.mean(code) - np.mean(prose)
             assert found["difference"](found["is_code"])[layer, expert] == pytest.approx(difference)
             sums.append(abs(difference))
@@ -94,24 +102,33 @@ def test_the_difference_of_loads(found: dict[str, Any], sets: list[list[set[int]
             reached = sum(each >= abs(difference) - 1e-9 for each in shuffled)
             assert found["p"][layer, expert] == pytest.approx((1 + reached) / 2001, abs=1e-3)
         assert found["per_layer"].distance.iloc[layer] == pytest.approx(sum(sums) / 2 / K)
-    chance = np.array([[sum(abs(layer)) / 2 / K for layer in shuffle] for shuffle in found["differences"]])
+    chance = np.array(
+        [[sum(abs(layer)) / 2 / K for layer in shuffle] for shuffle in found["differences"]]
+    )
     mean, deviation = chance.mean(axis=0), chance.std(axis=0)
-    shuffled, own = (chance - mean) / deviation, (found["per_layer"].distance.to_numpy() - mean) / deviation
+    shuffled, own = (
+        (chance - mean) / deviation,
+        (found["per_layer"].distance.to_numpy() - mean) / deviation,
+    )
     for layer, line in enumerate(found["per_layer"].to_dict("records")):
         assert line["by chance"] == pytest.approx(mean[layer])
         assert line["p"] == pytest.approx((1 + sum(shuffled[:, layer] >= own[layer] - 1e-9)) / 2001)
-        assert line["corrected"] == pytest.approx((1 + sum(max(each) >= own[layer] - 1e-9 for each in shuffled)) / 2001)
+        assert line["corrected"] == pytest.approx(
+            (1 + sum(max(each) >= own[layer] - 1e-9 for each in shuffled)) / 2001
+        )
     largest = [max(abs(shuffle / found["spread"]).ravel()) for shuffle in found["differences"]]
     for statistic, corrected in zip(
-        abs(found["difference"](found["is_code"]) / found["spread"]).ravel(), found["corrected"].ravel(), strict=True
+        abs(found["difference"](found["is_code"]) / found["spread"]).ravel(),
+        found["corrected"].ravel(),
+        strict=True,
     ):
         reached = sum(each >= statistic - 1e-9 for each in largest)
         assert corrected == pytest.approx((1 + reached) / 2001)
 
 
 def test_what_the_notebook_says_of_the_tiny_model(found: dict[str, Any]) -> None:
-    """After correction the first layer and one expert differ; the prompt explains more than the token; bytes have
-    lift, classes have not."""
+    """After correction the first layer and one expert differ; the prompt explains more than the
+    token; bytes have lift, classes have not."""
     assert found["per_layer"].corrected.le(0.05).tolist() == [True, False, False, False, False]
     assert (found["corrected"] <= 0.05).sum() == 1
     assert (found["variance"].prompt > 2 * found["variance"].token).all()
@@ -141,7 +158,8 @@ def test_a_planted_difference_is_found(found: dict[str, Any]) -> None:
 
 
 def test_the_limit_of_lifts(found: dict[str, Any]) -> None:
-    """Five in a hundred shuffles exceed it; a shuffle keeps the tokens of each prompt, and its first token."""
+    """Five in a hundred shuffles exceed it; a shuffle keeps the tokens of each prompt, and its
+    first token."""
     seen: list[Any] = []
 
     def lifts(groups: Any) -> Any:
@@ -152,7 +170,11 @@ def test_the_limit_of_lifts(found: dict[str, Any]) -> None:
     list(outputs_of([cell_with("def limit_of")], names))
     names["lifts"] = lifts
     assert names["limit_of"](found["texts"]) == pytest.approx(95.05)
-    later, prompt, texts = (found["tokens"].position > 0).to_numpy(), found["prompt"], found["texts"]
+    later, prompt, texts = (
+        (found["tokens"].position > 0).to_numpy(),
+        found["prompt"],
+        found["texts"],
+    )
     for shuffled in seen[:3]:
         assert (shuffled[later] != texts[later]).mean() > 0.5
         for one in set(prompt):
@@ -166,7 +188,8 @@ def test_lifts(kind: str, found: dict[str, Any], sets: list[list[set[int]]]) -> 
     name = found["class_of"] if kind == "of_classes" else repr
     later = (found["tokens"].position > 0).tolist()
     groups, sets = (
-        [one for one, at in zip(each, later, strict=True) if at] for each in (found["texts"].map(name), sets)
+        [one for one, at in zip(each, later, strict=True) if at]
+        for each in (found["texts"].map(name), sets)
     )
     lines = found[kind]
     assert lines.lift.is_monotonic_decreasing
@@ -192,7 +215,8 @@ def test_what_explains_the_choices(found: dict[str, Any]) -> None:
     chosen, ids = found["chosen"].astype(float), found["tokens"].token_id.to_numpy()
     for name, groups in (("token", ids), ("prompt", found["prompt"])):
         within = sum(
-            ((chosen[groups == one] - chosen[groups == one].mean(axis=0)) ** 2).sum(axis=(0, 2)) for one in {*groups}
+            ((chosen[groups == one] - chosen[groups == one].mean(axis=0)) ** 2).sum(axis=(0, 2))
+            for one in {*groups}
         )
         whole = ((chosen - chosen.mean(axis=0)) ** 2).sum(axis=(0, 2))
         adjusted = 1 - (within / (len(ids) - len({*groups}))) / (whole / (len(ids) - 1))
@@ -200,18 +224,22 @@ def test_what_explains_the_choices(found: dict[str, Any]) -> None:
 
 
 def test_pairs(found: dict[str, Any], sets: list[list[set[int]]]) -> None:
-    """What loads lead to adds up to each expert's partners, and is a product: of four experts, either way of pairing
-    them gives the same."""
+    """What loads lead to adds up to each expert's partners, and is a product: of four experts,
+    either way of pairing them gives the same."""
     alone = found["pairs_of"](found["chosen"])[1]
     for layer in range(L):
         pairs = list(combinations(range(E), 2))
         expected = {frozenset(pair): value for pair, value in zip(pairs, alone[layer], strict=True)}
         for expert in range(E):
             partners = sum(K - 1 for token in sets if expert in token[layer])
-            assert sum(value for pair, value in expected.items() if expert in pair) == pytest.approx(partners)
+            assert sum(
+                value for pair, value in expected.items() if expert in pair
+            ) == pytest.approx(partners)
         for a, b, c, d in combinations(range(E), 4):
             product = expected[frozenset((a, b))] * expected[frozenset((c, d))]
-            assert product == pytest.approx(expected[frozenset((a, c))] * expected[frozenset((b, d))])
+            assert product == pytest.approx(
+                expected[frozenset((a, c))] * expected[frozenset((b, d))]
+            )
         lines = found["pairs"][found["pairs"].layer == layer + 1]
         assert len(lines) == sum(value >= 20 for value in expected.values()) > 20
         for line in lines.to_dict("records"):
@@ -226,7 +254,9 @@ def test_pairs_of_experts_chosen_alone_do_not_repeat(found: dict[str, Any]) -> N
     rng = np.random.default_rng(0)
     odds = np.linspace(0.02, 0.9, E) ** 2
     drawn = rng.random((40 * found["chosen"].shape[0] * L, E)) < odds
-    chosen = drawn[drawn.sum(axis=1) == K][: found["chosen"].shape[0] * L].reshape(found["chosen"].shape)
+    chosen = drawn[drawn.sum(axis=1) == K][: found["chosen"].shape[0] * L].reshape(
+        found["chosen"].shape
+    )
     names = {**found, "chosen": chosen}
     list(outputs_of([cell_with("def pairs_of")], names))
     assert abs(np.mean(names["repeats"])) < 0.15
@@ -239,26 +269,38 @@ def test_the_weights(found: dict[str, Any]) -> None:
             shares = weights / weights.sum()
             entropy = -sum(share * np.log(share) for share in shares if share) / np.log(K)
             assert found["entropy"][place, layer] == pytest.approx(entropy, abs=1e-5)
-            assert found["margin"][place, layer] == pytest.approx(shares.max() - shares.min(), abs=1e-5)
-    ((said,),) = outputs_of([cell_with("entropy =")], {**found, "info": {**found["info"], "weights": False}})
+            assert found["margin"][place, layer] == pytest.approx(
+                shares.max() - shares.min(), abs=1e-5
+            )
+    ((said,),) = outputs_of(
+        [cell_with("entropy =")], {**found, "info": {**found["info"], "weights": False}}
+    )
     assert "captures no weights" in "".join(said["text"])
 
 
 def test_choices_that_last(found: dict[str, Any], sets: list[list[set[int]]]) -> None:
     prompt = found["prompt"]
-    kept = [len(a[2] & b[2]) / K for a, b, x, y in zip(sets, sets[3:], prompt, prompt[3:], strict=False) if x == y]
+    kept = [
+        len(a[2] & b[2]) / K
+        for a, b, x, y in zip(sets, sets[3:], prompt, prompt[3:], strict=False)
+        if x == y
+    ]
     assert found["again"].loc[3, 3] == pytest.approx(np.mean(kept))
     loads = [np.mean([expert in token[2] for token in sets]) for expert in range(E)]
     assert found["expected"][2] == pytest.approx(sum(load * load for load in loads) / K)
     assert found["largest"][2] == pytest.approx(sum(sorted(loads)[-K:]) / K)
-    by_prompt = [[each for each, of in zip(sets, prompt, strict=True) if of == one] for one in sorted(set(prompt))]
+    by_prompt = [
+        [each for each, of in zip(sets, prompt, strict=True) if of == one]
+        for one in sorted(set(prompt))
+    ]
     same = [np.mean([len(a[2] & b[2]) / K for a, b in combinations(each, 2)]) for each in by_prompt]
     nexts = [len(each) - 1 for each in by_prompt]
     assert found["same_prompt"][2] == pytest.approx(np.average(same, weights=nexts))
 
 
 def test_choices_that_do_not_last(found: dict[str, Any]) -> None:
-    """Of five long prompts that use few experts, and many short ones: the next token shares what any token does."""
+    """Of five long prompts that use few experts, and many short ones: the next token shares what
+    any token does."""
     rng, sizes = np.random.default_rng(0), [200] * 5 + [10] * 200
     prompt = np.repeat(np.arange(len(sizes)), sizes)
     chosen = np.zeros((len(prompt), L, E), bool)
@@ -290,10 +332,13 @@ def test_the_documented_row(
     ]
     shown = {name: value for name, _, value in lines}
     assert shown.pop("id")[:5] == row.pop("id")[:5]
-    assert np.array(shown.pop("weights").split(), float) == pytest.approx(row.pop("weights"), abs=5e-5)
+    assert np.array(shown.pop("weights").split(), float) == pytest.approx(
+        row.pop("weights"), abs=5e-5
+    )
     assert shown.pop("experts") == " ".join(map(str, row.pop("experts")))
     assert shown == {
-        name: "null" if value is None else str(value).replace("True", "true") for name, value in row.items()
+        name: "null" if value is None else str(value).replace("True", "true")
+        for name, value in row.items()
     }
 
 

@@ -7,7 +7,8 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def modules_are_no_garbage() -> None:
-    """What was imported by now: a collection that looks through all of it takes longer than most tests."""
+    """What was imported by now: a collection that looks through all of it takes longer than most
+    tests."""
     gc.freeze()
 
 

@@ -55,7 +55,9 @@ class Edge:
     async def long(self, raw_request: Request) -> Response:
         """An answer of all rows."""
         body = await raw_request.json()
-        options = parse_options({"return_routed_experts": True, "routed_experts_delivery": "reference"})
+        options = parse_options(
+            {"return_routed_experts": True, "routed_experts_delivery": "reference"}
+        )
         assert options is not None
         references = ReferenceMaker(self.store, connection_of(raw_request))
         outputs = self._outputs(body["generated"], at_once=not body["stream"])
@@ -69,7 +71,8 @@ class Edge:
         return await respond(answer, raw_request)
 
     async def _outputs(self, generated: int, at_once: bool) -> AsyncIterator[RequestOutput]:
-        """The prompt's rows in one piece, and `generated` that come one by one; one output for all or one a token."""
+        """The prompt's rows in one piece, and `generated` that come one by one; one output for all
+        or one a token."""
         buffer, prompt_len = RowBuffer(), len(self._rows) - generated
         buffer.push(0, self._rows[:prompt_len])
         if not at_once:
@@ -87,9 +90,15 @@ def encoder_of(options: RoutingOptions) -> Encoder:
     return Encoder(options.format, "int16", (L, K), EXPERTS, has_weights=options.weights)
 
 
-def output_of(prompt_len: int, buffer: RowBuffer, tokens: int, finish: str | None = None) -> RequestOutput:
-    choice = CompletionOutput(0, "a", [1] * tokens, None, None, routed_experts=buffer, finish_reason=finish)  # type: ignore[arg-type]
-    return RequestOutput("r", None, [*range(prompt_len)], None, [choice], finished=finish is not None)
+def output_of(
+    prompt_len: int, buffer: RowBuffer, tokens: int, finish: str | None = None
+) -> RequestOutput:
+    choice = CompletionOutput(
+        0, "a", [1] * tokens, None, None, routed_experts=buffer, finish_reason=finish
+    )  # type: ignore[arg-type]
+    return RequestOutput(
+        "r", None, [*range(prompt_len)], None, [choice], finished=finish is not None
+    )
 
 
 async def _chunks(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:

@@ -1,11 +1,14 @@
-"""vLLM's real engine core and scheduler around a model that does arithmetic, so that every row is known in advance.
+"""vLLM's real engine core and scheduler around a model that does arithmetic, so that every row is
+known in advance.
 
-No weights, no processes, no sockets: `engine` makes an `EngineCore`, `Client` takes the place of the API process, and
-the executor that of the workers. The executor keeps a KV cache of prefixes, and fails when a step finds another prefix
-in its blocks than its own; the row of a token says which prefix the token ends.
+No weights, no processes, no sockets: `engine` makes an `EngineCore`, `Client` takes the place of
+the API process, and the executor that of the workers. The executor keeps a KV cache of prefixes,
+and fails when a step finds another prefix in its blocks than its own; the row of a token says which
+prefix the token ends.
 
-A test of a situation makes an engine, adds requests, lets something happen between steps, and calls `finish`. Every row
-is checked as it comes (`Received`), and `finish` checks that all have come and that nothing is left:
+A test of a situation makes an engine, adds requests, lets something happen between steps, and calls
+`finish`. Every row is checked as it comes (`Received`), and `finish` checks that all have come and
+that nothing is left:
 
     def test_an_abort_in_the_prefill(is_async: bool) -> None:
         client = Client(engine(is_async, chunk=48))
@@ -15,8 +18,9 @@ is checked as it comes (`Received`), and `finish` checks that all have come and 
         client.add("stays", tokens(150))
         client.finish(but="gone")
 
-Others add their own part to it: `served` an API process over HTTP, `loads` KV connectors (`engine_with_store`),
-`offloading` vLLM's own connector (`engine_that_offloads`), `test_weights` weights that change.
+Others add their own part to it: `served` an API process over HTTP, `loads` KV connectors
+(`engine_with_store`), `offloading` vLLM's own connector (`engine_that_offloads`), `test_weights`
+weights that change.
 """
 
 import hashlib
@@ -56,8 +60,21 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.capture.scheduler.scheduler import SchedulerConnector
 from routed_experts.capture.wire.envelope import CAUSES, STATS, Unpacker
-from routed_experts.capture.wire.message import OPT_IN_ARG, PROMPT_ROWS, Cause, OptIn, RowsOutput, UnknownRows
-from routed_experts.capture.wire.rows import WEIGHTS_KEY, captures_weights, ids_of, joined, weights_of
+from routed_experts.capture.wire.message import (
+    OPT_IN_ARG,
+    PROMPT_ROWS,
+    Cause,
+    OptIn,
+    RowsOutput,
+    UnknownRows,
+)
+from routed_experts.capture.wire.rows import (
+    WEIGHTS_KEY,
+    captures_weights,
+    ids_of,
+    joined,
+    weights_of,
+)
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.capture.wire.transport import StepRows, attach
 
@@ -91,13 +108,15 @@ class Tokens(list[int]):
         return self._prefixes
 
     def rows(self, first: int, end: int) -> Rows:
-        """The rows [n, L, K] of positions `first` to `end`: each layer's ids count from two bytes of the prefix."""
+        """The rows [n, L, K] of positions `first` to `end`: each layer's ids count from two bytes
+        of the prefix."""
         ids = np.frombuffer(b"".join(self.prefixes()[first:end]), dtype=np.int16).reshape(-1, L, 1)
         return (ids & 0x3FFF) + np.arange(K, dtype=np.int16)
 
 
 def weights_for(rows: Rows) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The weights of rows: any bits, words of -1 and NaN among them, which nothing but these ids has."""
+    """The weights of rows: any bits, words of -1 and NaN among them, which nothing but these ids
+    has."""
     bits = rows.astype(np.uint32) * np.uint32(0x9E3779B1)
     bits[rows % 4 == 1] |= 0xFFFF
     bits[bits == 0xFFFFFFFF] = 0xFFFF  # which stands for unknown ones
@@ -116,7 +135,8 @@ class Sequence:
 
 @dataclass
 class Received:
-    """What came for one request, checked as it comes: `missing` are the positions of rows that came as unknown."""
+    """What came for one request, checked as it comes: `missing` are the positions of rows that came
+    as unknown."""
 
     client: "Client"
     executor: Any
@@ -150,7 +170,9 @@ class Received:
         if output.routed_experts is not None:
             self.take_rows(*output.routed_experts)
         known = max(len(self.tokens) - 1, 0)
-        assert self.num_rows == known or (self.at_end and self.finish is None and self.num_rows < known)
+        assert self.num_rows == known or (
+            self.at_end and self.finish is None and self.num_rows < known
+        )
 
     def take_rows(self, first: int, rows: Rows) -> None:
         assert first == self.prompt_len + self.num_rows
@@ -159,7 +181,8 @@ class Received:
         self.check(rows, first, first + len(rows))
 
     def check_prompt(self, prompts: dict[str, Rows]) -> None:
-        """That its rows are right each time they came, and whole at least once: another engine may be sending them."""
+        """That its rows are right each time they came, and whole at least once: another engine may
+        be sending them."""
         assert prompts, "tokens before the rows of their prompt"
         assert self.start is not None
         for rows in prompts.values():
@@ -178,14 +201,16 @@ def _done(result: Any, non_block: bool) -> Any:
 
 
 class ArithmeticExecutor(Executor):
-    """Runs steps as a model runner does: it learns tokens and blocks from the scheduler's outputs alone."""
+    """Runs steps as a model runner does: it learns tokens and blocks from the scheduler's outputs
+    alone."""
 
     vocab = VOCAB
     received: type[Received] = Received  # what checks the outputs of its requests
 
     def _init_executor(self) -> None:
         self.accepted = self.rejected = 0  # drafts, where the configuration asks for them
-        self.sending: dict[str, Any] = {}  # KV that waits to be pulled by another instance, by request
+        # KV that waits to be pulled by another instance, by request
+        self.sending: dict[str, Any] = {}
         self._drafts: dict[str, list[int]] = {}
         self._sequences: dict[str, Sequence] = {}
         self._kv: list[bytes | None] = [None] * (NUM_BLOCKS * BLOCK)
@@ -196,7 +221,13 @@ class ArithmeticExecutor(Executor):
         return True
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
-        return [{"layer.0": FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)}]
+        return [
+            {
+                "layer.0": FullAttentionSpec(
+                    block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32
+                )
+            }
+        ]
 
     def determine_available_memory(self) -> list[int]:
         return [NUM_BLOCKS * self.get_kv_cache_specs()[0]["layer.0"].page_size_bytes]
@@ -220,15 +251,21 @@ class ArithmeticExecutor(Executor):
         return _done(self._output, non_block)
 
     def take_draft_token_ids(self) -> DraftTokenIds:
-        """Where the scheduler waits for each step: with asynchronous scheduling it never learns of drafts."""
+        """Where the scheduler waits for each step: with asynchronous scheduling it never learns of
+        drafts."""
         return DraftTokenIds(list(self._drafts), list(self._drafts.values()))
 
     def sample(self, prefix: bytes, request_id: str) -> int:
         """What comes after `prefix`. The choices of one prompt differ."""
         choice = request_id.partition("_")[0]
-        return int.from_bytes(_digest(prefix, int(choice) if choice.isdigit() else 0), "little") % self.vocab
+        return (
+            int.from_bytes(_digest(prefix, int(choice) if choice.isdigit() else 0), "little")
+            % self.vocab
+        )
 
-    def compute(self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int) -> Rows:
+    def compute(
+        self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int
+    ) -> Rows:
         """Puts positions `start` to `end` of `tokens` into the KV cache; gives their rows."""
         known = tokens.prefixes()
         before = [self._kv[slot] for slot in sequence.slots(0, start)]
@@ -238,7 +275,8 @@ class ArithmeticExecutor(Executor):
         return tokens.rows(start, end)
 
     def _verify(self, sequence: Tokens, end: int, request_id: str) -> list[int]:
-        """What is sampled after the tokens that are known, each draft up to `end` that is right, and once more."""
+        """What is sampled after the tokens that are known, each draft up to `end` that is right,
+        and once more."""
         last = len(self._sequences[request_id].tokens) - 1
         sampled = [self.sample(sequence.prefixes()[last], request_id)]
         for position in range(last + 1, end):
@@ -263,18 +301,25 @@ class ArithmeticExecutor(Executor):
             self._sequences.pop(request_id, None)
             self._drafts.pop(request_id, None)
         for new in step.scheduled_new_reqs:
-            self._sequences[new.req_id] = Sequence(Tokens(new.prompt_token_ids or ()), list(new.block_ids[0]))
+            self._sequences[new.req_id] = Sequence(
+                Tokens(new.prompt_token_ids or ()), list(new.block_ids[0])
+            )
         cached = step.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             sequence = self._sequences[request_id]
             if request_id in cached.resumed_req_ids:
                 self._drafts.pop(request_id, None)
-                self._sequences[request_id] = sequence = Sequence(Tokens(cached.all_token_ids[request_id]), [])
+                self._sequences[request_id] = sequence = Sequence(
+                    Tokens(cached.all_token_ids[request_id]), []
+                )
             sequence.blocks += block_ids[0] if block_ids is not None else []
 
     def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copies whole blocks of KV, (source, destination) each: all are read before any is written."""
-        copies = [(target, self._kv[source * BLOCK : (source + 1) * BLOCK]) for source, target in pairs]
+        """Copies whole blocks of KV, (source, destination) each: all are read before any is
+        written."""
+        copies = [
+            (target, self._kv[source * BLOCK : (source + 1) * BLOCK]) for source, target in pairs
+        ]
         for target, kv in copies:
             self._kv[target * BLOCK : (target + 1) * BLOCK] = kv
 
@@ -292,7 +337,8 @@ class ArithmeticExecutor(Executor):
             tokens = sequence.tokens
             if placeholders := step.scheduled_spec_decode_tokens.get(request_id):
                 drafts = self._drafts.get(request_id, [])[: len(placeholders)]
-                drafts += [self.vocab] * (len(placeholders) - len(drafts))  # where a batch is filled up
+                # where a batch is filled up
+                drafts += [self.vocab] * (len(placeholders) - len(drafts))
                 tokens = Tokens([*tokens, *drafts])
             slots.append(sequence.slots(start, end))
             rows.append(self.compute(request_id, sequence, tokens, start, end))
@@ -301,7 +347,9 @@ class ArithmeticExecutor(Executor):
                 sampled[-1] += self._verify(tokens, end, request_id)
                 sequence.tokens += sampled[-1]
                 self._drafts[request_id] = self._propose(sequence.tokens.prefixes()[-1], request_id)
-        output = ModelRunnerOutput(ids, {request_id: index for index, request_id in enumerate(ids)}, sampled)
+        output = ModelRunnerOutput(
+            ids, {request_id: index for index, request_id in enumerate(ids)}, sampled
+        )
         if ids:
             offsets = np.cumsum([0, *step.num_scheduled_tokens.values()], dtype=np.int64)
             whole = np.concatenate(rows)
@@ -318,7 +366,8 @@ def sent(message: Any) -> Any:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """vLLM collects all garbage as an engine starts and ends, several times, each of which takes longer than a test."""
+    """vLLM collects all garbage as an engine starts and ends, several times, each of which takes
+    longer than a test."""
     nothing = SimpleNamespace(collect=lambda *_: 0, freeze=lambda: None, unfreeze=lambda: None)
     with ExitStack() as stack:
         for module in ("utils.gc_utils", "v1.engine.core", "distributed.parallel_state"):
@@ -329,7 +378,9 @@ def no_collections() -> Iterator[None]:
 class Core(EngineCoreProc):
     """What runs in an engine's process, without its sockets and their threads."""
 
-    def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
+    ) -> None:
         self.output_queue = queue.Queue()
         self.engines_running = False
         EngineCore.__init__(self, vllm_config, executor_class, log_stats)
@@ -357,11 +408,14 @@ class Core(EngineCoreProc):
         return self.scheduler.aux_output_connector
 
     def is_busy(self) -> bool:
-        """Whether anything is left to do; KV that waits to be pulled may stay, for which vLLM makes empty steps."""
+        """Whether anything is left to do; KV that waits to be pulled may stay, for which vLLM makes
+        empty steps."""
         if not self.model_executor.sending:
             return bool(self.scheduler.has_requests() or self.batch_queue)
         runs = any(step.total_num_scheduled_tokens for _, step, *_ in self.batch_queue or ())
-        is_waited_for = self.scheduler.has_unfinished_requests() or len(self.capture.output_queue) > 0
+        is_waited_for = (
+            self.scheduler.has_unfinished_requests() or len(self.capture.output_queue) > 0
+        )
         return is_waited_for or runs or bool(self.scheduler.finished_req_ids)
 
     def empty_prefix_cache(self) -> None:
@@ -371,8 +425,17 @@ class Core(EngineCoreProc):
 @cache
 def _config(is_async: bool, drafts: int = 0) -> VllmConfig:
     directory = Path(mkdtemp())
-    model = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": VOCAB}
-    model |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCAB,
+    }
+    model |= {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     model |= {"num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 4096}
     (directory / "config.json").write_text(json.dumps(model))
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
@@ -397,7 +460,8 @@ def engine(
     num_blocks: int | None = None,  # KV blocks of 16 tokens that it may use; few make it preempt
     drafts: int = 0,  # tokens that are drafted after each
     stages: int = 1,  # of a pipeline: so many more steps are in flight
-    kv_transfer: KVTransferConfig | None = None,  # the worker's side of the connector has to be `executor`'s
+    # the worker's side of the connector has to be `executor`'s
+    kv_transfer: KVTransferConfig | None = None,
     executor: type[ArithmeticExecutor] = ArithmeticExecutor,
     weights: bool = False,  # whether rows have weights
     captures: bool = True,  # whether the scheduler is ours, or vLLM's own
@@ -427,21 +491,25 @@ def engine(
 
 
 class Client:
-    """Takes the place of an API process: adds and aborts requests, and keeps what the engines send, in order."""
+    """Takes the place of an API process: adds and aborts requests, and keeps what the engines send,
+    in order."""
 
     def __init__(self, *engines: Core, index: int = 0) -> None:
         self.engines = engines
         self.received: dict[str, Received] = {}
-        self.prompts: dict[bytes, dict[str, Rows]] = defaultdict(dict)  # by id, and the request that they came with
+        # by id, and the request that they came with
+        self.prompts: dict[bytes, dict[str, Rows]] = defaultdict(dict)
         self.starts: dict[bytes, int] = {}  # of prompts, by id: the first row that is to be sent
-        self.messages: list[list[str]] = []  # the ids of the outputs in each, but for that with the engine's numbers
+        # the ids of the outputs in each, but for that with the engine's numbers
+        self.messages: list[list[str]] = []
         self.stats: list[EngineStats] = []
         self.causes: Counter[Cause] = Counter()  # why rows are unknown
         self.explained: Counter[str] = Counter()  # by request, how many that has been said of
         self.index = index
         self._unpackers = [Unpacker() for _ in engines]
         self._weighed: set[str] = set()  # requests that ask for weights
-        self.num_weights = self.num_without_weights = 0  # rows that came with theirs, or should have
+        # rows that came with theirs, or should have
+        self.num_weights = self.num_without_weights = 0
 
     def add(
         self,
@@ -455,18 +523,24 @@ class Client:
         at_end: bool = False,
         allow_missing: bool = False,
     ) -> list[str]:
-        """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives their ids. The first
-        prompt row to send is `start`; None for no opt-in."""
+        """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives
+        their ids. The first prompt row to send is `start`; None for no opt-in."""
         opt_in = OptIn(start or 0, os.urandom(16), n > 1, weights, at_end, allow_missing)
         self.starts[opt_in.prompt_id] = start or 0
         extra_args: dict[str, Any] = {} if start is None else {OPT_IN_ARG: opt_in.encode()}
         if kv_transfer_params is not None:
             extra_args["kv_transfer_params"] = kv_transfer_params
-        sampling = SamplingParams(n=n, max_tokens=max_tokens, detokenize=False, extra_args=extra_args or None)
-        request = EngineCoreRequest(name, prompt, None, sampling, None, time.time(), None, None, None)
+        sampling = SamplingParams(
+            n=n, max_tokens=max_tokens, detokenize=False, extra_args=extra_args or None
+        )
+        request = EngineCoreRequest(
+            name, prompt, None, sampling, None, time.time(), None, None, None
+        )
         request.client_index, request.external_req_id = self.index, name
         parent = ParentRequest(request)
-        children = [(name, sampling)] if n == 1 else [parent.get_child_info(index) for index in range(n)]
+        children = (
+            [(name, sampling)] if n == 1 else [parent.get_child_info(index) for index in range(n)]
+        )
         self._weighed |= {request_id for request_id, _ in children} if weights else set()
         for index, (request_id, params) in enumerate(children):
             child, core = copy(request), self.engines[index % len(self.engines)]
@@ -478,7 +552,8 @@ class Client:
         return [request_id for request_id, _ in children]
 
     def answer(self, name: str, prompt: list[int], start: int | None = 0, **about: Any) -> Received:
-        """Adds a request and steps until nothing is left to do; gives what came for it, or for its first choice."""
+        """Adds a request and steps until nothing is left to do; gives what came for it, or for its
+        first choice."""
         first, *_ = self.add(name, prompt, start, **about)
         self.run()
         return self.received[first]
@@ -488,7 +563,8 @@ class Client:
             core.abort_requests(list(request_ids))
 
     def pause(self, mode: str, clear_cache: bool) -> None:
-        """What the API process does for `/pause`: returns when the engines have nothing left to do."""
+        """What the API process does for `/pause`: returns when the engines have nothing left to
+        do."""
         self.wait(*[core.pause_scheduler(mode, clear_cache) for core in self.engines])
 
     def wait(self, *pending: Any) -> None:
@@ -501,7 +577,8 @@ class Client:
         self.step()  # takes what the engines said without a step
 
     def step(self, *others: "Client") -> None:
-        """One turn of each engine's loop, and its messages, through vLLM's own encoding, to this and other clients."""
+        """One turn of each engine's loop, and its messages, through vLLM's own encoding, to this
+        and other clients."""
         for index, core in enumerate(self.engines):
             core.turn()
             for to, message in core.messages():
@@ -522,12 +599,14 @@ class Client:
     def finish(
         self,
         but: str | Iterable[str] = (),  # requests that were aborted
-        missing: int | None = 0,  # how many rows came as unknown; None where that is looked at otherwise
-        forgets: bool = False,  # whether the engine gave rows up, as a connector did what is not expected of it
+        # how many rows came as unknown; None where that is looked at otherwise
+        missing: int | None = 0,
+        # whether the engine gave rows up, as a connector did what is not expected of it
+        forgets: bool = False,
         ends: tuple[FinishReason, ...] = (FinishReason.LENGTH,),  # of the other requests
     ) -> None:
-        """Steps until nothing is left to do. Rows are checked as they come; here that all of them came, with their
-        weights, and that nothing is left in the engines."""
+        """Steps until nothing is left to do. Rows are checked as they come; here that all of them
+        came, with their weights, and that nothing is left in the engines."""
         self.run()
         for request_id in [but] if isinstance(but, str) else but:
             self.received.pop(request_id, None)
@@ -537,9 +616,21 @@ class Client:
         assert any(stats.rows_forgotten for stats in self.stats) == forgets
         for core in self.engines:
             capture = core.capture
-            assert (len(capture.output_queue), len(capture._steps), len(capture.prefill_rows._to_export)) == (0, 0, 0)
+            assert (
+                len(capture.output_queue),
+                len(capture._steps),
+                len(capture.prefill_rows._to_export),
+            ) == (0, 0, 0)
             queue, requests = capture.output_queue, capture.distributor
-            assert not any((requests.tracked, requests._open, requests._streams, requests._ended, requests._prefilling))
+            assert not any(
+                (
+                    requests.tracked,
+                    requests._open,
+                    requests._streams,
+                    requests._ended,
+                    requests._prefilling,
+                )
+            )
             assert not any((queue._waiting, queue._last, capture.cache._readers))
             assert not capture.prefill_rows.pulls
 
@@ -549,7 +640,9 @@ class Client:
 
     def faults(self) -> int:
         """How many rows came as unknown without a cause; each prompt has one choice."""
-        return sum(len(request.missing) - self.explained[name] for name, request in self.received.items())
+        return sum(
+            len(request.missing) - self.explained[name] for name, request in self.received.items()
+        )
 
     def times_sent(self, *request_ids: str) -> int:
         """How often the prompt of these requests was sent."""
@@ -568,7 +661,10 @@ class Client:
         unpacked = list(unpacker.rows(message.outputs))
         for output, start, rows in unpacked:
             brings = RowsOutput.of(output)
-            output.routed_experts = start, self._ids(brings.request_id if brings else output.request_id, rows)
+            output.routed_experts = (
+                start,
+                self._ids(brings.request_id if brings else output.request_id, rows),
+            )
         self.messages.append([_said(output) for output in message.outputs])
         for output in message.outputs:
             if (brings := RowsOutput.of(output)) is None:
@@ -580,7 +676,8 @@ class Client:
                 request.take_rows(*output.routed_experts)
 
     def _ids(self, request_id: str, rows: Rows) -> Rows:
-        """Those of `rows`, whose weights are checked if the request asks for them; others are sent ids alone."""
+        """Those of `rows`, whose weights are checked if the request asks for them; others are sent
+        ids alone."""
         if request_id not in self._weighed:
             assert rows.shape[1:] == (L, K)
             return rows
@@ -605,24 +702,31 @@ class Client:
 
 
 def rows_of_prompt(request_id: str) -> str:
-    """What stands in `Client.messages` for an output with rows of a prompt that come with this request."""
+    """What stands in `Client.messages` for an output with rows of a prompt that come with this
+    request."""
     return f"rows of the prompt of {request_id}"
 
 
 def _said(output: EngineCoreOutput) -> str:
     brings = RowsOutput.of(output)
-    return rows_of_prompt(brings.request_id) if brings and brings.kind == PROMPT_ROWS else output.request_id
+    return (
+        rows_of_prompt(brings.request_id)
+        if brings and brings.kind == PROMPT_ROWS
+        else output.request_id
+    )
 
 
 SHARED = 2 * BLOCK + 5
 
 
-def share_partly(core: Core, client: Client, prompt: list[int], max_tokens: int = 4) -> list[tuple[int, int]]:
-    """Adds a request "shares" that hits SHARED tokens of "source", which is running, the last of them in a part of a
-    block.
+def share_partly(
+    core: Core, client: Client, prompt: list[int], max_tokens: int = 4
+) -> list[tuple[int, int]]:
+    """Adds a request "shares" that hits SHARED tokens of "source", which is running, the last of
+    them in a part of a block.
 
-    vLLM finds such hits in hybrid models only. What follows is its own: it copies the block for the request, which
-    goes on writing into the copy. Gives the copies, as they are scheduled.
+    vLLM finds such hits in hybrid models only. What follows is its own: it copies the block for the
+    request, which goes on writing into the copy. Gives the copies, as they are scheduled.
     """
     copies: list[tuple[int, int]] = []
     manager, schedule = core.scheduler.kv_cache_manager, core.scheduler.schedule
@@ -655,14 +759,16 @@ def requests_at_random(
     length: int = 120,  # of the longest prompt
     chances: tuple[float, float] = (0.6, 0.2),  # of a request, and of an abort, in each turn
 ) -> set[str]:
-    """Shared prefixes, with and without the opt-in, starts within prompts, weights where there are some, aborts; gives
-    those that were aborted."""
+    """Shared prefixes, with and without the opt-in, starts within prompts, weights where there are
+    some, aborts; gives those that were aborted."""
     has_weights = client.engines[0].capture.cache.has_weights
     stems = [tokens(length, seed=100 + stem) for stem in range(3)]
     gone: set[str] = set()
     for turn in range(turns):
         if dice.random() < chances[0]:
-            prompt = dice.choice(stems)[: dice.randrange(1, length)] + dice.choices(range(VOCAB), k=dice.randrange(3))
+            prompt = dice.choice(stems)[: dice.randrange(1, length)] + dice.choices(
+                range(VOCAB), k=dice.randrange(3)
+            )
             start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
             n = dice.choice(ns) if ns else 1
             about = {"at_end": turn % 3 == 0, "weights": has_weights and turn % 2 == 0}

@@ -1,4 +1,5 @@
-"""Bodies of requests that are valid but for some fields: every field of ours and its siblings, with any JSON value."""
+"""Bodies of requests that are valid but for some fields: every field of ours and its siblings, with
+any JSON value."""
 
 import base64
 from collections.abc import Collection
@@ -29,16 +30,40 @@ COUNTS = {"n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens"}
 """They decide how much is generated, so that they stay small."""
 
 # What vLLM's connectors read of a request, in 0.32.
-REMOTE = {"remote_engine_id": "engine", "remote_block_ids": [[1, 2]], "remote_host": "127.0.0.1", "remote_port": 9}
+REMOTE = {
+    "remote_engine_id": "engine",
+    "remote_block_ids": [[1, 2]],
+    "remote_host": "127.0.0.1",
+    "remote_port": 9,
+}
 PULL: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False, **REMOTE}
 PULL |= {"remote_request_id": "request", "tp_size": 1}
 SEND = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(REMOTE)}
-OTHERS = ("dcp_size", "pp_size", "remote_num_tokens", "remote_block_size", "remote_blocks_expiry_time", "transfer_id")
-OTHERS += ("max_load_tokens", "max_offload_tokens", "load_tiers", "_p_side_truncated", "_remote_blocks_processed")
+OTHERS = (
+    "dcp_size",
+    "pp_size",
+    "remote_num_tokens",
+    "remote_block_size",
+    "remote_blocks_expiry_time",
+    "transfer_id",
+)
+OTHERS += (
+    "max_load_tokens",
+    "max_offload_tokens",
+    "load_tiers",
+    "_p_side_truncated",
+    "_remote_blocks_processed",
+)
 
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats()
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 OTHER_TYPES = st.sampled_from([None, True, 0, 5, -1, 1 << 70, 0.5, float("nan"), "", "5"]) | JUNK
@@ -50,7 +75,9 @@ SIMPLE = {
     "string": st.text(max_size=8),
     "null": st.none(),
 }
-SMALL = st.integers(-1, 4) | JUNK.filter(lambda value: not isinstance(value, int | float) or value < 5)
+SMALL = st.integers(-1, 4) | JUNK.filter(
+    lambda value: not isinstance(value, int | float) or value < 5
+)
 
 
 def values(schema: Any, depth: int = 0) -> st.SearchStrategy[Any]:
@@ -69,7 +96,9 @@ def values(schema: Any, depth: int = 0) -> st.SearchStrategy[Any]:
         case {"type": "array"}:
             return st.lists(values(schema.get("items"), depth + 1), max_size=3)
         case {"type": "object"}:
-            properties = {name: values(each, depth + 1) for name, each in schema.get("properties", {}).items()}
+            properties = {
+                name: values(each, depth + 1) for name, each in schema.get("properties", {}).items()
+            }
             return st.fixed_dictionaries({}, optional=properties)
         case {"type": kind}:
             return SIMPLE.get(kind, JUNK)
@@ -96,11 +125,16 @@ class Hostile:
     left_out: Collection[str] = ()  # fields that are never sent
 
     def requests(self) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
-        """Endpoints, each with a body that is valid but for some fields, and with fields of KV transfers in most."""
-        return st.sampled_from(sorted(VALID)).flatmap(lambda path: st.tuples(st.just(path), self._body(path)))
+        """Endpoints, each with a body that is valid but for some fields, and with fields of KV
+        transfers in most."""
+        return st.sampled_from(sorted(VALID)).flatmap(
+            lambda path: st.tuples(st.just(path), self._body(path))
+        )
 
     def _body(self, path: str) -> st.SearchStrategy[dict[str, Any]]:
-        fields = {name: schema for name, schema in fields_of(path).items() if name not in self.left_out}
+        fields = {
+            name: schema for name, schema in fields_of(path).items() if name not in self.left_out
+        }
         ours = sorted(name for name in fields if name.startswith(PREFIXES))
         # Names that mean something elsewhere, and names that are nearly ours.
         for name in ("extra_body", "sampling_params", "routing", "routed_experts_top"):
@@ -108,7 +142,9 @@ class Hostile:
         transfer = mostly(self._transfer())
         extra_args = mostly(self._extra_args(transfer))
         # Mostly in one place: what is refused first hides what comes after it.
-        places = st.sampled_from([["fields"], ["transfer"], ["transfer"], ["extra"], ["fields", "transfer", "extra"]])
+        places = st.sampled_from(
+            [["fields"], ["transfer"], ["transfer"], ["extra"], ["fields", "transfer", "extra"]]
+        )
 
         @st.composite
         def body(draw: Any) -> dict[str, Any]:
@@ -131,19 +167,30 @@ class Hostile:
         return body()
 
     def _sampling(self, extra_args: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-        names = sorted({*SamplingParams.__struct_fields__} - {*self.left_out, *COUNTS, "extra_args"})
-        some = {"extra_args": extra_args} | dict.fromkeys({"n", "min_tokens"} - {*self.left_out}, SMALL)
+        names = sorted(
+            {*SamplingParams.__struct_fields__} - {*self.left_out, *COUNTS, "extra_args"}
+        )
+        some = {"extra_args": extra_args} | dict.fromkeys(
+            {"n", "min_tokens"} - {*self.left_out}, SMALL
+        )
         of_ours = st.fixed_dictionaries({"max_tokens": st.just(3) | SMALL}, optional=some)
-        others = st.dictionaries(st.sampled_from(names), st.integers(-1, 2) | st.floats(0, 2) | JUNK, max_size=2)
+        others = st.dictionaries(
+            st.sampled_from(names), st.integers(-1, 2) | st.floats(0, 2) | JUNK, max_size=2
+        )
         return st.builds(lambda some, more: {**some, **more}, of_ours, others)
 
     def _extra_args(self, transfer: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-        names = st.sampled_from(["kv_transfer_params", OPT_IN_ARG, "routed_experts"]) | st.text(max_size=8)
+        names = st.sampled_from(["kv_transfer_params", OPT_IN_ARG, "routed_experts"]) | st.text(
+            max_size=8
+        )
         return st.dictionaries(names, transfer | JUNK, max_size=2)
 
     def _transfer(self) -> st.SearchStrategy[dict[str, Any]]:
-        """What an instance that prefills, or one that decodes, is given, with up to two keys changed or left out."""
-        rows = st.integers(0, 9).flatmap(lambda dice: self._rows() if dice < 6 else st.none() if dice < 9 else JUNK)
+        """What an instance that prefills, or one that decodes, is given, with up to two keys
+        changed or left out."""
+        rows = st.integers(0, 9).flatmap(
+            lambda dice: self._rows() if dice < 6 else st.none() if dice < 9 else JUNK
+        )
         keys = st.sampled_from([*PULL, *PULL, *OTHERS, "routed_experts"])
 
         @st.composite

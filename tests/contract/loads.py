@@ -1,7 +1,9 @@
-"""A KV connector around `engine`: which computation the KV in each slot is of, and whether rows are of the same.
+"""A KV connector around `engine`: which computation the KV in each slot is of, and whether rows are
+of the same.
 
-Every token that is computed gets a number, which is in its row and stays with its KV, in a store and in other engines
-too. So a row is right only if a request's own forward passes read KV of that very number.
+Every token that is computed gets a number, which is in its row and stays with its KV, in a store
+and in other engines too. So a row is right only if a request's own forward passes read KV of that
+very number.
 """
 
 import random
@@ -16,7 +18,11 @@ import numpy as np
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,7 +43,11 @@ LEASE_S = 30.0
 """For how long a prefill instance keeps KV for whoever is to pull it."""
 
 NAME, TRANSFER, PULL = "StoreOfTheTests", "TransferOfTheTests", "PullOfTheTests"
-for _name, _class in ((NAME, "StoreConnector"), (TRANSFER, "TransferConnector"), (PULL, "PullConnector")):
+for _name, _class in (
+    (NAME, "StoreConnector"),
+    (TRANSFER, "TransferConnector"),
+    (PULL, "PullConnector"),
+):
     KVConnectorFactory.register_connector(_name, __name__, _class)
 
 
@@ -58,7 +68,8 @@ class Clock:
 
 @dataclass
 class Sent:
-    """KV of a prompt that another instance may pull: where it lies, in the memory of the instance that computed it."""
+    """KV of a prompt that another instance may pull: where it lies, in the memory of the instance
+    that computed it."""
 
     executor: "TracingExecutor"
     slots: list[int]
@@ -72,9 +83,11 @@ class Store:
 
     policy: str = "recompute"  # what is done about its KV
     blocks: dict[bytes, list[Slot]] = field(default_factory=dict)  # by the prefix that they end
-    sent: dict[str, Sent] = field(default_factory=dict)  # KV of prompts that may be pulled, by request
+    # KV of prompts that may be pulled, by request
+    sent: dict[str, Sent] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)  # what leases go by
-    refused: list[str] = field(default_factory=list)  # what prefill instances were told to let go without a pull
+    # what prefill instances were told to let go without a pull
+    refused: list[str] = field(default_factory=list)
     offers_aborted: bool = False  # whether the KV of aborted requests is offered too
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     is_async: bool = False  # whether loads run beside steps, of which each takes two
@@ -82,8 +95,8 @@ class Store:
     fail_dice: random.Random = field(default_factory=lambda: random.Random(1))
     fails_as: str = "blocks"  # what of a failed load is reported: them, or the "request"
     fetches_hits: bool = False  # whether a load writes over what was found in the prefix cache
-    # Whether it has whole prompts only, and offers what they are longer than the prefix hit: less than nothing, where a
-    # request hits its own answer.
+    # Whether it has whole prompts only, and offers what they are longer than the prefix hit: less
+    # than nothing, where a request hits its own answer.
     has_prompts: bool = False
     num_negative: int = 0
     num_loaded: int = 0
@@ -93,7 +106,8 @@ class Store:
 STORE = Store()
 
 _MARK = 0x4100
-"""Ids from here on stand for numbers: no prefix gives any of them, so that no row has an id twice."""
+"""Ids from here on stand for numbers: no prefix gives any of them, so that no row has an id
+twice."""
 
 
 @dataclass
@@ -124,7 +138,9 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = request
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if STORE.dice.random() < 0.1:
             return None, False  # still looking
         keys = _keys(request)[: (request.num_tokens - 1) // BLOCK]
@@ -139,7 +155,9 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         count = (end - first) * BLOCK
         return count, STORE.is_async and count > 0
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         if num_external_tokens:
             first = self._asked[request.request_id] // BLOCK
             pairs = list(zip(blocks.get_block_ids()[0], _keys(request), strict=False))
@@ -154,14 +172,20 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             request = self._requests[request_id]
             end = (request.num_computed_tokens + count) // BLOCK
-            saves += list(zip(state.resolve_block_ids(request_id)[0], _keys(request)[:end], strict=False))
+            saves += list(
+                zip(state.resolve_block_ids(request_id)[0], _keys(request)[:end], strict=False)
+            )
         return _Metadata(loads, saves)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id)
         return False, None
 
-    def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
@@ -177,14 +201,17 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 class TransferConnector(StoreConnector):
     """Loads where a request says so."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return 0, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
 class PullConnector(StoreConnector):
-    """Prefill and decode apart, as with NIXL: the whole of a prompt is pulled beside the steps, once."""
+    """Prefill and decode apart, as with NIXL: the whole of a prompt is pulled beside the steps,
+    once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -201,19 +228,31 @@ class PullConnector(StoreConnector):
         for request_id in connector_output.finished_recving or ():
             self._expecting.pop(request_id, None)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         self._asked[request.request_id] = num_computed_tokens
         params = request.kv_transfer_params or {}
         assert PARAM not in params, "connectors are not shown rows"
-        count = request.num_prompt_tokens - num_computed_tokens if params.get("do_remote_prefill") else 0
+        count = (
+            request.num_prompt_tokens - num_computed_tokens
+            if params.get("do_remote_prefill")
+            else 0
+        )
         return count, count > 0
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         params = request.kv_transfer_params or {}
         if num_external_tokens:
             first = self._asked[request.request_id] // BLOCK
-            pairs = [(block, b"%d" % index) for index, block in enumerate(blocks.get_block_ids()[0])]
-            self._loads.append(_Load(request.request_id, pairs[first:], True, params["remote_request_id"]))
+            pairs = [
+                (block, b"%d" % index) for index, block in enumerate(blocks.get_block_ids()[0])
+            ]
+            self._loads.append(
+                _Load(request.request_id, pairs[first:], True, params["remote_request_id"])
+            )
         params["do_remote_prefill"] = False
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -224,7 +263,9 @@ class PullConnector(StoreConnector):
                 sent.expires = max(sent.expires, STORE.clock.monotonic() + LEASE_S * 2 / 3)
         return _Metadata(loads, [], sends)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         super().request_finished(request, block_ids)
         self._expecting.pop(request.request_id, None)
         params = request.kv_transfer_params or {}
@@ -234,7 +275,11 @@ class PullConnector(StoreConnector):
         if not params.get("do_remote_decode") or not is_offered:
             return False, None
         self._sends[request.request_id] = block_ids
-        return True, {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": request.request_id}
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_request_id": request.request_id,
+        }
 
 
 def _keys(request: Request) -> list[bytes]:
@@ -257,7 +302,10 @@ class TracedReceived(around.Received):
                 continue
             right[:2, -1] = row[:2, -1]
             number = (int(row[0, -1]) - _MARK) | (int(row[1, -1]) - _MARK) << 13
-            is_own = np.array_equal(row, right) and number in self.executor.seen[self.request_id][position]
+            is_own = (
+                np.array_equal(row, right)
+                and number in self.executor.seen[self.request_id][position]
+            )
             assert is_own, f"position {position}: a row of another computation"
 
 
@@ -275,8 +323,11 @@ class TracingExecutor(around.ArithmeticExecutor):
         # By request and position, the numbers of the KV that its forward passes read.
         self.seen: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
 
-    def compute(self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int) -> Rows:
-        if self._bad_blocks.intersection(sequence.blocks):  # the step runs all the same, for nothing
+    def compute(
+        self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int
+    ) -> Rows:
+        # the step runs all the same, for nothing
+        if self._bad_blocks.intersection(sequence.blocks):
             for slot in sequence.slots(start, end):
                 self._kv[slot], self._number[slot] = NOTHING
             return np.zeros((end - start, L, K), np.int16)
@@ -291,7 +342,9 @@ class TracingExecutor(around.ArithmeticExecutor):
     def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         pairs = list(pairs)
         super()._copy(pairs)
-        copies = [(target, [self._number[slot] for slot in slots_of(source)]) for source, target in pairs]
+        copies = [
+            (target, [self._number[slot] for slot in slots_of(source)]) for source, target in pairs
+        ]
         for target, numbers in copies:
             self._number[target * BLOCK : (target + 1) * BLOCK] = numbers
 
@@ -330,7 +383,9 @@ class TracingExecutor(around.ArithmeticExecutor):
                 sequence.tokens = Tokens(sequence.tokens[:-1])
         if not report.is_empty():
             output.kv_connector_output = report
-        for block, key in (save for each in children for save in each.saves if not report.invalid_block_ids):
+        for block, key in (
+            save for each in children for save in each.saves if not report.invalid_block_ids
+        ):
             if self._kv[slots_of(block)[-1]] == key:  # else it was given away since
                 STORE.blocks.setdefault(key, self.get(slots_of(block)))
         return result
@@ -383,22 +438,26 @@ def engine_with(
     executor: type[TracingExecutor] = TracingExecutor,
     **about: Any,
 ) -> Core:
-    """An engine with connectors, given as vLLM's configuration of each; `failures` is what it does about loads that
-    fail."""
+    """An engine with connectors, given as vLLM's configuration of each; `failures` is what it does
+    about loads that fail."""
     if len(children) > 1:
         extra = {"connectors": [{"kv_role": "kv_both", **child} for child in children]}
         children = ({"kv_connector": "MultiConnector", "kv_connector_extra_config": extra},)
-    config = KVTransferConfig(**{"kv_role": "kv_both", "kv_load_failure_policy": failures, **children[0]})
+    config = KVTransferConfig(
+        **{"kv_role": "kv_both", "kv_load_failure_policy": failures, **children[0]}
+    )
     return around.engine(kv_transfer=config, executor=executor, **about)
 
 
 def engine_with_store(*connectors: str, role: str = "kv_both", **about: Any) -> Core:
-    return engine_with(*({"kv_connector": name, "kv_role": role} for name in connectors or (NAME,)), **about)
+    return engine_with(
+        *({"kv_connector": name, "kv_role": role} for name in connectors or (NAME,)), **about
+    )
 
 
 def computed_before(core: Core, prompt: list[int]) -> Client:
-    """A client of an engine that has computed a prompt, for a request without the opt-in, and whose prefix cache does
-    not have it any more."""
+    """A client of an engine that has computed a prompt, for a request without the opt-in, and whose
+    prefix cache does not have it any more."""
     client = Client(core)
     client.answer("before", prompt, start=None)
     core.empty_prefix_cache()

@@ -1,4 +1,5 @@
-"""vLLM's own `OffloadingConnector` around `engine`, both of its sides: what is ours moves KV, and that is all."""
+"""vLLM's own `OffloadingConnector` around `engine`, both of its sides: what is ours moves KV, and
+that is all."""
 
 from copy import copy
 from typing import Any
@@ -9,7 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -36,7 +39,11 @@ class SlotWorker(LateWorker):
         self._chunks: dict[tuple[int, int], list[Slot]] = {}
 
     def copy(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, is_load: bool) -> None:
-        places = [(chunk, index) for chunk in cpu.chunk_ids.tolist() for index in range(self._blocks_per_chunk)]
+        places = [
+            (chunk, index)
+            for chunk in cpu.chunk_ids.tolist()
+            for index in range(self._blocks_per_chunk)
+        ]
         first = gpu.block_indices[0] % self._blocks_per_chunk
         blocks = gpu.block_ids.tolist()
         for block, place in zip(blocks, places[first : first + len(blocks)], strict=True):
@@ -55,10 +62,16 @@ class OffloadingExecutor(TracingExecutor):
         config = vllm_config.kv_transfer_config
         self._is_multi = config.kv_connector == "MultiConnector"
         if self._is_multi:
-            (child,) = (each for each in config.kv_connector_extra_config["connectors"] if each["kv_connector"] == NAME)
+            (child,) = (
+                each
+                for each in config.kv_connector_extra_config["connectors"]
+                if each["kv_connector"] == NAME
+            )
             vllm_config = copy(vllm_config)
             vllm_config.kv_transfer_config = KVTransferConfig(engine_id=config.engine_id, **child)
-        self.connector = OffloadingConnector(vllm_config, KVConnectorRole.WORKER, kv_cache_configs[0])
+        self.connector = OffloadingConnector(
+            vllm_config, KVConnectorRole.WORKER, kv_cache_configs[0]
+        )
         side = self.connector.connector_worker
         self.worker = side.worker = SlotWorker(self, side.spec.blocks_per_chunk)
 
@@ -68,7 +81,9 @@ class OffloadingExecutor(TracingExecutor):
         is_ours = [isinstance(child, OffloadingConnectorMetadata) for child in children]
         others = tuple(child for child, ours in zip(children, is_ours, strict=True) if not ours)
         metadata = children[is_ours.index(True)]
-        scheduler_output.kv_connector_metadata = MultiKVConnectorMetadata(others or (_Metadata([], []),))
+        scheduler_output.kv_connector_metadata = MultiKVConnectorMetadata(
+            others or (_Metadata([], []),)
+        )
         self.connector.bind_connector_metadata(metadata)
         self.connector.handle_preemptions(metadata)
         result = super().execute_model(scheduler_output, non_block)
@@ -80,7 +95,9 @@ class OffloadingExecutor(TracingExecutor):
         report.finished_recving = (report.finished_recving or set()) | received
         about = self.connector.build_connector_worker_meta()
         if about is not None and self._is_multi:
-            about = MultiKVConnectorWorkerMetadata(tuple(about if ours else None for ours in is_ours))
+            about = MultiKVConnectorWorkerMetadata(
+                tuple(about if ours else None for ours in is_ours)
+            )
         report.kv_connector_worker_meta = about
         self._output.kv_connector_output = report
         return result
@@ -93,7 +110,8 @@ def engine_that_offloads(
     answers: bool = False,
     **about: Any,
 ) -> Core:
-    """An engine that keeps so many chunks of KV outside its KV cache, with those of `answers` or without."""
+    """An engine that keeps so many chunks of KV outside its KV cache, with those of `answers` or
+    without."""
     extra = {"cpu_bytes_to_use": chunks * _CHUNK_BYTES, "blocks_per_chunk": blocks_per_chunk}
     ours = {"kv_connector_extra_config": {**extra, "offload_prompt_only": not answers}}
     children = [{"kv_connector": name, **(ours if name == NAME else {})} for name in connectors]
@@ -117,7 +135,8 @@ def num_loaded(core: Core) -> int:
 
 
 def check_keys(core: Core) -> None:
-    """From now on, that rows are kept of the chunks that vLLM keeps, and of no others, whenever a step is scheduled."""
+    """From now on, that rows are kept of the chunks that vLLM keeps, and of no others, whenever a
+    step is scheduled."""
     schedule = core.scheduler.schedule
 
     def checked(*args: Any, **kwargs: Any) -> SchedulerOutput:

@@ -1,7 +1,9 @@
-"""vLLM's whole API process, served over HTTP, with the engine core in its event loop: no process has to be started.
+"""vLLM's whole API process, served over HTTP, with the engine core in its event loop: no process
+has to be started.
 
-Around the engine of `engine`, where everything is real but the model, or around a worker with a real one. A test asks a
-server of `serving` as a client does, and `check` holds an answer against the rows that its tokens have.
+Around the engine of `engine`, where everything is real but the model, or around a worker with a
+real one. A test asks a server of `serving` as a client does, and `check` holds an answer against
+the rows that its tokens have.
 """
 
 import asyncio
@@ -65,8 +67,11 @@ def rows_of(tokens: Iterable[int], first: int = 0) -> Rows:
     return sequence.rows(first, len(sequence))
 
 
-def every_layer_of(tokens: Iterable[int], first: int = 0, layer_ids: Sequence[int] = LAYER_IDS) -> Rows:
-    """The same with every decoder layer, as vLLM's own capture has it: zeros in layers without experts."""
+def every_layer_of(
+    tokens: Iterable[int], first: int = 0, layer_ids: Sequence[int] = LAYER_IDS
+) -> Rows:
+    """The same with every decoder layer, as vLLM's own capture has it: zeros in layers without
+    experts."""
     rows = rows_of(tokens, first)
     every = np.zeros((len(rows), DECODER_LAYERS, K), dtype=rows.dtype)
     every[:, layer_ids] = rows
@@ -85,23 +90,41 @@ class ServedExecutor(around.ArithmeticExecutor):
     """Answers what the API process asks of workers too."""
 
     layer_ids = LAYER_IDS
-    vocab = 94  # tokens of the tiny model that are a character each, and not the one that ends a text
+    # tokens of the tiny model that are a character each, and not the one that ends a text
+    vocab = 94
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         if method == "routed_experts_info":
-            info = {"num_layers": L, "top_k": K, "num_experts": NUM_EXPERTS, "layer_ids": self.layer_ids}
+            info = {
+                "num_layers": L,
+                "top_k": K,
+                "num_experts": NUM_EXPERTS,
+                "layer_ids": self.layer_ids,
+            }
             has_weights = captures_weights(self.vllm_config)
             info |= {"weights": has_weights, "weights_scale": [1.0] * L, "weights_on_input": False}
-            return [info | {"runner": "v1", "device": "cpu", "kv_slots": 0, "device_bytes": 0, "pinned_bytes": 0}]
+            return [
+                info
+                | {
+                    "runner": "v1",
+                    "device": "cpu",
+                    "kv_slots": 0,
+                    "device_bytes": 0,
+                    "pinned_bytes": 0,
+                }
+            ]
         if method == "get_supported_tasks":
             return [("generate",)]
         return super().collective_rpc(method, *args, **kwargs)
 
 
 class InProcessClient(EngineCoreClient):
-    """What `AsyncLLM` has instead of sockets to an engine's process; messages are encoded and decoded all the same."""
+    """What `AsyncLLM` has instead of sockets to an engine's process; messages are encoded and
+    decoded all the same."""
 
-    def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: Any) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: Any
+    ) -> None:
         self.core = Core(vllm_config, executor_class, log_stats)
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
@@ -110,13 +133,15 @@ class InProcessClient(EngineCoreClient):
         self._error: Exception | None = None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        self._call(self.core.take, around.sent(request))  # what cannot be encoded fails here, for its sender
+        # what cannot be encoded fails here, for its sender
+        self._call(self.core.take, around.sent(request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self._call(self.core.abort_requests, request_ids)
 
     def _call(self, method: Callable[..., Any], *args: Any) -> None:
-        """As the engine's loop does: what is raised is not for the one who sent the request, but ends the engine."""
+        """As the engine's loop does: what is raised is not for the one who sent the request, but
+        ends the engine."""
         try:
             method(*args)
         except Exception as error:  # noqa: BLE001 raised where the engine's messages are waited for
@@ -137,7 +162,8 @@ class InProcessClient(EngineCoreClient):
         return self._messages.popleft()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Once: `AsyncLLM` asks again when it is collected; the process's groups may be another engine's by then."""
+        """Once: `AsyncLLM` asks again when it is collected; the process's groups may be another
+        engine's by then."""
         if not self.resources.engine_dead:
             self.resources.engine_dead = True
             self.core.shutdown()
@@ -154,7 +180,14 @@ def _utility(name: str) -> Callable[..., Any]:
 
 for _name in (
     *("get_supported_tasks", "collective_rpc", "set_weight_version", "get_weight_version"),
-    *("pause_scheduler", "resume_scheduler", "is_scheduler_paused", "sleep", "wake_up", "is_sleeping"),
+    *(
+        "pause_scheduler",
+        "resume_scheduler",
+        "is_scheduler_paused",
+        "sleep",
+        "wake_up",
+        "is_sleeping",
+    ),
     *("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"),
 ):
     setattr(InProcessClient, f"{_name}_async", _utility(_name))
@@ -183,13 +216,16 @@ def vllms(argv: list[str]) -> Namespace:
 
 
 def serving(model: Path, *flags: str, command: Command = ours) -> AbstractContextManager[Server]:
-    """A running API server for the tokenizer and the chat template of `model`; `flags` are those of `command`."""
+    """A running API server for the tokenizer and the chat template of `model`; `flags` are those of
+    `command`."""
     layers = ("--hf-overrides", f'{{"num_hidden_layers": {DECODER_LAYERS}}}')
     return served(model, ServedExecutor, *SIZES, *layers, *flags, command=command)
 
 
 @contextmanager
-def serving_weights(model: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serving_weights(
+    model: Path, *flags: str, env: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """The same with vLLM's worker and runner and the weights of `model`, all in this process.
 
     Only where there is no GPU, whose memory would not be given back.
@@ -201,8 +237,8 @@ def serving_weights(model: Path, *flags: str, env: Mapping[str, str] | None = No
 def serving_quickly(
     model: Path, log: Path, *flags: str, env: Mapping[str, str] | None = None
 ) -> AbstractContextManager[Server]:
-    """A server with the weights of `model`: on a CPU all in this process, which saves half a minute; on a GPU in
-    processes that write to `log`."""
+    """A server with the weights of `model`: on a CPU all in this process, which saves half a
+    minute; on a GPU in processes that write to `log`."""
     if torch.cuda.is_available():
         return serving_processes(model, log, *flags, env=dict(env or {}))
     return serving_weights(model, *flags, env=env)
@@ -212,27 +248,33 @@ def serving_quickly(
 def worker_in_this_process(env: Mapping[str, str]) -> Iterator[None]:
     """Puts back what vLLM's CPU worker changes in its process, which has `env` meanwhile.
 
-    All but its kernels for CPUs: they stay, as it looks for their places in all modules, and takes offence at some that
-    an engine before may have imported.
+    All but its kernels for CPUs: they stay, as it looks for their places in all modules, and takes
+    offence at some that an engine before may have imported.
     """
-    dispatcher = getattr(triton_utils, "dispatcher", SimpleNamespace(register_kernels=None))  # since vLLM 0.31
+    # since vLLM 0.31
+    dispatcher = getattr(triton_utils, "dispatcher", SimpleNamespace(register_kernels=None))
     register = dispatcher.register_kernels
 
     def register_once(overrides: Mapping[str, Callable[..., Any]]) -> None:
-        if new := {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}:
+        if new := {
+            name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry
+        }:
             register(new)
 
     try:
         with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, env):
             patch.setattr(dispatcher, "register_kernels", register_once)
-            patch.setattr(torch, "set_num_threads", torch.set_num_threads)  # the worker puts another in its place
+            # the worker puts another in its place
+            patch.setattr(torch, "set_num_threads", torch.set_num_threads)
             yield
     finally:
         disable_envs_cache()
 
 
 @contextmanager
-def served(model: Path, executor: type[Executor], *flags: str, command: Command = ours) -> Iterator[Server]:
+def served(
+    model: Path, executor: type[Executor], *flags: str, command: Command = ours
+) -> Iterator[Server]:
     with around.no_collections(), pytest.MonkeyPatch.context() as patch:
         for variable in ("VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD"):
             patch.setenv(variable, os.environ.get(variable, ""))  # so that it is put back as it was
@@ -257,7 +299,9 @@ def served(model: Path, executor: type[Executor], *flags: str, command: Command 
 async def _serve(args: Namespace, ready: "Future[uvicorn.Server]") -> None:
     engine: AsyncLLM | None = None
     try:
-        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+            UsageContext.OPENAI_API_SERVER
+        )
         engine = AsyncLLM.from_vllm_config(config)
         app = build_app(args, ("generate",))
         await init_app_state(engine, app.state, args, ("generate",))
@@ -266,7 +310,9 @@ async def _serve(args: Namespace, ready: "Future[uvicorn.Server]") -> None:
             engine.shutdown()
         ready.set_exception(error)
         return
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=args.port, log_level="warning"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=args.port, log_level="warning")
+    )
     app.state.server = server  # which vLLM ends with the engine
     serve = asyncio.create_task(server.serve())
     while not server.started:

@@ -1,4 +1,5 @@
-"""vLLM's real API process with our plugin in it, over HTTP, and behind it vLLM's real scheduler with ours: no model."""
+"""vLLM's real API process with our plugin in it, over HTTP, and behind it vLLM's real scheduler
+with ours: no model."""
 
 import asyncio
 import random
@@ -23,10 +24,22 @@ from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.collect import collect
 from tests.contract.engine import K, L
 from tests.contract.served import DECODER_LAYERS, check, every_layer_of, rows_of, serving
-from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode, prompt_of, read_events, same
+from tests.e2e.harness import (
+    ASK,
+    Answer,
+    Server,
+    answers_of,
+    answers_of_stream,
+    decode,
+    prompt_of,
+    read_events,
+    same,
+)
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
-MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me something about experts."}]}
+MESSAGES: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Tell me something about experts."}]
+}
 SAMPLED = {"temperature": 1.0}  # which vLLM wants for several choices; here they differ anyway
 ASKS = {"return_routed_experts": True}
 MSGPACK = {"Accept": "application/msgpack"}
@@ -44,7 +57,9 @@ def tokens_of(text: str) -> list[int]:
     return [ord(character) - ord("!") for character in text]
 
 
-def post(server: Server, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+def post(
+    server: Server, path: str, headers: dict[str, str] | None = None, **body: Any
+) -> httpx.Response:
     with server.client() as client:
         return client.post(path, json={"model": "tiny", **body}, headers=headers)
 
@@ -59,17 +74,28 @@ def both(server: Server, path: str = COMPLETIONS, **body: Any) -> list[Answer]:
     """The choices of an answer, asked for both ways, which must agree bit for bit."""
     start, n = body.get("routed_experts_prompt_start", 0), body.get("n", 1)
     whole = answers_of(server._post(path, {**ASK, **body}), start)
-    for one, other in zip(whole, answers_of_stream(server.stream(path, **ASK, **body), start, n), strict=True):
+    for one, other in zip(
+        whole, answers_of_stream(server.stream(path, **ASK, **body), start, n), strict=True
+    ):
         same(one, other)
     return whole
 
 
 PROMPTS = [prompt_of(length, length) for length in (3, 40, 17)]
 CASES: list[dict[str, Any]] = [
-    *({"prompt": prompt_of(length, length), "max_tokens": 5} for length in (1, 15, 16, 17, 64, 65, 300)),
-    *({"prompt": prompt_of(33, n), "max_tokens": m, "n": n} for n, m in ((1, 1), (1, 40), (2, 2), (5, 1), (5, 40))),
+    *(
+        {"prompt": prompt_of(length, length), "max_tokens": 5}
+        for length in (1, 15, 16, 17, 64, 65, 300)
+    ),
+    *(
+        {"prompt": prompt_of(33, n), "max_tokens": m, "n": n}
+        for n, m in ((1, 1), (1, 40), (2, 2), (5, 1), (5, 40))
+    ),
     *({"prompt": PROMPTS, "n": n, "max_tokens": 4} for n in (1, 2)),
-    *({"prompt": prompt_of(40, 1), "routed_experts_prompt_start": i, "max_tokens": 4} for i in (0, 1, 16, 39, 40)),
+    *(
+        {"prompt": prompt_of(40, 1), "routed_experts_prompt_start": i, "max_tokens": 4}
+        for i in (0, 1, 16, 39, 40)
+    ),
     *({**MESSAGES, "n": n, "max_tokens": 12} for n in (1, 3)),
 ]
 
@@ -80,16 +106,21 @@ def test_every_row_whole_and_streamed(api: Server) -> None:
         for answer in answers:
             check(answer, tokens=body["max_tokens"])
         if body.get("prompt") is PROMPTS:
-            assert [answer.prompt for answer in answers] == [p for p in PROMPTS for _ in range(body["n"])]
+            assert [answer.prompt for answer in answers] == [
+                p for p in PROMPTS for _ in range(body["n"])
+            ]
         else:
             assert len(answers) == body.get("n", 1)
-            assert len({tuple(answer.tokens) for answer in answers}) > (len(answers) > 1 and body["max_tokens"] > 1)
+            assert len({tuple(answer.tokens) for answer in answers}) > (
+                len(answers) > 1 and body["max_tokens"] > 1
+            )
     (array,) = api.complete(prompt=["abc"], max_tokens=2, **ASKS)["prompt_routed_experts"]
     assert array["shape"] == [3, L, K]  # a list of one is answered with a list
 
 
 def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
-    """Each row of each history is that of its tokens, and none was asked for twice but after the rewritten part."""
+    """Each row of each history is that of its tokens, and none was asked for twice but after the
+    rewritten part."""
     client, asked = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0), []
 
     def create(**body: Any) -> Any:
@@ -98,7 +129,11 @@ def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
 
     completions = SimpleNamespace(create=create)
     names: dict[str, Any] = {"client": SimpleNamespace(completions=completions), "model": "tiny"}
-    names |= {"prompt": prompt_of(20, 1), "question": prompt_of(5, 2), "another_question": prompt_of(7, 3)}
+    names |= {
+        "prompt": prompt_of(20, 1),
+        "question": prompt_of(5, 2),
+        "another_question": prompt_of(7, 3),
+    }
     names["summary"] = [names["prompt"][15] ^ 1, *prompt_of(3, 4)]
     for block in documented:
         exec(block, names)
@@ -108,18 +143,31 @@ def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
         tokens = [*routing.prompt_token_ids, *routing.token_ids]
         assert np.array_equal(routing.rows, rows_of(tokens[:-1])), name
     third = names["turn"](
-        [*names["second"].prompt_token_ids, *names["second"].token_ids, *prompt_of(9, 5)], names["second"]
+        [*names["second"].prompt_token_ids, *names["second"].token_ids, *prompt_of(9, 5)],
+        names["second"],
     )
     assert (asked[-1], third.end + 1) == (40, 58)  # as on the page
 
 
 @pytest.mark.parametrize(("n", "max_tokens"), [(1, 0), (1, 1), (2, 4)])
 def test_echo(api: Server, n: int, max_tokens: int) -> None:
-    """The prompt's text comes with the first token's; without `return_token_ids`, which would leave it out."""
-    body = {"prompt": "What-a-prompt", "echo": True, "n": n, "max_tokens": max_tokens, **SAMPLED, **ASKS}
+    """The prompt's text comes with the first token's; without `return_token_ids`, which would leave
+    it out."""
+    body = {
+        "prompt": "What-a-prompt",
+        "echo": True,
+        "n": n,
+        "max_tokens": max_tokens,
+        **SAMPLED,
+        **ASKS,
+    }
     whole, chunks = api.complete(**body), api.stream(**body)
-    assert np.array_equal(decode(whole["prompt_routed_experts"]), rows_of(tokens_of("What-a-prompt")))
-    prompts = [chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk]
+    assert np.array_equal(
+        decode(whole["prompt_routed_experts"]), rows_of(tokens_of("What-a-prompt"))
+    )
+    prompts = [
+        chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk
+    ]
     assert prompts == [whole["prompt_routed_experts"]]
     assert len(whole["choices"]) == n
     for index, choice in enumerate(whole["choices"]):
@@ -147,7 +195,8 @@ def test_usage_chunks(api: Server) -> None:
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)
     assert "prompt_routed_experts" not in last
     rows = 0
-    for chunk in (chunk for chunk in rest if "usage" in chunk):  # pieces of the prompt's rows have none
+    # pieces of the prompt's rows have none
+    for chunk in (chunk for chunk in rest if "usage" in chunk):
         rows += chunk["choices"][0].get("routed_experts", {"shape": [0]})["shape"][0]
         assert rows == max(chunk["usage"]["completion_tokens"] - 1, 0)
     assert rows == 3
@@ -158,14 +207,21 @@ def test_a_chat_message_that_is_continued(api: Server, n: int) -> None:
     """The stream has a second chunk for each choice before the first token: the message so far."""
     messages = [*MESSAGES["messages"], {"role": "assistant", "content": "Well, "}]
     for echo in (True, False):
-        body = {"messages": messages, "add_generation_prompt": False, "n": n, "max_tokens": 6, "echo": echo}
+        body = {
+            "messages": messages,
+            "add_generation_prompt": False,
+            "n": n,
+            "max_tokens": 6,
+            "echo": echo,
+        }
         for answer in both(api, CHAT, **body, **SAMPLED):
             assert answer.text.startswith("Well, ") == echo
             check(answer, tokens=6)
 
 
 def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
-    """100 rows of K ids in int16 in each of 10 layers are 170,667 characters of base64, of 8 layers 136,534."""
+    """100 rows of K ids in int16 in each of 10 layers are 170,667 characters of base64, of 8 layers
+    136,534."""
     assert (L, DECODER_LAYERS, K) == (8, 10, 64)
     default = '{"return_routed_experts": true, "routed_experts_layers": "all"}'
     flags = ("--routed-experts-max-response-bytes", "150000", "--routed-experts-default", default)
@@ -177,30 +233,52 @@ def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
         # Where only the server asks, vLLM's answer is better than none.
         assert b"routed" not in orjson.dumps([server.complete(**body), *server.stream(**body)])
         short = server.complete(prompt=prompt_of(50, 1), max_tokens=1)
-        assert np.array_equal(decode(short["prompt_routed_experts"]), every_layer_of(prompt_of(50, 1)))
-        # A chat that says no limit is known to be too large at its end, or when its stream comes there.
+        assert np.array_equal(
+            decode(short["prompt_routed_experts"]), every_layer_of(prompt_of(50, 1))
+        )
+        # A chat that says no limit is known to be too large at its end, or when its stream comes
+        # there.
         long = {**MESSAGES, "ignore_eos": True}
         *chunks, error = server.stream(CHAT, **long, **ASKS)
         assert error["error"]["code"] == 500
         assert "--routed-experts-max-response-bytes" in error["error"]["message"]
-        assert len(orjson.dumps([chunk for chunk in chunks if b"routed" in orjson.dumps(chunk)])) < 200_000
+        assert (
+            len(orjson.dumps([chunk for chunk in chunks if b"routed" in orjson.dumps(chunk)]))
+            < 200_000
+        )
         assert server.chat(**long, max_tokens=3)["prompt_routed_experts"]
-        # The first token of an answer has no row in it: the longest prompt that fits is not refused.
-        longest = {"messages": [{"role": "user", "content": "x" * 90}], "routed_experts_layers": "moe"}
-        assert len(pieces_of(server.stream(CHAT, **longest, **ASKS), "prompt_routed_experts")) == 109
+        # The first token of an answer has no row in it: the longest prompt that fits is not
+        # refused.
+        longest = {
+            "messages": [{"role": "user", "content": "x" * 90}],
+            "routed_experts_layers": "moe",
+        }
+        assert (
+            len(pieces_of(server.stream(CHAT, **longest, **ASKS), "prompt_routed_experts")) == 109
+        )
         assert b"routed" not in orjson.dumps(server.chat(**long))
         refused(server, CHAT, "return_routed_experts", **long, **ASKS)
 
 
 def test_an_answer_without_a_limit_ends_where_its_rows_are_too_many(tiny_model: Path) -> None:
-    """Not at the end of the context, hundreds of tokens later. Short ones come, and those that nobody asked rows for.
+    """Not at the end of the context, hundreds of tokens later. Short ones come, and those that
+    nobody asked rows for.
 
     On completions, vLLM's own default are 16 tokens.
     """
     row = 4 * -(-L * K * 2 // 3)
-    flags = ("--routed-experts-max-response-bytes", str(100 * row), "--enable-scale-out", "--max-model-len", "400")
+    flags = (
+        "--routed-experts-max-response-bytes",
+        str(100 * row),
+        "--enable-scale-out",
+        "--max-model-len",
+        "400",
+    )
     chat = {**MESSAGES, "ignore_eos": True, "temperature": 0}
-    tokens = {"token_ids": prompt_of(30, 1), "sampling_params": {"ignore_eos": True, "temperature": 0}}
+    tokens = {
+        "token_ids": prompt_of(30, 1),
+        "sampling_params": {"ignore_eos": True, "temperature": 0},
+    }
     form = {"routed_experts_format": "object", "routed_experts_layout": "split", **ASKS}
     with serving(tiny_model, *flags) as server:
 
@@ -214,7 +292,10 @@ def test_an_answer_without_a_limit_ends_where_its_rows_are_too_many(tiny_model: 
             assert 20 < generated() - before < 100
         for stream_time in ("with_tokens", "at_end"):
             before = generated()
-            assert "error" in server.stream(CHAT, **chat, **ASKS, routed_experts_stream=stream_time)[-1]
+            assert (
+                "error"
+                in server.stream(CHAT, **chat, **ASKS, routed_experts_stream=stream_time)[-1]
+            )
             assert 20 < generated() - before < 110
         stopped = server.chat(**chat, **ASKS, stop_token_ids=[*range(40)])
         assert stopped["choices"][0]["finish_reason"] == "stop"
@@ -228,7 +309,9 @@ def test_an_answer_without_a_limit_ends_where_its_rows_are_too_many(tiny_model: 
 def test_a_default_start_behind_a_prompt(tiny_model: Path) -> None:
     default = '{"return_routed_experts": true, "routed_experts_prompt_start": 20}'
     with serving(tiny_model, "--routed-experts-default", default) as server:
-        assert server.complete(prompt=prompt_of(20, 1), max_tokens=2)["prompt_routed_experts"]["shape"] == [0, L, K]
+        assert server.complete(prompt=prompt_of(20, 1), max_tokens=2)["prompt_routed_experts"][
+            "shape"
+        ] == [0, L, K]
         assert "prompt_routed_experts" not in server.complete(prompt=prompt_of(19, 1), max_tokens=2)
         refused(server, COMPLETIONS, "routed_experts_prompt_start", prompt=prompt_of(19, 1), **ASKS)
 
@@ -271,18 +354,26 @@ def test_endpoints_without_routing(api: Server) -> None:
         assert post(api, path, **body).status_code == 200
 
 
-@pytest.mark.parametrize("value", [7, True, "1", OptIn(0, bytes(16), shared=False).encode().decode("latin-1")])
+@pytest.mark.parametrize(
+    "value", [7, True, "1", OptIn(0, bytes(16), shared=False).encode().decode("latin-1")]
+)
 def test_no_client_can_forge_the_opt_in(api: Server, value: Any) -> None:
     """The key of our opt-in, set from outside, at every endpoint."""
     args = {OPT_IN_ARG: value}
     for path, body in (*ENDPOINTS, *CLOSED):
-        more: dict[str, Any] = {"max_tokens": 2, "stream": path != CLOSED[-1][0], "vllm_xargs": args}
+        more: dict[str, Any] = {
+            "max_tokens": 2,
+            "stream": path != CLOSED[-1][0],
+            "vllm_xargs": args,
+        }
         if path == GENERATE:
             more = {"stream": True, "sampling_params": {"max_tokens": 2, "extra_args": args}}
         answer = post(api, path, **{**body, **more})
         assert answer.status_code == 400, answer.text
         assert OPT_IN_ARG in answer.json()["error"]["param"]
-    for answer in both(api, prompt=prompt_of(9, 1), n=2, max_tokens=3, **SAMPLED, vllm_xargs={"theirs": 1}):
+    for answer in both(
+        api, prompt=prompt_of(9, 1), n=2, max_tokens=3, **SAMPLED, vllm_xargs={"theirs": 1}
+    ):
         check(answer, tokens=3)  # others' stay what they are
 
 
@@ -291,8 +382,14 @@ def test_structured_outputs_that_are_no_object(api: Server) -> None:
     for value, (path, body) in product((True, 0, 1.5, "", "json", [], [{}]), ENDPOINTS):
         field: dict[str, Any] = {"structured_outputs": value}
         is_vllms = path == GENERATE  # vLLM's own answer
-        asked = {**body, **({"sampling_params": field} if is_vllms else field), "return_routed_experts": value == ""}
-        said = refused(api, path, "body.sampling_params" if is_vllms else "structured_outputs", **asked)
+        asked = {
+            **body,
+            **({"sampling_params": field} if is_vllms else field),
+            "return_routed_experts": value == "",
+        }
+        said = refused(
+            api, path, "body.sampling_params" if is_vllms else "structured_outputs", **asked
+        )
         assert "structured_outputs" in said
 
 
@@ -303,7 +400,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     (COMPLETIONS, "top_k", {"top_k": 1 << 70}, ""),
     ("/invocations", "top_k", {"top_k": 1 << 70}, ""),
     (CHAT, "stream_interval", {"stream_interval": 1 << 63}, ""),
-    (GENERATE, f"{SAMPLING}.trace_decode_token_ids", {SAMPLING: {"trace_decode_token_ids": []}}, ""),
+    (
+        GENERATE,
+        f"{SAMPLING}.trace_decode_token_ids",
+        {SAMPLING: {"trace_decode_token_ids": []}},
+        "",
+    ),
     # names that nobody knows
     *(
         (path, name, {**body, name: True}, f"{name} is not a routing field: did you mean")
@@ -312,16 +414,30 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ),
     # fields of ours in sampling_params
     (GENERATE, f"{SAMPLING}.return_routed_experts", {SAMPLING: ASKS}, "belongs at the top level"),
-    (GENERATE, f"{SAMPLING}.routed_experts_promt_start", {SAMPLING: {"routed_experts_promt_start": True}}, START),
+    (
+        GENERATE,
+        f"{SAMPLING}.routed_experts_promt_start",
+        {SAMPLING: {"routed_experts_promt_start": True}},
+        START,
+    ),
     # where vLLM makes an integer of it, rows would begin elsewhere than the client thinks
-    *((GENERATE, START, {SAMPLING: {START: start}, **ASKS}, "") for start in ("2", 2.0, True, [2], 4)),
+    *(
+        (GENERATE, START, {SAMPLING: {START: start}, **ASKS}, "")
+        for start in ("2", 2.0, True, [2], 4)
+    ),
     (GENERATE, START, {SAMPLING: {START: 1}, START: 2, **ASKS}, ""),
     *(
-        (COMPLETIONS, *LONG, {"prompt": ["abcdef", "ab"], **ASKS, **LONG, "stream": bool(each)}, "prompt 1 (the first")
+        (
+            COMPLETIONS,
+            *LONG,
+            {"prompt": ["abcdef", "ab"], **ASKS, **LONG, "stream": bool(each)},
+            "prompt 1 (the first",
+        )
         for each in (0, 1)
     ),
 ]
-# Of completions and chats, whole and streamed: with our name of the field, before vLLM's model of the body is made.
+# Of completions and chats, whole and streamed: with our name of the field, before vLLM's model of
+# the body is made.
 REFUSED_OF_BOTH: list[tuple[str, dict[str, Any]]] = [
     *((name, {**ASKS, name: 999}) for name in (START, *LONG)),
     ("routed_experts_dtype", {**ASKS, "routed_experts_dtype": "uint8"}),
@@ -343,7 +459,9 @@ def test_what_cannot_be_given_is_refused_before_it_begins(api: Server) -> None:
 def test_errors_that_are_not_ours_stay_vllms(api: Server, path: str) -> None:
     with api.client() as client:
         for content in ("", '{"model": "tiny"', "[1, 2]", '"text"', "null", b"\xff\xfe"):
-            response = client.post(path, content=content, headers={"content-type": "application/json"})
+            response = client.post(
+                path, content=content, headers={"content-type": "application/json"}
+            )
             assert response.status_code == 400
             assert response.json()["error"]["code"] == 400
             assert "routed_experts" not in response.text
@@ -358,7 +476,13 @@ def test_errors_that_are_not_ours_stay_vllms(api: Server, path: str) -> None:
 def test_pieces_with_the_clients_that_people_have(api: Server) -> None:
     """Lines are short enough for all of them."""
     prompt = prompt_of(900, 3)
-    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 4, **ASK, "stream": True}
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 4,
+        **ASK,
+        "stream": True,
+    }
     url = f"{api.url}/v1/completions"
 
     async def with_aiohttp() -> list[bytes]:
@@ -383,13 +507,17 @@ def test_pieces_with_the_clients_that_people_have(api: Server) -> None:
         check(streamed, tokens=4)
         same(whole, streamed)
     sdk = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none")
-    chunks = sdk.completions.create(model="tiny", prompt=prompt, max_tokens=4, stream=True, extra_body=ASK)
+    chunks = sdk.completions.create(
+        model="tiny", prompt=prompt, max_tokens=4, stream=True, extra_body=ASK
+    )
     (routing,) = collect(chunk.model_dump(exclude_none=True) for chunk in chunks)
     assert np.array_equal(routing.rows, rows_of([*prompt, *whole.tokens[:-1]]))
 
 
 @pytest.mark.parametrize(("path", "asked"), ENDPOINTS[:2])
-def test_invocations_give_what_the_endpoint_behind_them_gives(api: Server, path: str, asked: dict[str, Any]) -> None:
+def test_invocations_give_what_the_endpoint_behind_them_gives(
+    api: Server, path: str, asked: dict[str, Any]
+) -> None:
     body, there = {"max_tokens": 4, **ASKS, **asked}, "/invocations"
     direct, dispatched = api._post(path, body), api._post(there, body)
     assert dispatched["prompt_routed_experts"] == direct["prompt_routed_experts"]
@@ -406,18 +534,30 @@ def test_invocations_give_what_the_endpoint_behind_them_gives(api: Server, path:
     refused(api, there, "routed_experts_dtype", **body, routed_experts_dtype="int8")
 
 
-ALONE = ("--no-enable-prefix-caching", "--no-async-scheduling", "--stream-interval", "4", "--block-size", "16")
+ALONE = (
+    "--no-enable-prefix-caching",
+    "--no-async-scheduling",
+    "--stream-interval",
+    "4",
+    "--block-size",
+    "16",
+)
 
 
 @pytest.mark.parametrize("flags", [(), ALONE], ids=["prefix cache", "none"])
 def test_many_at_once_in_little_memory(tiny_model: Path, flags: tuple[str, ...]) -> None:
-    """Requests that share prefixes, streamed and not, some without routing; some are preempted, and their prompts'
-    blocks taken by others."""
+    """Requests that share prefixes, streamed and not, some without routing; some are preempted, and
+    their prompts' blocks taken by others."""
 
     def run(index: int) -> None:
         dice = random.Random(f"2 {index}")
         prompt = prompt_of(90, 2)[: dice.randrange(1, 90)] + prompt_of(dice.randrange(3), index)
-        body = {"prompt": prompt, "max_tokens": dice.randrange(1, 25), "n": dice.choice((1, 1, 3)), **SAMPLED}
+        body = {
+            "prompt": prompt,
+            "max_tokens": dice.randrange(1, 25),
+            "n": dice.choice((1, 1, 3)),
+            **SAMPLED,
+        }
         answers: list[Answer] = []
         if dice.random() < 0.2:
             assert "prompt_routed_experts" not in server.complete(**body)
@@ -428,16 +568,25 @@ def test_many_at_once_in_little_memory(tiny_model: Path, flags: tuple[str, ...])
         for answer in answers:
             check(answer, body["max_tokens"])
 
-    with serving(tiny_model, "--num-gpu-blocks-override", "16", "--max-model-len", "240", *flags) as server:
+    with serving(
+        tiny_model, "--num-gpu-blocks-override", "16", "--max-model-len", "240", *flags
+    ) as server:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(run, range(60)))
         assert server.metric("vllm:num_preemptions_total") > 0
 
 
 def test_a_server_that_does_not_capture(tiny_model: Path) -> None:
-    with serving(tiny_model, "--no-enable-return-routed-experts") as server, server.client() as client:
+    with (
+        serving(tiny_model, "--no-enable-return-routed-experts") as server,
+        server.client() as client,
+    ):
         assert client.get("/v1/routed_experts").status_code == 404
         for path, asked in ENDPOINTS[:2]:
             assert "prompt_routed_experts" not in server._post(path, {**asked, "max_tokens": 3})
-            assert "does not capture" in refused(server, path, "return_routed_experts", **asked, **ASKS)
-            refused(server, path, "routed_experts_histogram", **asked, routed_experts_histogram=True)
+            assert "does not capture" in refused(
+                server, path, "return_routed_experts", **asked, **ASKS
+            )
+            refused(
+                server, path, "routed_experts_histogram", **asked, routed_experts_histogram=True
+            )

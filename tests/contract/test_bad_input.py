@@ -1,4 +1,5 @@
-"""Requests with any values in any fields: no 500, no answer that is not JSON, nothing that hangs or ends the engine.
+"""Requests with any values in any fields: no 500, no answer that is not JSON, nothing that hangs or
+ends the engine.
 
 The same in every run; the long run sends others, and more, to each kind of server.
 """
@@ -43,14 +44,27 @@ LIMIT_S = 120
 IS_DESCRIBED = VLLM_VERSION.split("+")[0] == INSTALLED_VLLM
 """Whether `openapi.yaml` is made with this vLLM."""
 COMPLETIONS = "/v1/completions"
-# The model that does arithmetic gives no log probabilities, which beam search takes too. Grammars are compiled by other
-# projects, for as long as they like.
-LEFT_OUT = ("logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "structured_outputs", "response_format")
-LEFT_OUT += ("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs")
+# The model that does arithmetic gives no log probabilities, which beam search takes too. Grammars
+# are compiled by other projects, for as long as they like.
+LEFT_OUT = (
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "use_beam_search",
+    "structured_outputs",
+    "response_format",
+)
+LEFT_OUT += (
+    "prompt_logprob_token_ids",
+    "prompt_logprob_start",
+    "logprob_token_ids",
+    "flat_logprobs",
+)
 
 
 class UnreachableNixl(TracingExecutor):
-    """The worker's side of NIXL where no other instance can be reached: every pull fails, and nobody comes for KV."""
+    """The worker's side of NIXL where no other instance can be reached: every pull fails, and
+    nobody comes for KV."""
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         given = scheduler_output.kv_connector_metadata
@@ -79,8 +93,14 @@ class NixlAndOffloads(UnreachableNixl, OffloadingExecutor, ServedExecutor):
 
 
 BOTH: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-CHILD = {"kv_connector": NAME, "kv_connector_extra_config": {"cpu_bytes_to_use": 40 * 4096, "blocks_per_chunk": 1}}
-CHILDREN = [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {**CHILD, "kv_role": "kv_both"}]
+CHILD = {
+    "kv_connector": NAME,
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 40 * 4096, "blocks_per_chunk": 1},
+}
+CHILDREN = [
+    {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+    {**CHILD, "kv_role": "kv_both"},
+]
 SEVERAL = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": CHILDREN}}
 KINDS: dict[str, tuple[type[ServedExecutor], dict[str, Any]]] = {
     "none": (ServedExecutor, {}),
@@ -92,7 +112,12 @@ KINDS: dict[str, tuple[type[ServedExecutor], dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=KINDS)
 def client(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     executor, transfer = KINDS[request.param]
-    flags = ("--enable-scale-out", *SIZES, "--hf-overrides", json.dumps({"num_hidden_layers": DECODER_LAYERS}))
+    flags = (
+        "--enable-scale-out",
+        *SIZES,
+        "--hf-overrides",
+        json.dumps({"num_hidden_layers": DECODER_LAYERS}),
+    )
     flags += ("--kv-transfer-config", json.dumps(transfer)) if transfer else ()
     with served(tiny_model, executor, *flags) as server, server.client() as opened:
         before = server.state_left()  # of other tests' servers in this process
@@ -111,27 +136,46 @@ _seeds = itertools.count()
 def check_alive(client: httpx.Client) -> None:
     """That a plain request of a new prompt gets its exact answer."""
     sequence = Tokens(prompt_of(40, next(_seeds)))
-    body = {"model": "tiny", "prompt": list(sequence), "max_tokens": 3, "return_token_ids": True, "ignore_eos": True}
+    body = {
+        "model": "tiny",
+        "prompt": list(sequence),
+        "max_tokens": 3,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
     response = client.post("/v1/completions", json=body, timeout=LIMIT_S)
     assert response.status_code == 200, response.text
     tokens = response.json()["choices"][0]["token_ids"]
     assert len(tokens) == 3
     for token in tokens:
-        assert token == int.from_bytes(_digest(sequence.prefixes()[-1], 0), "little") % ServedExecutor.vocab
+        assert (
+            token
+            == int.from_bytes(_digest(sequence.prefixes()[-1], 0), "little") % ServedExecutor.vocab
+        )
         sequence.append(token)
 
 
 def check_described(response: httpx.Response) -> None:
     """The description has the status of an answer, and the form of JSON."""
-    described = SPEC["paths"][response.request.url.path]["post"]["responses"][str(response.status_code)]
+    described = SPEC["paths"][response.request.url.path]["post"]["responses"][
+        str(response.status_code)
+    ]
     if response.headers["content-type"].startswith("application/json"):
-        schema = {**described["content"]["application/json"]["schema"], "components": SPEC["components"]}
+        schema = {
+            **described["content"]["application/json"]["schema"],
+            "components": SPEC["components"],
+        }
         jsonschema.Draft202012Validator(schema).validate(response.json())
 
 
 def body_of(**params: Any) -> tuple[str, dict[str, Any]]:
     """A request that pulls KV, with rows."""
-    rows = {"data": base64.b64encode(bytes(2 * L * K)).decode(), "dtype": "int16", "shape": [1, L, K], "until": 1 << 39}
+    rows = {
+        "data": base64.b64encode(bytes(2 * L * K)).decode(),
+        "dtype": "int16",
+        "shape": [1, L, K],
+        "until": 1 << 39,
+    }
     pull = {**PULL, "routed_experts": rows, **params}
     return COMPLETIONS, {"model": "tiny", **VALID[COMPLETIONS], "kv_transfer_params": pull}
 
@@ -142,7 +186,9 @@ def body_of(**params: Any) -> tuple[str, dict[str, Any]]:
 @example(body_of(remote_request_id={}))
 @example(body_of(remote_block_ids=None))
 @example(body_of(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens="1"))
-def test_no_request_is_the_servers_fault(client: httpx.Client, asked: tuple[str, dict[str, Any]]) -> None:
+def test_no_request_is_the_servers_fault(
+    client: httpx.Client, asked: tuple[str, dict[str, Any]]
+) -> None:
     """And nothing that it holds ends the engine."""
     check_request(client, *asked)
 
@@ -150,22 +196,32 @@ def test_no_request_is_the_servers_fault(client: httpx.Client, asked: tuple[str,
 @pytest.mark.long
 @MANY
 @given(Hostile((L, K), LEFT_OUT).requests())
-def test_many_hostile_requests(client: httpx.Client, cases: Cases, asked: tuple[str, dict[str, Any]]) -> None:
+def test_many_hostile_requests(
+    client: httpx.Client, cases: Cases, asked: tuple[str, dict[str, Any]]
+) -> None:
     cases.add()
     check_request(client, *asked)
 
 
 @pytest.mark.parametrize("path", VALID)
-@pytest.mark.parametrize("content", [b"\xff", b'{"prompt": "\xff"}', b"\x00", b"{", b"", b"5", b"[" * 5000])
-def test_what_is_no_json_is_refused_in_the_form_of_others(client: httpx.Client, path: str, content: bytes) -> None:
-    response = client.post(path, content=content, headers={"Content-Type": "application/json"}, timeout=LIMIT_S)
+@pytest.mark.parametrize(
+    "content", [b"\xff", b'{"prompt": "\xff"}', b"\x00", b"{", b"", b"5", b"[" * 5000]
+)
+def test_what_is_no_json_is_refused_in_the_form_of_others(
+    client: httpx.Client, path: str, content: bytes
+) -> None:
+    response = client.post(
+        path, content=content, headers={"Content-Type": "application/json"}, timeout=LIMIT_S
+    )
     assert response.status_code == 400
     check_response(response)
 
 
 def check_request(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     content = json.dumps(body)  # with NaN, integers of any size and lone surrogates
-    response = client.post(path, content=content, headers={"Content-Type": "application/json"}, timeout=LIMIT_S)
+    response = client.post(
+        path, content=content, headers={"Content-Type": "application/json"}, timeout=LIMIT_S
+    )
     try:
         check_response(response)
         if IS_DESCRIBED:

@@ -1,4 +1,5 @@
-"""Files that browsers send to a server for its page: what they say of themselves costs other requests nothing."""
+"""Files that browsers send to a server for its page: what they say of themselves costs other
+requests nothing."""
 
 import gc
 import json
@@ -77,7 +78,9 @@ def test_forty_bodies_that_claim_long_responses(server: Server) -> None:
     assert process.memory_info().rss < before + MEMORY_BYTES
 
 
-def test_bodies_that_wait_have_a_limit_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_that_wait_have_a_limit_together(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others are told to come again, and what waited counts no longer."""
     text = lines_of({"choices": [CLAIM]}, 82_000)
     monkeypatch.setattr(reading, "MAX_WAITING_BYTES", 200_000)
@@ -90,17 +93,23 @@ def test_bodies_that_wait_have_a_limit_together(server: Server, monkeypatch: pyt
     assert post(server, text).status_code == 200
 
 
-def test_a_client_that_takes_nothing_loses_its_turn(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_takes_nothing_loses_its_turn(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "STALLED_S", 1.0)
     rows = {"data": b64encode(bytes(12 << 20)).decode(), "shape": [1 << 20, 3, 4], "dtype": "uint8"}
     choice = {**CLAIM, "routed_experts": {**rows, "start": 0, "missing": 0}}
-    large = [["f", json.dumps({"choices": [choice], "routed_experts_info": {"layer_ids": [0, 1, 2]}})]]
+    large = [
+        ["f", json.dumps({"choices": [choice], "routed_experts_info": {"layer_ids": [0, 1, 2]}})]
+    ]
     with server.client() as client, client.stream("POST", READ_PATH, json=large) as stalled:
         assert stalled.status_code == 200
         assert post(server, json.dumps({"choices": [CLAIM]})).status_code == 200
 
 
-def test_a_request_waits_for_its_turn_no_longer_than_a_minute(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_waits_for_its_turn_no_longer_than_a_minute(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "WAIT_S", 0.1)
     monkeypatch.setattr(reading, "read_saved", lambda _: time.sleep(1) or iter(()))
     statuses = [response.status_code for response in at_once(server, "")[0]]
@@ -116,11 +125,15 @@ def array(num_rows: int, start: int = 0) -> dict[str, Any]:
 
 
 def many_choices(count: int, **body: Any) -> str:
-    return json.dumps({"choices": [{"index": index, "finish_reason": "stop"} for index in range(count)], **body})
+    return json.dumps(
+        {"choices": [{"index": index, "finish_reason": "stop"} for index in range(count)], **body}
+    )
 
 
 def stream_of(count: int, chunk: Any, *last: str) -> str:
-    return f"data: {json.dumps(chunk)}\n\n" * count + "".join(f"data: {text}\n\n" for text in (*last, "[DONE]"))
+    return f"data: {json.dumps(chunk)}\n\n" * count + "".join(
+        f"data: {text}\n\n" for text in (*last, "[DONE]")
+    )
 
 
 EMPTY_PIECE = {"choices": [{"index": 0}], "prompt_routed_experts": array(0)}
@@ -128,15 +141,21 @@ MODEL = {"layer_ids": [*range(4096)], "weights_scale": [1.0] * 4096}
 REAL = {**CLAIM, "finish_reason": None, "routed_experts": [[[1, 2, 3, 4]] * 60] * 100}
 KINDS: dict[str, Callable[[int], str]] = {
     "long responses": lambda size: lines_of({"choices": [CLAIM]}, size),
-    "long responses with texts": lambda size: lines_of({"choices": [{**CLAIM, "logprobs": {"tokens": ["a"]}}]}, size),
-    "rows of a prompt for many choices": lambda size: many_choices(size // 80, prompt_routed_experts=array(size // 4)),
+    "long responses with texts": lambda size: lines_of(
+        {"choices": [{**CLAIM, "logprobs": {"tokens": ["a"]}}]}, size
+    ),
+    "rows of a prompt for many choices": lambda size: many_choices(
+        size // 80, prompt_routed_experts=array(size // 4)
+    ),
     "ids of a prompt for many choices": lambda size: many_choices(
         size // 80, prompt_token_ids=[1] * (size // 8), prompt_routed_experts=array(0, size // 8)
     ),
     "empty pieces of a prompt for many choices": lambda size: stream_of(
         size // 400, EMPTY_PIECE, many_choices(size // 160)
     ),
-    "a large model before small responses": lambda size: f"{json.dumps(MODEL)}\n{lines_of({'choices': [CLAIM]}, size)}",
+    "a large model before small responses": lambda size: (
+        f"{json.dumps(MODEL)}\n{lines_of({'choices': [CLAIM]}, size)}"
+    ),
     "empty lists": lambda size: "[]" * (size // 2),
     "a list of empty lists": lambda size: f"[{'[],' * (size // 3)}[]]",
     "nested lists": lambda size: f"[{('[' * 400 + ']' * 400 + ',') * (size // 801)}[]]",
@@ -155,9 +174,11 @@ KINDS: dict[str, Callable[[int], str]] = {
 @pytest.mark.e2e
 @pytest.mark.timeout(3600)
 def test_forty_large_bodies_of_any_kind_at_once(tiny_model: Path, tmp_path: Path) -> None:
-    """A process with an engine. What stays in memory is held against what the first round left there.
+    """A process with an engine. What stays in memory is held against what the first round left
+    there.
 
-    What a body may hold the interpreter for is what parsing a JSON value of its size takes, as in every other route.
+    What a body may hold the interpreter for is what parsing a JSON value of its size takes, as in
+    every other route.
     """
     size = int(os.environ.get("HOSTILE_BYTES", str(MAX_BYTES * 3 // 4)))
     flags = (*SMALL_KV, *ONE_PROCESS, "--max-model-len", "512")

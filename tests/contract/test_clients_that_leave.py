@@ -1,4 +1,5 @@
-"""Clients that vanish and readers that stop: they cost nobody else anything, and leave nothing behind."""
+"""Clients that vanish and readers that stop: they cost nobody else anything, and leave nothing
+behind."""
 
 import gc
 import json
@@ -18,7 +19,16 @@ from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer
 from tests.conftest import Cases
 from tests.contract.served import check, serving
-from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, located, prompt_of, read_events, wait_until
+from tests.e2e.harness import (
+    ASK,
+    Server,
+    answers_of,
+    answers_of_stream,
+    located,
+    prompt_of,
+    read_events,
+    wait_until,
+)
 from tests.long_runs import times
 
 KEPT = (RowBuffer, BufferedRequestState, SSERewriter, CollectedRows)
@@ -48,7 +58,8 @@ def request(**body: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def idle(api: Server) -> dict[str, float]:
-    """What the server says of itself before anything: its process has the metrics of other tests' servers too."""
+    """What the server says of itself before anything: its process has the metrics of other tests'
+    servers too."""
     return state_of(api)
 
 
@@ -69,16 +80,24 @@ def kept() -> int:
 
 
 def at_most(count: Callable[[], int], limit: int) -> None:
-    """Waits until there are so few: what was counted as ended may hold something until its task has returned."""
+    """Waits until there are so few: what was counted as ended may hold something until its task has
+    returned."""
     wait_until(lambda: count() <= limit, lambda: f"{count()}, not {limit}", LIMIT_S)
 
 
 def vanish(server: Server, seed: int, **fields: str) -> None:
-    """A client that ends its connection: in its request, before the answer, or anywhere in it; sometimes rudely."""
+    """A client that ends its connection: in its request, before the answer, or anywhere in it;
+    sometimes rudely."""
     dice = random.Random(seed)
-    body = {"n": dice.choice((1, 1, 1, 1, 1, 3)), "stream": dice.random() < 0.7, "max_tokens": dice.choice((1, 3, 20))}
+    body = {
+        "n": dice.choice((1, 1, 1, 1, 1, 3)),
+        "stream": dice.random() < 0.7,
+        "max_tokens": dice.choice((1, 3, 20)),
+    }
     body |= fields
-    sent = request(prompt=prompt_of(dice.choice((1, 20, 60)), seed), temperature=1, ignore_eos=True, **body)
+    sent = request(
+        prompt=prompt_of(dice.choice((1, 20, 60)), seed), temperature=1, ignore_eos=True, **body
+    )
     with connect(server) as sock:
         if dice.random() < 0.5:  # the server is told by a reset, not by an end
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -149,7 +168,9 @@ def test_readers_that_stop(api: Server, idle: dict[str, float]) -> None:
             assert sock.recv(12) == b"HTTP/1.1 200"
             stopped.append(sock)
         for seed in range(10):
-            (answer,) = answers_of_stream(api.stream(**ASK, prompt=prompt_of(40, seed), max_tokens=20))
+            (answer,) = answers_of_stream(
+                api.stream(**ASK, prompt=prompt_of(40, seed), max_tokens=20)
+            )
             check(answer, tokens=20)
         reader = stopped[0]
         received = bytearray()
@@ -167,13 +188,23 @@ def test_readers_that_stop(api: Server, idle: dict[str, float]) -> None:
 def test_a_request_id_that_comes_again(
     api: Server, idle: dict[str, float], delivery: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without vLLM's random end of ids: refused while the first request runs or ends, and right after that."""
+    """Without vLLM's random end of ids: refused while the first request runs or ends, and right
+    after that."""
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     about = {"request_id": "mine", "routed_experts_delivery": delivery}
     with connect(api) as sock:
-        sock.sendall(request(prompt=prompt_of(60, 1), max_tokens=800, ignore_eos=True, stream=True, **about))
+        sock.sendall(
+            request(prompt=prompt_of(60, 1), max_tokens=800, ignore_eos=True, stream=True, **about)
+        )
         assert sock.recv(12) == b"HTTP/1.1 200"
-        body = {"model": "tiny", **ASK, "prompt": prompt_of(40, 2), "max_tokens": 5, "ignore_eos": True, **about}
+        body = {
+            "model": "tiny",
+            **ASK,
+            "prompt": prompt_of(40, 2),
+            "max_tokens": 5,
+            "ignore_eos": True,
+            **about,
+        }
         refused = api.client().post("/v1/completions", json=body)
         assert refused.status_code == 400
         assert "The request id 'cmpl-mine-0' is in use" in refused.json()["error"]["message"]

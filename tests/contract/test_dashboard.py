@@ -19,7 +19,11 @@ from tests.documentation import ROOT
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana.json").read_text(encoding="utf-8"))
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 VARIABLES = {each["name"]: each for each in DASHBOARD["templating"]["list"][1:]}
-RULES = [rule for group in yaml.safe_load((ROOT / "docs/alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+RULES = [
+    rule
+    for group in yaml.safe_load((ROOT / "docs/alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]
+]
 OF_PROMETHEUS = {"job", "instance"}
 """Labels that the server does not give: Prometheus does."""
 
@@ -28,7 +32,9 @@ needs_promtool = pytest.mark.skipif(
 )
 
 
-def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(tiny_model: Path, tmp_path: Path) -> None:
+def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with serving(tiny_model, "--routed-experts-record", str(tmp_path)) as server:
         server.complete(prompt="Hello", max_tokens=3, return_routed_experts=True)
         text = httpx.get(f"{server.url}/metrics", timeout=300).text
@@ -43,24 +49,41 @@ def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(tiny_model
         shown.update(names)
         for name in names:
             assert name in labels
-            asked = {label for grouped in re.findall(r"\bby \(([a-z_, ]+)\)", query) for label in grouped.split(", ")}
+            asked = {
+                label
+                for grouped in re.findall(r"\bby \(([a-z_, ]+)\)", query)
+                for label in grouped.split(", ")
+            }
             for selector in re.findall(rf"{re.escape(name)}\{{(.*?)\}}", query):
                 asked.update(re.findall(r"(\w+)[=!]~?\"", selector))
             assert asked <= labels[name] | OF_PROMETHEUS, query
-            is_counted = re.search(rf"(?:rate|increase)\({re.escape(name)}[\[{{]", query) is not None
+            is_counted = (
+                re.search(rf"(?:rate|increase)\({re.escape(name)}[\[{{]", query) is not None
+            )
             assert is_counted == name.endswith("_total"), "a counter's rate, a gauge as it is"
-            wanted = {"model" if label == "model_name" else label for label in labels[name] | OF_PROMETHEUS}
-            assert query in alerts or all(f"${variable}" in query for variable in wanted & VARIABLES.keys()), query
+            wanted = {
+                "model" if label == "model_name" else label
+                for label in labels[name] | OF_PROMETHEUS
+            }
+            assert query in alerts or all(
+                f"${variable}" in query for variable in wanted & VARIABLES.keys()
+            ), query
     for name in ("vllm:num_requests_running", "routed_experts_requests_tracked"):
         assert f'{name}{{engine="0",model_name="tiny"}} ' in text
-    ours = {name for name in labels if name.startswith("routed_experts_") and not name.endswith("_created")}
+    ours = {
+        name
+        for name in labels
+        if name.startswith("routed_experts_") and not name.endswith("_created")
+    }
     assert ours == {name for name in shown if name.startswith("routed_experts_")}
 
 
 def test_faults_are_told_from_settings() -> None:
     """Any reason but a setting alerts, one that is new too."""
     settings = "|".join(metrics._SETTINGS.values())
-    queries = [query for query in (*QUERIES, *(rule["expr"] for rule in RULES)) if "rows_missing" in query]
+    queries = [
+        query for query in (*QUERIES, *(rule["expr"] for rule in RULES)) if "rows_missing" in query
+    ]
     assert [re.findall(r'reason(.~"[^"]*")', query) for query in queries] == [
         [f'!~"{settings}"'],
         [f'=~"{settings}"'],
@@ -86,7 +109,8 @@ def test_prometheus_reads_the_alerts_and_the_dashboards_queries(tmp_path: Path) 
     queries = tmp_path / "queries.yaml"
     values = {"$__rate_interval": "1m", "$__range": "1h"}
     rules = [
-        {"record": f"r{at}", "expr": re.sub(r"\$__\w+", lambda v: values[v[0]], q)} for at, q in enumerate(QUERIES)
+        {"record": f"r{at}", "expr": re.sub(r"\$__\w+", lambda v: values[v[0]], q)}
+        for at, q in enumerate(QUERIES)
     ]
     queries.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
     for command in (

@@ -1,4 +1,5 @@
-"""An engine that dies while requests run: each of them learns it in OpenAI's form, and few lines say so in the log.
+"""An engine that dies while requests run: each of them learns it in OpenAI's form, and few lines
+say so in the log.
 
 A process that is killed is in `tests/e2e/test_stopping.py`.
 """
@@ -25,7 +26,9 @@ def bodies() -> list[tuple[str, dict[str, object]]]:
     messages = [{"role": "user", "content": "Which experts?"}]
     made = []
     for index in range(REQUESTS):
-        path, prompt = (COMPLETIONS, {"prompt": "abc"}) if index % 3 else (CHAT, {"messages": messages})
+        path, prompt = (
+            (COMPLETIONS, {"prompt": "abc"}) if index % 3 else (CHAT, {"messages": messages})
+        )
         body = {"model": "tiny", "stream": index % 2 == 0, **prompt, **(ASK if index % 5 else {})}
         made.append((path, body))
     return made
@@ -55,7 +58,8 @@ def check_stream(response: httpx.Response) -> None:
 def test_requests_of_an_engine_that_dies_end_with_503_and_a_few_lines_of_log(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")  # so that it is there to be asked again
+    # so that it is there to be asked again
+    monkeypatch.setenv("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
     with serving(tiny_model) as server, server.client() as client:
 
         def die_when_all_are_there(core: Core) -> None:
@@ -65,7 +69,10 @@ def test_requests_of_an_engine_that_dies_end_with_503_and_a_few_lines_of_log(
         monkeypatch.setattr(Core, "turn", die_when_all_are_there)
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         responses = asyncio.run(ask_all(server.url, bodies()))
-        later = [client.get("/health"), *(client.post(path, json=body) for path, body in bodies()[:4])]
+        later = [
+            client.get("/health"),
+            *(client.post(path, json=body) for path, body in bodies()[:4]),
+        ]
     for response, (_, body) in zip(responses, bodies(), strict=True):
         check = check_stream if body["stream"] else check_refused
         check(response)
@@ -81,12 +88,15 @@ def test_requests_of_an_engine_that_dies_end_with_503_and_a_few_lines_of_log(
 def test_requests_that_find_the_engine_dead_before_anybody_says_so_end_the_same(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those whose prompts were prepared when the engine died: one that is streamed, and one that is not."""
+    """As those whose prompts were prepared when the engine died: one that is streamed, and one that
+    is not."""
     monkeypatch.setenv("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
     with serving(tiny_model) as server:
         arrived = []
 
-        async def die_when_both_are_there(client: InProcessClient, request: EngineCoreRequest) -> None:
+        async def die_when_both_are_there(
+            client: InProcessClient, request: EngineCoreRequest
+        ) -> None:
             arrived.append(request)
             while len(arrived) < 2:
                 await asyncio.sleep(0.01)

@@ -1,4 +1,5 @@
-"""Requests that schemathesis makes of `openapi.yaml`, by its own idea of what is valid: answers are as described."""
+"""Requests that schemathesis makes of `openapi.yaml`, by its own idea of what is valid: answers are
+as described."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +35,21 @@ MANY = settings(
     suppress_health_check=list(HealthCheck),
 )
 VALID, INVALID = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-OPERATIONS = [(method, path, VALID) for path, methods in SPEC["paths"].items() for method in methods]
-OPERATIONS += [("post", path, INVALID) for path, methods in SPEC["paths"].items() if "post" in methods]
+OPERATIONS = [
+    (method, path, VALID) for path, methods in SPEC["paths"].items() for method in methods
+]
+OPERATIONS += [
+    ("post", path, INVALID) for path, methods in SPEC["paths"].items() if "post" in methods
+]
 # vLLM's, which the model that does arithmetic has not, or which take as long as they like.
-LEFT_OUT = ("logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "structured_outputs", "response_format")
+LEFT_OUT = (
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "use_beam_search",
+    "structured_outputs",
+    "response_format",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +72,11 @@ def bounded(body: Any) -> Any:
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
-def test_answers_are_as_described(server: Server, cases: Cases, method: str, path: str, mode: Any) -> None:
-    """To valid requests, and to others: no status, type or form of an answer that the description lacks."""
+def test_answers_are_as_described(
+    server: Server, cases: Cases, method: str, path: str, mode: Any
+) -> None:
+    """To valid requests, and to others: no status, type or form of an answer that the description
+    lacks."""
     operation = schemathesis.openapi.from_path(ROOT / "openapi.yaml")[path][method]
 
     @MANY

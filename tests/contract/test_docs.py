@@ -1,4 +1,5 @@
-"""The documentation misleads nobody: its code is run or says why not; links, flags, files, names and messages exist."""
+"""The documentation misleads nobody: its code is run or says why not; links, flags, files, names
+and messages exist."""
 
 import importlib
 import re
@@ -40,42 +41,71 @@ def test_links_lead_somewhere_and_the_index_has_every_page() -> None:
                 missing.append(f"{page}: {link}")
     docs = ROOT / "docs"
     index = (docs / "index.md").read_text(encoding="utf-8")
-    pages = [*docs.glob("*.md"), *docs.glob("lab/*.md"), docs / "grafana.json", docs / "alerts.yaml"]
-    missing += [str(page) for page in pages if page.name != "index.md" and f"({page.relative_to(docs)}" not in index]
+    pages = [
+        *docs.glob("*.md"),
+        *docs.glob("lab/*.md"),
+        docs / "grafana.json",
+        docs / "alerts.yaml",
+    ]
+    missing += [
+        str(page)
+        for page in pages
+        if page.name != "index.md" and f"({page.relative_to(docs)}" not in index
+    ]
     assert missing == []
 
 
 def test_every_block_says_who_runs_it() -> None:
     """That test reads it by its fixture `documented`."""
     for block in BLOCKS:
-        assert block.language in ("sh", "python", "json", "text"), f"{block.where}: name the language after the fence"
+        assert block.language in ("sh", "python", "json", "text"), (
+            f"{block.where}: name the language after the fence"
+        )
         is_excused = block.mark.startswith("not run: ") and len(block.mark) > 29
-        assert block.language == "text" or bool(block.run_by) != is_excused, f"{block.where}: <!-- run by TEST -->?"
+        assert block.language == "text" or bool(block.run_by) != is_excused, (
+            f"{block.where}: <!-- run by TEST -->?"
+        )
         for named in re.findall(r"tests/[\w/]+\.py(?:::\w+)?", block.mark):
             assert exists(named), named
         if block.run_by:
             path, _, name = block.run_by.partition("::")
-            assert re.search(rf"def {name}\([^)]*\bdocumented\b", (ROOT / path).read_text()), block.run_by
+            assert re.search(rf"def {name}\([^)]*\bdocumented\b", (ROOT / path).read_text()), (
+                block.run_by
+            )
 
 
 def test_flags_exist() -> None:
     vllms = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
     serve.add_flags(vllms)
     known = {"--help", *(flag for action in vllms._actions for flag in action.option_strings)}
-    for path in (*PATHS, *ROOT.glob("bench/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("tests/e2e/torture.py")):
+    for path in (
+        *PATHS,
+        *ROOT.glob("bench/*.py"),
+        *ROOT.glob("examples/*.py"),
+        *ROOT.glob("tests/e2e/torture.py"),
+    ):
         known.update(re.findall(r'"(--[a-z][\w-]*)"', path.read_text(encoding="utf-8")))
     texts = [*SPANS, *((block.where, block.text) for block in BLOCKS if block.language == "sh")]
-    found = [(flag, at) for at, text in texts for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w-]*…)", text)]
+    found = [
+        (flag, at)
+        for at, text in texts
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w-]*…)", text)
+    ]
     assert [f"{where}: {flag}" for flag, where in found if flag not in known | NOT_OURS] == []
     assert {flag for flag, _ in found} >= NOT_OURS  # the list holds no more than it must
 
 
-OUR_FOLDERS = {path.name for path in (*ROOT.iterdir(), *(ROOT / "tests").iterdir()) if path.is_dir()}
+OUR_FOLDERS = {
+    path.name for path in (*ROOT.iterdir(), *(ROOT / "tests").iterdir()) if path.is_dir()
+}
 
 
 def test_commands_and_files_exist() -> None:
     rules = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for where, text in [*SPANS, *((block.where, block.text) for block in BLOCKS if block.language == "sh")]:
+    for where, text in [
+        *SPANS,
+        *((block.where, block.text) for block in BLOCKS if block.language == "sh"),
+    ]:
         for target in re.findall(r"(?:^|\n)make ([a-z][\w-]*)", text):
             assert re.search(rf"^{target}:", rules, re.MULTILINE), f"{where}: make has no {target}"
         for command in re.findall(r"(?:^|\n|/)routed-experts ([a-z][\w-]*)", text):
@@ -87,31 +117,58 @@ def test_commands_and_files_exist() -> None:
 
 
 def test_names_of_the_code_exist() -> None:
-    """Fields of requests and responses, modules and what they have, and every name in `docs/structure.md`."""
+    """Fields of requests and responses, modules and what they have, and every name in
+    `docs/structure.md`."""
     words = set(re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in PATHS)))
-    words.update(re.findall(r"\w+", (ROOT / "docs/metrics.md").read_text(encoding="utf-8")))  # see test_metrics
+    # see test_metrics
+    words.update(re.findall(r"\w+", (ROOT / "docs/metrics.md").read_text(encoding="utf-8")))
     missing = []
     for where, text in SPANS:
         is_field = re.fullmatch(r"(return_routed|routed_experts|prompt_routed)_\w+", text)
-        if is_field or (where.startswith("docs/structure.md") and re.fullmatch(r"[A-Za-z_]+(\.[A-Za-z_]+)*", text)):
-            missing += [f"{where}: {name}" for name in text.removesuffix(".py").split(".") if name not in words]
+        if is_field or (
+            where.startswith("docs/structure.md")
+            and re.fullmatch(r"[A-Za-z_]+(\.[A-Za-z_]+)*", text)
+        ):
+            missing += [
+                f"{where}: {name}"
+                for name in text.removesuffix(".py").split(".")
+                if name not in words
+            ]
         if re.fullmatch(r"routed_experts\.(protocol|server|capture)(\.\w+)*", text):
             found, *rest = text.split(".")
             while rest and find_spec(f"{found}.{rest[0]}") is not None:
                 found = f"{found}.{rest.pop(0)}"
-            missing += [text for name in rest[:1] if not hasattr(importlib.import_module(found), name)]
-    table = (ROOT / "docs/clients.md").read_text(encoding="utf-8").partition("| module |")[2].partition("\n\n")[0]
+            missing += [
+                text for name in rest[:1] if not hasattr(importlib.import_module(found), name)
+            ]
+    table = (
+        (ROOT / "docs/clients.md")
+        .read_text(encoding="utf-8")
+        .partition("| module |")[2]
+        .partition("\n\n")[0]
+    )
     for module, what in re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE):
         found_module = importlib.import_module(f"routed_experts.protocol.{module}")
-        missing += [name for name in re.findall(r"`(\w+)`", what) if not hasattr(found_module, name)]
+        missing += [
+            name for name in re.findall(r"`(\w+)`", what) if not hasattr(found_module, name)
+        ]
     assert missing == []
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
-    """They are the code at the beginning of its list items, before a colon; `…` stands for any text."""
+    """They are the code at the beginning of its list items, before a colon; `…` stands for any
+    text."""
     known = {text for path in PATHS for text in strings(path)}
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    listed = [text for head in re.findall(r"^- (`.*?`): ", page, re.MULTILINE) for text in re.findall(r"`(.*?)`", head)]
+    listed = [
+        text
+        for head in re.findall(r"^- (`.*?`): ", page, re.MULTILINE)
+        for text in re.findall(r"`(.*?)`", head)
+    ]
     assert len(listed) > 15
-    forms = {text: ".*".join(re.escape(part.strip()) for part in text.split("…")) for text in listed}
-    assert [text for text, form in forms.items() if not any(re.fullmatch(form, each) for each in known)] == []
+    forms = {
+        text: ".*".join(re.escape(part.strip()) for part in text.split("…")) for text in listed
+    }
+    assert [
+        text for text, form in forms.items() if not any(re.fullmatch(form, each) for each in known)
+    ] == []

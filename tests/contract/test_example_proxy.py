@@ -1,4 +1,5 @@
-"""The proxy of `examples/prefill_decode.py`, over HTTP, in front of programs that answer as an instance does."""
+"""The proxy of `examples/prefill_decode.py`, over HTTP, in front of programs that answer as an
+instance does."""
 
 import asyncio
 import functools
@@ -27,7 +28,9 @@ Received = tuple[str, str, bytes]
 
 
 def unpacked(request: Request, content: bytes) -> Any:
-    return (msgspec.msgpack if request.headers["content-type"] == MSGPACK else msgspec.json).decode(content)
+    return (msgspec.msgpack if request.headers["content-type"] == MSGPACK else msgspec.json).decode(
+        content
+    )
 
 
 def packed(body: Any) -> Response:
@@ -50,8 +53,11 @@ async def serving(app: FastAPI) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def behind_the_proxy(answer: Answer) -> AsyncIterator[tuple[httpx.AsyncClient, list[Received]]]:
-    """A client of the proxy in front of two instances, and what reaches these. `answer` is the decode instance's."""
+async def behind_the_proxy(
+    answer: Answer,
+) -> AsyncIterator[tuple[httpx.AsyncClient, list[Received]]]:
+    """A client of the proxy in front of two instances, and what reaches these. `answer` is the
+    decode instance's."""
     received: list[Received] = []
 
     def instance(name: str) -> FastAPI:
@@ -61,7 +67,9 @@ async def behind_the_proxy(answer: Answer) -> AsyncIterator[tuple[httpx.AsyncCli
         async def answered(request: Request) -> Any:
             content = await request.body()
             body = unpacked(request, content) if content else {}
-            received.append((name, f"{request.url.path}?{request.url.query}".rstrip("?"), orjson.dumps(body)))
+            received.append(
+                (name, f"{request.url.path}?{request.url.query}".rstrip("?"), orjson.dumps(body))
+            )
             if name == "decode":
                 return await answer(request, body)
             assert request.headers["accept"] == MSGPACK
@@ -77,7 +85,9 @@ async def behind_the_proxy(answer: Answer) -> AsyncIterator[tuple[httpx.AsyncCli
         serving(instance("decode")) as decode,
         serving(proxy([prefill, decode])) as front,
         httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{front}", headers={"Content-Type": "application/json"}, **about
+            base_url=f"http://127.0.0.1:{front}",
+            headers={"Content-Type": "application/json"},
+            **about,
         ) as client,
     ):
         yield client, received
@@ -86,7 +96,9 @@ async def behind_the_proxy(answer: Answer) -> AsyncIterator[tuple[httpx.AsyncCli
 async def accepted(request: Request, body: Any) -> Response:
     """Which connection the prefill instance was asked on, and what the client accepts."""
     port = body.get("kv_transfer_params", {}).get("from")
-    return Response(str(port), headers={"accepted": request.headers["accept"], "content-type": "text/a"})
+    return Response(
+        str(port), headers={"accepted": request.headers["accept"], "content-type": "text/a"}
+    )
 
 
 def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -114,7 +126,9 @@ async def test_hundreds_of_streams_at_once() -> None:
     async with behind_the_proxy(answer) as (client, _):
         bodies = [{"prompt": [i], "stream": True} for i in range(n)]
         answers = await asyncio.gather(*(client.post(PATH, json=body) for body in bodies))
-    assert [answer.text for answer in answers] == [f"data: {i}\n\ndata: [DONE]\n\n" for i in range(n)]
+    assert [answer.text for answer in answers] == [
+        f"data: {i}\n\ndata: [DONE]\n\n" for i in range(n)
+    ]
 
 
 @pytest.mark.parametrize("before_the_answer", [False, True])
@@ -154,8 +168,13 @@ async def test_what_is_no_completion() -> None:
     async with behind_the_proxy(accepted) as (client, received):
         assert (await client.get("/v1/models?of=all")).text == "None"
         assert received == [("decode", "/v1/models?of=all", b"{}")]
-        answer = await client.post(PATH, json={"prompt": [1]}, headers={"Accept": "application/msgpack"})
-        assert (answer.headers["accepted"], answer.headers["content-type"]) == ("application/msgpack", "text/a")
+        answer = await client.post(
+            PATH, json={"prompt": [1]}, headers={"Accept": "application/msgpack"}
+        )
+        assert (answer.headers["accepted"], answer.headers["content-type"]) == (
+            "application/msgpack",
+            "text/a",
+        )
     async with serving(proxy([free_port(), free_port()])) as front, httpx.AsyncClient() as client:
         answer = await client.post(f"http://127.0.0.1:{front}{PATH}", json={"prompt": [1]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, 502)
@@ -164,19 +183,50 @@ async def test_what_is_no_completion() -> None:
 # ---- what a client may not say ----
 
 ENDPOINTS = (PATH, "/v1/chat/completions", "/inference/v1/generate")
-FORGED = {"do_remote_prefill": True, "remote_engine_id": "victim", "remote_block_ids": [[1]], "routed_experts": {}}
+FORGED = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "victim",
+    "remote_block_ids": [[1]],
+    "routed_experts": {},
+}
 
 UNREADABLE = [
-    *(b"", b'{"prompt":', b"null", b"[]", b"1", b'"text"', b"\xff", b'{"prompt": "\xff"}', b'{"a": 1} {"a": 2}'),
+    *(
+        b"",
+        b'{"prompt":',
+        b"null",
+        b"[]",
+        b"1",
+        b'"text"',
+        b"\xff",
+        b'{"prompt": "\xff"}',
+        b'{"a": 1} {"a": 2}',
+    ),
     b'{"temperature": NaN, "kv_transfer_params": {"do_remote_prefill": true}}',
     b'{"temperature": -Infinity, "kv_transfer_params": {"do_remote_decode": true}}',
-    *(b'{"sampling_params": %s, "kv_transfer_params": {}}' % value for value in (b"null", b"[]", b"1", b'"{}"')),
+    *(
+        b'{"sampling_params": %s, "kv_transfer_params": {}}' % value
+        for value in (b"null", b"[]", b"1", b'"{}"')
+    ),
     b'{"prompt": %s1%s}' % (b"[" * 3000, b"]" * 3000),
 ]
 # Those that generate would take a client's `kv_transfer_params`; others change the instance.
 OTHER_PATHS = [
-    *("/invocations", "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/cohere/v2/chat", "/sleep"),
-    *("/v1/completions/", "//v1/completions", "/v1/Completions", "/v1/completions%2f", "/x/../v1/responses"),
+    *(
+        "/invocations",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/chat/completions/batch",
+        "/cohere/v2/chat",
+        "/sleep",
+    ),
+    *(
+        "/v1/completions/",
+        "//v1/completions",
+        "/v1/Completions",
+        "/v1/completions%2f",
+        "/x/../v1/responses",
+    ),
 ]
 
 
@@ -186,11 +236,17 @@ async def test_what_cannot_be_read_reaches_no_instance() -> None:
         for path, content in product(ENDPOINTS, UNREADABLE):
             answer = await client.post(path, content=content)
             error = answer.json()["error"]
-            assert (answer.status_code, error["code"], error["type"]) == (400, 400, "BadRequestError"), content
+            assert (answer.status_code, error["code"], error["type"]) == (
+                400,
+                400,
+                "BadRequestError",
+            ), content
             assert error["param"] == ("sampling_params" if b"sampling_params" in content else None)
             assert error["message"]
         for method, other in product(("POST", "PUT", "PATCH", "DELETE"), OTHER_PATHS):
-            answer = await client.request(method, other, json={"prompt": "a", "kv_transfer_params": FORGED})
+            answer = await client.request(
+                method, other, json={"prompt": "a", "kv_transfer_params": FORGED}
+            )
             assert answer.status_code in (404, 405, 307), other
         assert received == []
 
@@ -214,7 +270,10 @@ async def test_a_clients_kv_transfer_params_reach_no_instance() -> None:
         for path, content in product(ENDPOINTS, bodies):
             received.clear()
             await client.post(path, content=content)
-            assert [(name, asked) for name, asked, _ in received] == [("prefill", path), ("decode", path)]
+            assert [(name, asked) for name, asked, _ in received] == [
+                ("prefill", path),
+                ("decode", path),
+            ]
             first, second = (orjson.loads(body) for _, _, body in received)
             asked = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(UNKNOWN)}
             assert first.pop("kv_transfer_params") == asked

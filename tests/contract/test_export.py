@@ -22,26 +22,52 @@ from tests.contract.served import DECODER_LAYERS, LAYER_IDS, every_layer_of, row
 from tests.documentation import ROOT
 from tests.e2e.harness import Server
 
-CHAT = {"messages": [{"role": "user", "content": "Which experts?"}], "max_tokens": 5, "n": 2, "seed": 1}
-LINES = ["def f(x):", {"prompt": [40, 50, 60], "max_tokens": 9, "routed_experts_format": "raw"}, CHAT]
+CHAT = {
+    "messages": [{"role": "user", "content": "Which experts?"}],
+    "max_tokens": 5,
+    "n": 2,
+    "seed": 1,
+}
+LINES = [
+    "def f(x):",
+    {"prompt": [40, 50, 60], "max_tokens": 9, "routed_experts_format": "raw"},
+    CHAT,
+]
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
-    default = {"return_routed_experts": True, "routed_experts_delivery": "reference", "routed_experts_layout": "joined"}
-    flags = ("--enable-return-routed-expert-weights", "--routed-experts-default", json.dumps(default))
+    default = {
+        "return_routed_experts": True,
+        "routed_experts_delivery": "reference",
+        "routed_experts_layout": "joined",
+    }
+    flags = (
+        "--enable-return-routed-expert-weights",
+        "--routed-experts-default",
+        json.dumps(default),
+    )
     with serving(tiny_model, *flags) as server:
         yield server
 
 
 def exported(server: Server, folder: Path, prompts: str, name: str, *flags: str) -> Path:
-    command = ["export", "--url", server.url, "--prompts", str(folder / prompts), "--max-tokens", "4"]
+    command = [
+        "export",
+        "--url",
+        server.url,
+        "--prompts",
+        str(folder / prompts),
+        "--max-tokens",
+        "4",
+    ]
     assert main([*command, "-o", str(folder / name), *flags]) == 0
     return folder / name
 
 
 def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path) -> None:
-    """Of prompts, token ids and a chat with two choices, whatever form the server returns by default."""
+    """Of prompts, token ids and a chat with two choices, whatever form the server returns by
+    default."""
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, LINES)))
     with np.load(exported(server, tmp_path, "prompts.jsonl", "out.npz", "--weights")) as found:
         arrays = dict(found)
@@ -51,29 +77,55 @@ def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path
         prompt = (arrays["request"] == request) & (arrays["is_prompt"] == 1)
         assert arrays["choice"][prompt].max() == 0
         for choice in range(choices):
-            own = (arrays["request"] == request) & (arrays["choice"] == choice) & (arrays["is_prompt"] == 0)
+            own = (
+                (arrays["request"] == request)
+                & (arrays["choice"] == choice)
+                & (arrays["is_prompt"] == 0)
+            )
             assert own.sum() == generated
             place = np.flatnonzero(prompt | own)
             assert arrays["position"][place].tolist() == list(range(len(place)))
-            assert np.array_equal(arrays["experts"][place], rows_of(arrays["token_id"][place].tolist()))
-    assert np.array_equal(arrays["weights"].view(np.int32), weights_for(arrays["experts"]).view(np.int32))
+            assert np.array_equal(
+                arrays["experts"][place], rows_of(arrays["token_id"][place].tolist())
+            )
+    assert np.array_equal(
+        arrays["weights"].view(np.int32), weights_for(arrays["experts"]).view(np.int32)
+    )
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    with exported(server, tmp_path, "prompts.jsonl", "out.csv").open(newline="", encoding="utf-8") as file:
+    with exported(server, tmp_path, "prompts.jsonl", "out.csv").open(
+        newline="", encoding="utf-8"
+    ) as file:
         texts = {int(row["token_id"]): row["token"] for row in csv.DictReader(file)}
     assert texts == {token: tokenizer.decode([token]) for token in texts}
 
 
 def test_sglangs_form(server: Server) -> None:
-    """SGLang 024911f2, `extract_routed_experts_from_meta_info`: int32 [P + G - 1, decoder layers, K] in base64."""
-    form = {"format": "raw", "dtype": "int32", "layout": "joined", "layers": "all", "delivery": "inline"}
+    """SGLang 024911f2, `extract_routed_experts_from_meta_info`: int32 [P + G - 1, decoder layers,
+    K] in base64."""
+    form = {
+        "format": "raw",
+        "dtype": "int32",
+        "layout": "joined",
+        "layers": "all",
+        "delivery": "inline",
+    }
     body = {"prompt": [40, 50, 60], "max_tokens": 5, "return_token_ids": True}
-    body |= {"return_routed_experts": True, **{f"routed_experts_{name}": value for name, value in form.items()}}
-    (choice,) = httpx.post(f"{server.url}/v1/completions", json={"model": server.model.name, **body}).json()["choices"]
-    rows = np.frombuffer(base64.b64decode(choice["routed_experts"]), np.int32).reshape(-1, DECODER_LAYERS, K)
+    body |= {
+        "return_routed_experts": True,
+        **{f"routed_experts_{name}": value for name, value in form.items()},
+    }
+    (choice,) = httpx.post(
+        f"{server.url}/v1/completions", json={"model": server.model.name, **body}
+    ).json()["choices"]
+    rows = np.frombuffer(base64.b64decode(choice["routed_experts"]), np.int32).reshape(
+        -1, DECODER_LAYERS, K
+    )
     assert np.array_equal(rows, every_layer_of([40, 50, 60, *choice["token_ids"][:-1]]))
 
 
-def test_texts_come_with_one_request_for_many(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_come_with_one_request_for_many(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """page: below /v1, which every proxy passes; and no id is asked for twice."""
     asked: list[tuple[str, Any]] = []
     call = RunningServer._call
@@ -85,7 +137,9 @@ def test_texts_come_with_one_request_for_many(server: Server, tmp_path: Path, mo
     monkeypatch.setattr(RunningServer, "_call", noted)
     monkeypatch.setattr(running, "TEXTS_AT_ONCE", 20)
     (tmp_path / "prompts.txt").write_text(f"{''.join(map(chr, range(33, 100)))}\nExperts\n")
-    with exported(server, tmp_path, "prompts.txt", "out.csv").open(newline="", encoding="utf-8") as file:
+    with exported(server, tmp_path, "prompts.txt", "out.csv").open(
+        newline="", encoding="utf-8"
+    ) as file:
         assert all(row["token"] for row in csv.DictReader(file))
     assert {path for path, _ in asked if not path.startswith("/v1/")} == set()
     ids = [body["token_ids"] for path, body in asked if path == "/v1/routed_experts/texts"]
@@ -109,10 +163,20 @@ def test_weights_of_a_server_that_captures_none(
     (tmp_path / "prompts.txt").write_text("a")
     with serving(tiny_model) as server:
         exported(server, tmp_path, "prompts.txt", "out.npz")
-        command = ["export", "--url", server.url, "--prompts", str(tmp_path / "prompts.txt"), "--weights"]
+        command = [
+            "export",
+            "--url",
+            server.url,
+            "--prompts",
+            str(tmp_path / "prompts.txt"),
+            "--weights",
+        ]
         assert main([*command, "-o", str(tmp_path / "none.npz")]) == 2
     said = capsys.readouterr().err
-    assert "captures no weights: start it with --enable-return-routed-expert-weights, or leave out --weights." in said
+    assert (
+        "captures no weights: start it with --enable-return-routed-expert-weights, or leave out --weights."
+        in said
+    )
     page = " ".join((ROOT / "docs/export.md").read_text(encoding="utf-8").split())
     assert "`make serve ARGS=--enable-return-routed-expert-weights`" in page
 
@@ -137,12 +201,23 @@ def test_plain_prompts_and_a_server_that_refuses_one(
 
 
 def test_f6_folders_of_prompts_and_chats(server: Server, tmp_path: Path) -> None:
-    """F6: each row says which file and folder its prompt came from; with `--chat` prompts are messages of a user."""
-    for name, text in {"code/a.txt": "def f(x):", "code/b.jsonl": '"x = 1"', "prose/a.txt": "Once upon a time"}.items():
+    """F6: each row says which file and folder its prompt came from; with `--chat` prompts are
+    messages of a user."""
+    for name, text in {
+        "code/a.txt": "def f(x):",
+        "code/b.jsonl": '"x = 1"',
+        "prose/a.txt": "Once upon a time",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "code/notes.md").write_text("no prompt")
-    command = ["export", "--url", server.url, "--prompts", *(str(tmp_path / each) for each in ("code", "prose"))]
+    command = [
+        "export",
+        "--url",
+        server.url,
+        "--prompts",
+        *(str(tmp_path / each) for each in ("code", "prose")),
+    ]
     lengths = []
     for flags in ([], ["--chat"]):
         assert main([*command, "--max-tokens", "2", "-o", str(tmp_path / "out.csv"), *flags]) == 0
@@ -150,7 +225,9 @@ def test_f6_folders_of_prompts_and_chats(server: Server, tmp_path: Path) -> None
             rows = list(csv.DictReader(file))
         places = dict.fromkeys((row["source"], row["group"]) for row in rows)
         names = [("code/a.txt", "code"), ("code/b.jsonl", "code"), ("prose/a.txt", "prose")]
-        assert [*places] == [(str(tmp_path / source), str(tmp_path / group)) for source, group in names]
+        assert [*places] == [
+            (str(tmp_path / source), str(tmp_path / group)) for source, group in names
+        ]
         assert all(row["token"] for row in rows)
         lengths.append(len(rows))
     assert lengths[1] > lengths[0], "a chat template adds tokens"

@@ -1,7 +1,8 @@
-"""What goes wrong in vLLM alone too (`docs/support.md`): beside it, each row is right, or unknown and counted.
+"""What goes wrong in vLLM alone too (`docs/support.md`): beside it, each row is right, or unknown
+and counted.
 
-Where vLLM has mended a fault, its test fails without the capture: then the sentence in `docs/support.md` goes, and so
-does the test.
+Where vLLM has mended a fault, its test fails without the capture: then the sentence in
+`docs/support.md` goes, and so does the test.
 """
 
 from collections.abc import Iterator
@@ -41,7 +42,9 @@ def start(captures: bool) -> int | None:
 def offer(prompt: list[int], captures: bool) -> dict[str, object]:
     """What a decode request gets from a prefill instance that has computed `prompt`."""
     prefill = Client(engine_with_store(PULL, is_async=False))
-    params = prefill.answer("prefill", prompt, max_tokens=1, kv_transfer_params=dict(REMOTE)).kv_transfer_params
+    params = prefill.answer(
+        "prefill", prompt, max_tokens=1, kv_transfer_params=dict(REMOTE)
+    ).kv_transfer_params
     assert params is not None
     return {name: value for name, value in params.items() if captures or name != PARAM}
 
@@ -55,7 +58,8 @@ def test_drafts_and_top_k_in_a_batch() -> None:
 
 
 def test_two_resets_of_what_is_offloaded_without_a_step_between(captures: bool) -> None:
-    """The second one fails, in vLLM's assertion; it has nothing left to reset, and the engine goes on."""
+    """The second one fails, in vLLM's assertion; it has nothing left to reset, and the engine goes
+    on."""
     core = engine_that_offloads(is_async=False, captures=captures)
     core.model_executor.worker._chance = 0
     client = Client(core)
@@ -73,8 +77,8 @@ def test_two_resets_of_what_is_offloaded_without_a_step_between(captures: bool) 
 
 
 def test_a_pull_into_a_block_that_is_copied_out_still(captures: bool) -> None:
-    """vLLM alone keeps the pull's KV as that of the block's request before: a later one loads it, and computes with it.
-    The capture tells offloading of such blocks."""
+    """vLLM alone keeps the pull's KV as that of the block's request before: a later one loads it,
+    and computes with it. The capture tells offloading of such blocks."""
     connectors = {"connectors": (PULL, OFFLOADING), "num_blocks": 12, "chunk": 256}
     core = engine_that_offloads(is_async=False, captures=captures, **connectors)
     client, pulled = Client(core), tokens(9 * BLOCK, seed=1)
@@ -102,11 +106,16 @@ def steps_until(client: Client, name: str) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_pull_that_needs_every_block(captures: bool, drafts: int) -> None:
-    """With drafts it is never admitted, as vLLM wants a block more for them. Others run meanwhile, with all rows."""
+    """With drafts it is never admitted, as vLLM wants a block more for them. Others run meanwhile,
+    with all rows."""
     num_blocks = 12  # of which vLLM keeps one for padding
-    core = engine_with_store(PULL, is_async=False, num_blocks=num_blocks, drafts=drafts, captures=captures)
+    core = engine_with_store(
+        PULL, is_async=False, num_blocks=num_blocks, drafts=drafts, captures=captures
+    )
     client, prompt = Client(core), tokens((num_blocks - 2) * BLOCK + 1)
-    client.add("pulls", prompt, start(captures), kv_transfer_params=offer(prompt, captures), max_tokens=1)
+    client.add(
+        "pulls", prompt, start(captures), kv_transfer_params=offer(prompt, captures), max_tokens=1
+    )
     client.steps(30)
     assert (client.received["pulls"].finish is None) == (drafts > 0)
     client.add("beside", tokens(20), start(captures), max_tokens=9)

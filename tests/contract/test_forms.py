@@ -1,4 +1,5 @@
-"""Every form of rows and weights, at every endpoint, whole and streamed, against the codec's plain statement of it."""
+"""Every form of rows and weights, at every endpoint, whole and streamed, against the codec's plain
+statement of it."""
 
 import base64
 import itertools
@@ -41,7 +42,9 @@ def plain(tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
-def post(server: Server, path: str, accept: str = "application/json", **body: Any) -> httpx.Response:
+def post(
+    server: Server, path: str, accept: str = "application/json", **body: Any
+) -> httpx.Response:
     with server.client() as client:
         return client.post(path, json={"model": "tiny", **body}, headers={"Accept": accept})
 
@@ -50,14 +53,25 @@ def post(server: Server, path: str, accept: str = "application/json", **body: An
 
 
 class Form:
-    """What the arrays of a request are to be; a field that is left out has its default, at generate vLLM's own form."""
+    """What the arrays of a request are to be; a field that is left out has its default, at generate
+    vLLM's own form."""
 
     def __init__(self, server: Server, path: str, fields: dict[str, Any]) -> None:
-        self._server, self.is_referred = server, fields.get("routed_experts_delivery") == "reference"
-        own = path == GENERATE and not {"routed_experts_format", "routed_experts_layout"} & fields.keys()
+        self._server, self.is_referred = (
+            server,
+            fields.get("routed_experts_delivery") == "reference",
+        )
+        own = (
+            path == GENERATE
+            and not {"routed_experts_format", "routed_experts_layout"} & fields.keys()
+        )
         self.fmt = fields.get("routed_experts_format", "npy" if own else "object")
-        self.dtype = fields.get("routed_experts_dtype", "uint16" if own else "int16").replace("auto", "int16")
-        self.is_joined = fields.get("routed_experts_layout", "joined" if own else "split") == "joined"
+        self.dtype = fields.get("routed_experts_dtype", "uint16" if own else "int16").replace(
+            "auto", "int16"
+        )
+        self.is_joined = (
+            fields.get("routed_experts_layout", "joined" if own else "split") == "joined"
+        )
         self.has_dense = fields.get("routed_experts_layers", "all" if own else "moe") == "all"
         self.has_weights = fields.get("return_routed_expert_weights", False)
         self.start = fields.get("routed_experts_prompt_start", 0)
@@ -75,7 +89,8 @@ class Form:
             return array
         every = np.zeros((len(array), DECODER_LAYERS, K), dtype=array.dtype)
         if array.dtype == np.float32:
-            every[np.isnan(array).any(axis=(1, 2))] = np.nan  # beside a weight that is no number, dense layers are none
+            # beside a weight that is no number, dense layers are none
+            every[np.isnan(array).any(axis=(1, 2))] = np.nan
         every[:, LAYER_IDS] = array
         return every
 
@@ -91,7 +106,9 @@ class Form:
 
     def routing_in(self, holder: dict[str, Any]) -> dict[str, Any]:
         """The routing fields of an answer or a part of it, with arrays in place of references."""
-        return {name: self._resolved(value) for name, value in holder.items() if "routed_expert" in name}
+        return {
+            name: self._resolved(value) for name, value in holder.items() if "routed_expert" in name
+        }
 
     def _resolved(self, value: Any) -> Any:
         if isinstance(value, list) and self.is_referred:
@@ -101,18 +118,26 @@ class Form:
         about = {name: value[name] for name in ("shape", "dtype", "start", "missing")}
         assert value.keys() == {"id", "url", "bytes", "expires"} | about.keys()
         rows = np.ascontiguousarray(fetch(value, base_url=f"{self._server.url}/v1").swapaxes(0, 1))
-        assert ([*rows.shape], rows.dtype.name, rows.nbytes) == (value["shape"], value["dtype"], value["bytes"])
+        assert ([*rows.shape], rows.dtype.name, rows.nbytes) == (
+            value["shape"],
+            value["dtype"],
+            value["bytes"],
+        )
         return {"data": base64.b64encode(rows.tobytes()).decode(), **about}
 
 
 def check_whole(form: Form, answer: dict[str, Any], prompt: list[int]) -> None:
     """The fields are those of the codec, to the byte, and there are no others."""
     of_prompt = {} if form.is_joined else form.arrays("prompt_", prompt, form.start)
-    assert form.routing_in(answer) == {name: form.encoded(array, form.start) for name, array in of_prompt.items()}
+    assert form.routing_in(answer) == {
+        name: form.encoded(array, form.start) for name, array in of_prompt.items()
+    }
     for choice in answer["choices"]:
         first = form.start if form.is_joined else len(prompt)
         arrays = form.arrays("", [*prompt, *choice["token_ids"]][:-1], first)
-        assert form.routing_in(choice) == {name: form.encoded(array, first) for name, array in arrays.items()}
+        assert form.routing_in(choice) == {
+            name: form.encoded(array, first) for name, array in arrays.items()
+        }
 
 
 def check_stream(form: Form, lines: list[str], prompt: list[int], n: int, at_end: bool) -> None:
@@ -125,19 +150,25 @@ def check_stream(form: Form, lines: list[str], prompt: list[int], n: int, at_end
         first = form.start if form.is_joined else len(prompt)
         check_pieces(form, parts, form.arrays("", [*prompt, *tokens][:-1], first), first)
         if at_end:
-            *early, last = [part for part in parts if part.get("token_ids") or part.get("finish_reason")]
+            *early, last = [
+                part for part in parts if part.get("token_ids") or part.get("finish_reason")
+            ]
             assert last["finish_reason"]
             assert not any(map(form.routing_in, early))
     of_prompt = {} if form.is_joined else form.arrays("prompt_", prompt, form.start)
     check_pieces(form, chunks, of_prompt, form.start)
 
 
-def check_pieces(form: Form, holders: list[dict[str, Any]], expected: dict[str, np.ndarray], first: int) -> None:
+def check_pieces(
+    form: Form, holders: list[dict[str, Any]], expected: dict[str, np.ndarray], first: int
+) -> None:
     pieces: dict[str, list[Any]] = {}
     for holder in holders:
         for name, value in form.routing_in(holder).items():
             pieces.setdefault(name, []).append(value)
-    assert pieces.keys() == (expected.keys() if len(next(iter(expected.values()), [])) else pieces.keys())
+    assert pieces.keys() == (
+        expected.keys() if len(next(iter(expected.values()), [])) else pieces.keys()
+    )
     for name, values in pieces.items():
         found = form.decoded(name, values)
         assert found.shape == expected[name].shape
@@ -178,7 +209,10 @@ def pairwise(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
     }
     while missing:
         drawn = [{name: rng.choice(values) for name, values in axes.items()} for _ in range(300)]
-        best = max(drawn, key=lambda case: len(missing.intersection(itertools.combinations(case.items(), 2))))
+        best = max(
+            drawn,
+            key=lambda case: len(missing.intersection(itertools.combinations(case.items(), 2))),
+        )
         missing -= set(itertools.combinations(best.items(), 2))
         cases.append(best)
     return cases
@@ -186,11 +220,15 @@ def pairwise(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 OWN = {"path": GENERATE, "n": 1, "max_tokens": 5, "length": 20}
 VLLMS_OWN: list[dict[str, Any]] = [
-    *(OWN | more for more in ({}, {"routed_experts_dtype": "int32"}, {"routed_experts_layers": "moe"})),
+    *(
+        OWN | more
+        for more in ({}, {"routed_experts_dtype": "int32"}, {"routed_experts_layers": "moe"})
+    ),
     *(OWN | {"return_routed_expert_weights": has_weights} for has_weights in (False, True)),
     OWN | {"routed_experts_format": "object", "routed_experts_layout": "joined"},
 ]
-"""Where no form is asked for at generate, vLLM's own: a second .npy stands beside it only if weights are asked for."""
+"""Where no form is asked for at generate, vLLM's own: a second .npy stands beside it only if
+weights are asked for."""
 
 
 def asked(case: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any], int]:
@@ -200,17 +238,30 @@ def asked(case: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any], in
         del fields["routed_experts_format"]
         fields |= {"routed_experts_delivery": "reference", "routed_experts_stream": "at_end"}
     path, n, length = case["path"], case["n"], case["length"]
-    sampling = {"max_tokens": case["max_tokens"], "temperature": 1.0, "seed": 3, "ignore_eos": True, "n": n}
+    sampling = {
+        "max_tokens": case["max_tokens"],
+        "temperature": 1.0,
+        "seed": 3,
+        "ignore_eos": True,
+        "n": n,
+    }
     if path == GENERATE:  # older versions of vLLM cannot stream several choices there
         n = sampling["n"] = 1
-        return path, {"token_ids": prompt_of(length, 1), "sampling_params": sampling, **IDS, **fields}, fields, n
+        return (
+            path,
+            {"token_ids": prompt_of(length, 1), "sampling_params": sampling, **IDS, **fields},
+            fields,
+            n,
+        )
     content = {"prompt": prompt_of(length, 1)}
     if path == CHAT:
         content = {"messages": [{"role": "user", "content": "x" * length}]}
     return path, {**content, **sampling, "stop": case["stop"], **IDS, **fields}, fields, n
 
 
-@pytest.mark.parametrize("case", [*pairwise(AXES), *VLLMS_OWN], ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize(
+    "case", [*pairwise(AXES), *VLLMS_OWN], ids=lambda case: "-".join(map(str, case.values()))
+)
 def test_every_form(api: Server, case: dict[str, Any]) -> None:
     path, body, fields, n = asked(case)
     form = Form(api, path, fields)
@@ -223,23 +274,36 @@ def test_every_form(api: Server, case: dict[str, Any]) -> None:
         check_whole(form, answer, prompt)
     streamed = post(api, path, MSGPACK, **body, stream=True)
     assert streamed.headers["content-type"].startswith("text/event-stream")
-    check_stream(form, streamed.text.splitlines(), prompt, n, fields.get("routed_experts_stream") == "at_end")
+    check_stream(
+        form, streamed.text.splitlines(), prompt, n, fields.get("routed_experts_stream") == "at_end"
+    )
 
 
 @pytest.mark.parametrize("layers", [None, "moe", "all"])
 def test_pairs(api: Server, plain: Server, layers: str | None) -> None:
-    """Ids, and the bits of their weights, in one array of all decoder layers, as a trainer reads it."""
-    fields = {"routed_experts_format": "paired"} | ({} if layers is None else {"routed_experts_layers": layers})
+    """Ids, and the bits of their weights, in one array of all decoder layers, as a trainer reads
+    it."""
+    fields = {"routed_experts_format": "paired"} | (
+        {} if layers is None else {"routed_experts_layers": layers}
+    )
     body = {"prompt": prompt_of(40, 1), "max_tokens": 6, **WEIGHTS, **fields}
     whole = api.complete(**body)
     tokens = [*body["prompt"], *whole["choices"][0]["token_ids"]][:-1]
-    form = Form(api, COMPLETIONS, {"routed_experts_layers": layers or "all", "return_routed_expert_weights": True})
+    form = Form(
+        api,
+        COMPLETIONS,
+        {"routed_experts_layers": layers or "all", "return_routed_expert_weights": True},
+    )
     for answer in ([whole], api.stream(**body)):
-        arrays = [chunk["prompt_routed_experts"] for chunk in answer if "prompt_routed_experts" in chunk]
+        arrays = [
+            chunk["prompt_routed_experts"] for chunk in answer if "prompt_routed_experts" in chunk
+        ]
         choices = [chunk["choices"][0] for chunk in answer]
         assert not any("routed_expert_weights" in choice for choice in choices)
         arrays += [choice["routed_experts"] for choice in choices if "routed_experts" in choice]
-        ids, weights = (np.concatenate(each) for each in zip(*map(codec.unpaired, arrays), strict=True))
+        ids, weights = (
+            np.concatenate(each) for each in zip(*map(codec.unpaired, arrays), strict=True)
+        )
         expected = form.arrays("", tokens, 0)
         assert np.array_equal(ids, expected["routed_experts"])
         assert np.array_equal(weights, expected["routed_expert_weights"], equal_nan=True)
@@ -255,7 +319,9 @@ def test_lists_of_prompts(api: Server, delivery: str) -> None:
     whole = api.complete(prompt=prompts, n=2, max_tokens=4, temperature=1.0, **fields)
     form = Form(api, COMPLETIONS, fields)
     for at, prompt in enumerate(prompts):
-        of_prompt = {name: value[at] for name, value in whole.items() if name.startswith("prompt_routed")}
+        of_prompt = {
+            name: value[at] for name, value in whole.items() if name.startswith("prompt_routed")
+        }
         check_whole(form, {**of_prompt, "choices": whole["choices"][2 * at : 2 * at + 2]}, prompt)
 
 
@@ -277,18 +343,28 @@ def test_histograms_count_the_rows_that_would_have_come(
     api: Server, path: str, has_rows: bool, has_weights: bool, layers: str, start: int
 ) -> None:
     """Dense layers have no counts: the zeros that stand for them in rows are no expert."""
-    fields = {"return_routed_experts": has_rows, "routed_experts_histogram": True, "routed_experts_layers": layers}
+    fields = {
+        "return_routed_experts": has_rows,
+        "routed_experts_histogram": True,
+        "routed_experts_layers": layers,
+    }
     fields |= {"return_routed_expert_weights": has_weights, "routed_experts_prompt_start": start}
     case = {"path": path, "n": 1, "max_tokens": 9, "length": 50, "stop": None} | fields
     _, body, _, _ = asked(case)
     whole = api._post(path, body)
-    (last,) = [chunk for chunk in api.stream(path, **body) if "prompt_routed_experts_histogram" in chunk]
+    (last,) = [
+        chunk for chunk in api.stream(path, **body) if "prompt_routed_experts_histogram" in chunk
+    ]
     assert last["choices"][0]["finish_reason"] == "length"
-    assert has_rows == ("prompt_routed_experts" in whole) == ("routed_experts" in whole["choices"][0])
+    assert (
+        has_rows == ("prompt_routed_experts" in whole) == ("routed_experts" in whole["choices"][0])
+    )
     prompt = whole.get("prompt_token_ids") or whole["choices"][0]["prompt_token_ids"]
     tokens = [*prompt, *whole["choices"][0]["token_ids"]][:-1]
     for answer in (whole, last):
-        check_histogram(answer["prompt_routed_experts_histogram"], rows_of(prompt, start), layers, has_weights)
+        check_histogram(
+            answer["prompt_routed_experts_histogram"], rows_of(prompt, start), layers, has_weights
+        )
         own = answer["choices"][0]["routed_experts_histogram"]
         check_histogram(own, rows_of(tokens, len(prompt)), layers, has_weights)
     if not has_weights:  # whose sums are larger than any real ones
@@ -297,15 +373,25 @@ def test_histograms_count_the_rows_that_would_have_come(
         assert routing.end == whole["usage"]["total_tokens"] - 1
 
 
-def check_histogram(counted: dict[str, Any], rows: np.ndarray, layers: str, has_weights: bool) -> None:
-    assert (counted["rows"], counted["missing"], "weights" in counted) == (len(rows), 0, has_weights)
+def check_histogram(
+    counted: dict[str, Any], rows: np.ndarray, layers: str, has_weights: bool
+) -> None:
+    assert (counted["rows"], counted["missing"], "weights" in counted) == (
+        len(rows),
+        0,
+        has_weights,
+    )
     weights = np.nan_to_num(weights_for(rows).astype(np.float64))
-    for name, more in (("counts", {}), ("weights", {"weights": weights})) if has_weights else (("counts", {}),):
+    for name, more in (
+        (("counts", {}), ("weights", {"weights": weights})) if has_weights else (("counts", {}),)
+    ):
         expected = np.zeros((DECODER_LAYERS, NUM_EXPERTS))
         for at, layer in enumerate(LAYER_IDS):
             of_layer = {key: value[:, at].ravel() for key, value in more.items()}
             expected[layer] = np.bincount(rows[:, at].ravel(), minlength=NUM_EXPERTS, **of_layer)
-        assert np.allclose(counted[name], expected if layers == "all" else expected[LAYER_IDS], rtol=1e-12)
+        assert np.allclose(
+            counted[name], expected if layers == "all" else expected[LAYER_IDS], rtol=1e-12
+        )
 
 
 def test_which_weights_are_refused(api: Server, plain: Server) -> None:
@@ -321,18 +407,28 @@ def test_which_weights_are_refused(api: Server, plain: Server) -> None:
         response = post(server, path, **fields)
         assert (response.status_code, response.json()["error"]["param"]) == (400, name)
         assert reason in response.json()["error"]["message"]
-    assert post(api, COMPLETIONS, **body, **IDS, return_routed_expert_weights=False).status_code == 200
+    assert (
+        post(api, COMPLETIONS, **body, **IDS, return_routed_expert_weights=False).status_code == 200
+    )
 
 
 def test_what_the_server_says(api: Server, plain: Server) -> None:
     info = api.info()
-    assert (info["weights"], info["weights_scale"], info["weights_on_input"]) == (True, [1.0] * L, False)
+    assert (info["weights"], info["weights_scale"], info["weights_on_input"]) == (
+        True,
+        [1.0] * L,
+        False,
+    )
     assert plain.info()["weights"] is False
     assert info["capture"]["host_cache_bytes"] == 3 * plain.info()["capture"]["host_cache_bytes"]
 
 
 def test_limits_and_defaults(tiny_model: Path) -> None:
-    default = {"return_routed_experts": True, "return_routed_expert_weights": True, "routed_experts_format": "npy"}
+    default = {
+        "return_routed_experts": True,
+        "return_routed_expert_weights": True,
+        "routed_experts_format": "npy",
+    }
     limit = str(4 * 50 * L * K * 4)  # of base64: 150 rows of ids, 50 with weights
     flags = ("--routed-experts-default", msgspec.json.encode(default).decode())
     with serving(tiny_model, *flags, "--routed-experts-max-response-bytes", limit, FLAG) as server:

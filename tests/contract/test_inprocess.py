@@ -1,5 +1,5 @@
-"""Engines that a program builds itself with `enable_return_routed_experts=True`: vLLM's real `LLM`, `LLMEngine` and
-`AsyncLLM`, around the model that does arithmetic."""
+"""Engines that a program builds itself with `enable_return_routed_experts=True`: vLLM's real `LLM`,
+`LLMEngine` and `AsyncLLM`, around the model that does arithmetic."""
 
 import asyncio
 import gc
@@ -51,7 +51,11 @@ from tests.e2e.harness import prompt_of
 pytestmark = pytest.mark.e2e
 
 MOE_LAYERS = [1, 2, 3, 4, 6, 7, 8, 9]
-DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
+DELTA, CUMULATIVE, FINAL = (
+    RequestOutputKind.DELTA,
+    RequestOutputKind.CUMULATIVE,
+    RequestOutputKind.FINAL_ONLY,
+)
 
 
 class SparseExecutor(ServedExecutor):
@@ -62,16 +66,24 @@ class SparseExecutor(ServedExecutor):
 
 def arguments(model: Path, **more: Any) -> dict[str, Any]:
     """Of any engine, with so many experts as the arithmetic has."""
-    sizes = {"block_size": BLOCK, "max_model_len": BLOCK * (NUM_BLOCKS - 1), "max_num_batched_tokens": 64}
+    sizes = {
+        "block_size": BLOCK,
+        "max_model_len": BLOCK * (NUM_BLOCKS - 1),
+        "max_num_batched_tokens": 64,
+    }
     sizes |= {"kv_cache_memory_bytes": 8 << 20, "enforce_eager": True, "dtype": "float32"}
-    given = {"model": str(model), "distributed_executor_backend": SparseExecutor, "enable_return_routed_experts": True}
+    given = {
+        "model": str(model),
+        "distributed_executor_backend": SparseExecutor,
+        "enable_return_routed_experts": True,
+    }
     given["hf_overrides"] = {"num_experts": 1 << 15, "num_hidden_layers": DECODER_LAYERS}
     return {**sizes, **given, **more}
 
 
 def check(rows: Any, tokens: list[int], start: int = 0) -> None:
-    """`rows` are those of `tokens`, as vLLM's own capture would return them: uint16 above 256 experts, zeros in layers
-    without experts; and the program may write into them."""
+    """`rows` are those of `tokens`, as vLLM's own capture would return them: uint16 above 256
+    experts, zeros in layers without experts; and the program may write into them."""
     want = every_layer_of(tokens[:-1], start, MOE_LAYERS)
     assert type(rows) is np.ndarray
     assert (rows.dtype, rows.shape) == (np.uint16, want.shape)
@@ -172,7 +184,9 @@ def test_the_readme(llm: LLM, monkeypatch: pytest.MonkeyPatch, documented: list[
 
 def test_a_stop_string(llm: LLM) -> None:
     (whole,) = generate(llm, prompts_of(25), params(max_tokens=20))
-    (output,) = generate(llm, prompts_of(25), params(max_tokens=20, stop=whole.outputs[0].text[7:10]))
+    (output,) = generate(
+        llm, prompts_of(25), params(max_tokens=20, stop=whole.outputs[0].text[7:10])
+    )
     assert 7 < len(output.outputs[0].token_ids) < 20
 
 
@@ -184,16 +198,28 @@ def check_reference(output: RequestOutput, start: int = 0) -> None:
     for choice in output.outputs:
         rows = pickle.loads(pickle.dumps(choice.routed_experts))
         tokens = [*output.prompt_token_ids, *choice.token_ids]
-        assert rows.shape == (len(rows), DECODER_LAYERS, K) == (len(tokens) - 1 - start, DECODER_LAYERS, K)
+        assert (
+            rows.shape
+            == (len(rows), DECODER_LAYERS, K)
+            == (len(tokens) - 1 - start, DECODER_LAYERS, K)
+        )
         assert rows.reference["start"] == start
         check(np.array(rows, order="C"), tokens, start)
-        assert np.array_equal(rows.fetch(layers=(2, 5), tokens=(1, 3)), np.asarray(rows)[1:3, 2:5].swapaxes(0, 1))
+        assert np.array_equal(
+            rows.fetch(layers=(2, 5), tokens=(1, 3)), np.asarray(rows)[1:3, 2:5].swapaxes(0, 1)
+        )
         choice.routed_experts = None  # or the array would be in the way of the next check
 
 
 def test_references(llm: LLM, tmp_path: Path) -> None:
-    for about in ({}, {"n": 3, "routed_experts_prompt_start": 7}, {"stop": ["no such text"], "max_tokens": 90}):
-        for output in llm.generate(prompts_of(20, 100), params(extra_args=BY_REFERENCE, **about), use_tqdm=False):
+    for about in (
+        {},
+        {"n": 3, "routed_experts_prompt_start": 7},
+        {"stop": ["no such text"], "max_tokens": 90},
+    ):
+        for output in llm.generate(
+            prompts_of(20, 100), params(extra_args=BY_REFERENCE, **about), use_tqdm=False
+        ):
             check_reference(output, about.get("routed_experts_prompt_start", 0))
     (output,) = llm.generate(prompts_of(20), params(extra_args=BY_REFERENCE), use_tqdm=False)
     rows = output.outputs[0].routed_experts
@@ -201,7 +227,9 @@ def test_references(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="expired"):
         np.asarray(rows)
     with pytest.raises(VLLMValidationError, match="inline or reference"):
-        llm.generate(prompts_of(20), params(extra_args={"routed_experts_delivery": "mail"}), use_tqdm=False)
+        llm.generate(
+            prompts_of(20), params(extra_args={"routed_experts_delivery": "mail"}), use_tqdm=False
+        )
     generate(llm, prompts_of(20), params())
 
 
@@ -216,7 +244,9 @@ def test_ids_are_not_kept_in_a_store_without_their_weights(llm: LLM, tmp_path: P
     assert store.used_bytes == 0
 
 
-@pytest.mark.skipif(HAS_AUX_OUTPUTS, reason="vLLM 0.31 and newer: a model's configuration has no such flag")
+@pytest.mark.skipif(
+    HAS_AUX_OUTPUTS, reason="vLLM 0.31 and newer: a model's configuration has no such flag"
+)
 def test_an_engine_says_that_it_returns_routed_experts(llm: LLM, online: "Online") -> None:
     """Where servers built on vLLM's classes look it up; without it they give out no rows."""
     for engine in (llm, llm.llm_engine, online.engine):
@@ -245,14 +275,23 @@ def test_the_engines_own_steps(llm: LLM) -> None:
         engine.add_request(kind.name, prompts_of(40)[0], params(output_kind=kind, n=2))
     outputs = steps(engine)
     for kind in (DELTA, CUMULATIVE, FINAL):
-        check_outputs(kind, 2, [output for output in outputs if output.request_id == kind.name], prompt_of(40, 40))
+        check_outputs(
+            kind,
+            2,
+            [output for output in outputs if output.request_id == kind.name],
+            prompt_of(40, 40),
+        )
 
 
-def check_outputs(kind: RequestOutputKind, n: int, outputs: list[RequestOutput], prompt: list[int]) -> None:
+def check_outputs(
+    kind: RequestOutputKind, n: int, outputs: list[RequestOutput], prompt: list[int]
+) -> None:
     """All choices of a request, whose outputs came in this order."""
     for index in range(n):
         tokens, end, last = list(prompt), 0, False
-        for choice in (choice for output in outputs for choice in output.outputs if choice.index == index):
+        for choice in (
+            choice for output in outputs for choice in output.outputs if choice.index == index
+        ):
             assert not last
             tokens = [*(tokens if kind == DELTA else prompt), *choice.token_ids]
             last = choice.finish_reason is not None
@@ -267,7 +306,9 @@ def check_outputs(kind: RequestOutputKind, n: int, outputs: list[RequestOutput],
         assert last
 
 
-@pytest.mark.skipif(not hasattr(EngineArgs, "aux_output_config"), reason="vLLM 0.30 and older: no such argument")
+@pytest.mark.skipif(
+    not hasattr(EngineArgs, "aux_output_config"), reason="vLLM 0.30 and older: no such argument"
+)
 def test_aux_output_config_asks_too(no_process: None, tiny_model: Path) -> None:
     """And an engine after another, in the same process."""
     asked = arguments(tiny_model, aux_output_config={"enable_return_routed_experts": True})
@@ -278,9 +319,12 @@ def test_aux_output_config_asks_too(no_process: None, tiny_model: Path) -> None:
     engine.engine_core.shutdown()
 
 
-@pytest.mark.skipif(not HAS_AUX_OUTPUTS, reason="vLLM 0.30 and older: keeps its engine, without this package too")
+@pytest.mark.skipif(
+    not HAS_AUX_OUTPUTS, reason="vLLM 0.30 and older: keeps its engine, without this package too"
+)
 def test_an_engine_that_is_let_go_ends(no_process: None, tiny_model: Path) -> None:
-    """Nothing of ours keeps it: a program that deletes its engine wants its memory back, for the next one."""
+    """Nothing of ours keeps it: a program that deletes its engine wants its memory back, for the
+    next one."""
     made = LLM(**arguments(tiny_model))
     generate(made, prompts_of(5), params())
     executor, ended = made.llm_engine.model_executor, []
@@ -340,7 +384,9 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
-async def read(online: Online, prompt: Any, asked: SamplingParams, wait: float = 0) -> list[RequestOutput]:
+async def read(
+    online: Online, prompt: Any, asked: SamplingParams, wait: float = 0
+) -> list[RequestOutput]:
     outputs = []
     async for output in online.engine.generate(prompt, asked, str(next(_names))):
         outputs.append(output)
@@ -355,7 +401,9 @@ _names = itertools.count()
 async def test_references_of_an_asynchronous_engine(online: Online) -> None:
     for kind in (DELTA, CUMULATIVE, FINAL):
         (prompt,) = prompts_of(40)
-        outputs = await read(online, prompt, params(output_kind=kind, max_tokens=9, extra_args=BY_REFERENCE))
+        outputs = await read(
+            online, prompt, params(output_kind=kind, max_tokens=9, extra_args=BY_REFERENCE)
+        )
         assert all(output.outputs[0].routed_experts is None for output in outputs[:-1])
         if kind is DELTA:
             tokens = [token for output in outputs for token in output.outputs[0].token_ids]
@@ -364,7 +412,9 @@ async def test_references_of_an_asynchronous_engine(online: Online) -> None:
 
 
 @in_loop
-async def test_references_are_stored_outside_of_the_loop(online: Online, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_references_are_stored_outside_of_the_loop(
+    online: Online, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For those who wait and for those who poll."""
     threads, put = [], ArrayStore.put
     monkeypatch.setattr(ArrayStore, "put", lambda *args: threads.append(get_ident()) or put(*args))
@@ -405,11 +455,19 @@ async def test_requests_that_are_aborted(online: Online, kind: RequestOutputKind
         outputs.append(await queue.get())
     check_outputs(kind, 1, outputs, prompt_of(40, 40))
     assert outputs[-1].outputs[0].finish_reason == "abort"
-    assert sum(len(output.outputs[0].token_ids) for output in (outputs if kind == DELTA else outputs[-1:])) > 5
+    assert (
+        sum(
+            len(output.outputs[0].token_ids)
+            for output in (outputs if kind == DELTA else outputs[-1:])
+        )
+        > 5
+    )
 
 
 async def poll(online: Online, name: str, asked: SamplingParams | None = None) -> Any:
-    queue = await online.engine.add_request(name, prompts_of(40)[0], asked or params(output_kind=FINAL))
+    queue = await online.engine.add_request(
+        name, prompts_of(40)[0], asked or params(output_kind=FINAL)
+    )
     while (output := queue.get_nowait()) is None:
         await asyncio.sleep(0.01)
     return output
@@ -423,8 +481,12 @@ async def test_a_reader_that_polls(new: Online) -> None:
 
 
 @in_loop
-async def test_a_reader_that_polls_sees_errors(new: Online, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = await new.engine.add_request("first", prompts_of(40)[0], params(output_kind=FINAL, max_tokens=500))
+async def test_a_reader_that_polls_sees_errors(
+    new: Online, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await new.engine.add_request(
+        "first", prompts_of(40)[0], params(output_kind=FINAL, max_tokens=500)
+    )
     first.put(ValueError("of the engine"))
     with pytest.raises(ValueError, match="of the engine"):
         first.get_nowait()
@@ -439,7 +501,9 @@ async def test_a_prompt_that_is_streamed_in_is_refused(online: Online) -> None:
     async def inputs() -> AsyncIterator[StreamingInput]:
         yield StreamingInput(prompt=prompts_of(5)[0])
 
-    with pytest.raises(VLLMValidationError, match="cannot be returned for a prompt that is streamed in"):
+    with pytest.raises(
+        VLLMValidationError, match="cannot be returned for a prompt that is streamed in"
+    ):
         await read(online, inputs(), params(output_kind=DELTA))
 
 
@@ -480,7 +544,9 @@ def test_a_scheduler_of_the_programs_own(no_process: None, tiny_model: Path, by_
 
 
 def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
-    config = EngineArgs(**arguments(tiny_model, worker_cls=f"{__name__}.OwnWorker")).create_engine_config()
+    config = EngineArgs(
+        **arguments(tiny_model, worker_cls=f"{__name__}.OwnWorker")
+    ).create_engine_config()
     assert is_capturing(config.parallel_config.worker_cls)
     made = resolve_obj_by_qualname(config.parallel_config.worker_cls)
     assert made is resolve_obj_by_qualname(config.parallel_config.worker_cls)
@@ -493,15 +559,26 @@ def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
     [
         ({"scheduler_cls": NoScheduler}, "NoScheduler does not derive from vLLM's Scheduler"),
         ({"scheduler_cls": "their.Class"}, "their.Class cannot be imported"),
-        ({"worker_cls": f"{__name__}.NoScheduler"}, "NoScheduler does not derive from vLLM's Worker"),
+        (
+            {"worker_cls": f"{__name__}.NoScheduler"},
+            "NoScheduler does not derive from vLLM's Worker",
+        ),
         ({"worker_cls": "NoModule"}, "NoModule cannot be imported"),
         ({"worker_cls": b"pickled"}, "must be a class at the top of a module"),
-        ({"scheduler_cls": type("Local", (Scheduler,), {})}, "must be a class at the top of a module"),
+        (
+            {"scheduler_cls": type("Local", (Scheduler,), {})},
+            "must be a class at the top of a module",
+        ),
         ({"kv_sharing_fast_prefill": True}, "Fast prefill skips layers"),
-        ({"additional_config": {"routed_experts_delivery": "by mail"}}, "must be inline or reference, not 'by mail'"),
+        (
+            {"additional_config": {"routed_experts_delivery": "by mail"}},
+            "must be inline or reference, not 'by mail'",
+        ),
     ],
 )
-def test_what_cannot_be_captured_is_refused(tiny_model: Path, given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_captured_is_refused(
+    tiny_model: Path, given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedConfig, match=message) as refused:
         EngineArgs(**arguments(tiny_model, **given)).create_engine_config()
     assert "VLLM_PLUGINS" in str(refused.value)
@@ -513,7 +590,9 @@ def test_what_cannot_be_captured_is_refused(tiny_model: Path, given: dict[str, A
 def test_paths_can_be_given(tiny_model: Path) -> None:
     """vLLM makes JSON of the configuration."""
     additional = {"routed_experts_store": tiny_model / "store"}
-    config = EngineArgs(**arguments(tiny_model, additional_config=additional)).create_engine_config()
+    config = EngineArgs(
+        **arguments(tiny_model, additional_config=additional)
+    ).create_engine_config()
     assert config.additional_config["routed_experts_store"] == str(tiny_model / "store")
     assert config.compute_hash()
 
@@ -611,21 +690,31 @@ for name, program in eval(sys.argv[2]).items():
 def test_programs_in_processes_of_their_own(tiny_model: Path) -> None:
     """Forks of one that has imported vLLM, which takes longer than all the rest."""
     command = [sys.executable, "-c", GIVEN + FORK, str(tiny_model), repr(PROGRAMS)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout
     first = done.stdout.split("---- ")[1]
     (said,) = [line for line in first.splitlines() if "routed-experts-server" in line]
     assert "INFO" in said
     assert "VLLM_PLUGINS" in said
     (beside,) = (text for text in done.stdout.split("---- ") if text.startswith("H2"))
-    warnings = [line for line in beside.splitlines() if "WARNING" in line and "vLLM's own capture is used" in line]
+    warnings = [
+        line
+        for line in beside.splitlines()
+        if "WARNING" in line and "vLLM's own capture is used" in line
+    ]
     assert ["Rust" in line for line in warnings] == [True, False]  # one for each front end
 
 
-def test_an_endpoint_plugin_that_cannot_be_loaded_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_plugin_that_cannot_be_loaded_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM would log what it raises before, and serve without it."""
     monkeypatch.setitem(sys.modules, "routed_experts.server.http.plugin", None)
     plugin = entry_point.make()
     assert set(plugin.required_tasks) == {"generate"}
-    with pytest.raises(UnsupportedConfig, match=r"cannot be loaded: .*server\.http\.plugin.*VLLM_PLUGINS"):
+    with pytest.raises(
+        UnsupportedConfig, match=r"cannot be loaded: .*server\.http\.plugin.*VLLM_PLUGINS"
+    ):
         plugin.attach_router(FastAPI())

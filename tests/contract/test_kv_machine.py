@@ -1,7 +1,9 @@
-"""KV from a store, from offloading and from another instance, in any order of what can happen to it.
+"""KV from a store, from offloading and from another instance, in any order of what can happen to
+it.
 
-Each row that is sent is of the very computation whose KV its request read (`loads.TracedReceived`), or is unknown, with
-a cause and only where a setting or the request allows it; each request ends; nothing is left in the engine.
+Each row that is sent is of the very computation whose KV its request read (`loads.TracedReceived`),
+or is unknown, with a cause and only where a setting or the request allows it; each request ends;
+nothing is left in the engine.
 
 The same in every run; the long run tries others, and more, of each case.
 """
@@ -52,11 +54,17 @@ class Case:
 
     @property
     def may_miss(self) -> bool:
-        """Whether rows that are asked for may be unknown: not where only chunks with their rows are loaded."""
-        return "fetches_hits" in self.kept or (self.policy == "missing" and self.connectors != (OFFLOADING,))
+        """Whether rows that are asked for may be unknown: not where only chunks with their rows are
+        loaded."""
+        return "fetches_hits" in self.kept or (
+            self.policy == "missing" and self.connectors != (OFFLOADING,)
+        )
 
 
-FAILS, FAILS_WHOLE = {"fails": 0.4, "is_async": True}, {"fails": 0.4, "is_async": True, "fails_as": "request"}
+FAILS, FAILS_WHOLE = (
+    {"fails": 0.4, "is_async": True},
+    {"fails": 0.4, "is_async": True, "fails_as": "request"},
+)
 PULLS = [(PULL,), (PULL, OFFLOADING), (OFFLOADING, PULL), (PULL, NAME), (NAME, PULL)]
 CASES = {
     "store": Case((NAME,)),
@@ -64,31 +72,52 @@ CASES = {
     # Blocks of those that only produce are not fenced.
     "store, missing": Case((NAME,), "missing", engine={**FEW, "role": "kv_producer"}),
     # Over prefix hits: rows of running requests may get lost, but never become another's (E2).
-    "store, over hits": Case((NAME,), kept={"fetches_hits": True}, engine={**FEW, "role": "kv_producer"}),
-    "store, over hits beside steps": Case((NAME,), kept={"fetches_hits": True, "is_async": True}),
-    # As vLLM's ExampleConnector, which offers less than nothing where a preempted request hits more than its prompt.
-    "store of prompts": Case(
-        (NAME,), kept={"has_prompts": True}, engine={"num_blocks": 14, "max_num_seqs": 3}, happens="less than nothing"
+    "store, over hits": Case(
+        (NAME,), kept={"fetches_hits": True}, engine={**FEW, "role": "kv_producer"}
     ),
-    # With asynchronous scheduling vLLM 0.32 computes what fails in a step again with the tokens that it had expected.
-    "loads fail": Case((NAME,), kept={"fails": 0.4}, engine={**FEW, "is_async": False}, happens="fails"),
+    "store, over hits beside steps": Case((NAME,), kept={"fetches_hits": True, "is_async": True}),
+    # As vLLM's ExampleConnector, which offers less than nothing where a preempted request hits more
+    # than its prompt.
+    "store of prompts": Case(
+        (NAME,),
+        kept={"has_prompts": True},
+        engine={"num_blocks": 14, "max_num_seqs": 3},
+        happens="less than nothing",
+    ),
+    # With asynchronous scheduling vLLM 0.32 computes what fails in a step again with the tokens
+    # that it had expected.
+    "loads fail": Case(
+        (NAME,), kept={"fails": 0.4}, engine={**FEW, "is_async": False}, happens="fails"
+    ),
     "loads fail, missing": Case((NAME,), "missing", FAILS, {**FEW, "failures": "fail"}, "fails"),
     "loads fail as a whole": Case((NAME,), kept=FAILS_WHOLE, happens="fails"),
     "offloading": Case((OFFLOADING,), engine={**FEW, "answers": True}),
-    "offloading, large chunks": Case((OFFLOADING,), "missing", engine={**FEW, "chunks": 13, "blocks_per_chunk": 3}),
+    "offloading, large chunks": Case(
+        (OFFLOADING,), "missing", engine={**FEW, "chunks": 13, "blocks_per_chunk": 3}
+    ),
     # Each chunk is let go again and again, and sometimes there is none for a store.
-    "offloading, few chunks": Case((OFFLOADING,), engine={**FEW, "chunks": 6, "answers": True, "num_blocks": 14}),
+    "offloading, few chunks": Case(
+        (OFFLOADING,), engine={**FEW, "chunks": 6, "answers": True, "num_blocks": 14}
+    ),
     # Rejected drafts leave rows behind the last token, and few blocks are soon another's.
-    "offloading, drafts": Case((OFFLOADING,), engine={**FEW, "drafts": 3, "answers": True, "num_blocks": 14}),
+    "offloading, drafts": Case(
+        (OFFLOADING,), engine={**FEW, "drafts": 3, "answers": True, "num_blocks": 14}
+    ),
     "offloading, stages": Case((OFFLOADING,), engine={**FEW, "stages": 2}),
-    "offloading, weights": Case((OFFLOADING,), "missing", engine={**FEW, "chunks": 12, "weights": True}),
+    "offloading, weights": Case(
+        (OFFLOADING,), "missing", engine={**FEW, "chunks": 12, "weights": True}
+    ),
     "store, weights": Case((NAME,), engine={**FEW, "weights": True}),
     "offloading, store": Case((OFFLOADING, NAME), engine={**FEW, "answers": True}),
     "store, offloading": Case((NAME, OFFLOADING), "missing", engine={**FEW, "answers": True}),
-    **{" then ".join(each): Case(each, kept=FAILS, engine=ENOUGH, happens="late") for each in PULLS},
+    **{
+        " then ".join(each): Case(each, kept=FAILS, engine=ENOUGH, happens="late") for each in PULLS
+    },
     "pull, weights": Case((PULL, OFFLOADING), engine={**ENOUGH, "weights": True}),
     "pull, missing": Case((PULL, NAME), "missing", FAILS, {**ENOUGH, "failures": "fail"}, "late"),
-    "pull, fails as a whole": Case((PULL,), kept=FAILS_WHOLE, engine={**ENOUGH, "failures": "fail"}, happens="late"),
+    "pull, fails as a whole": Case(
+        (PULL,), kept=FAILS_WHOLE, engine={**ENOUGH, "failures": "fail"}, happens="late"
+    ),
 }
 
 
@@ -111,8 +140,11 @@ class Machine(RuleBasedStateMachine):
         self.client = Client(self.core)
         self.client.answer("warm up", [1])
         weights = case.engine.get("weights", False)
-        self.prefill = Client(engine_with_store(PULL, is_async=False, num_blocks=32, weights=weights))
-        self.offers: list[tuple[list[int], Any]] = []  # prompts that another instance computed, and where their KV is
+        self.prefill = Client(
+            engine_with_store(PULL, is_async=False, num_blocks=32, weights=weights)
+        )
+        # prompts that another instance computed, and where their KV is
+        self.offers: list[tuple[list[int], Any]] = []
         self.is_sound = True  # whether nothing failed in a turn
         self.gone: set[str] = set()
         self.may_miss: set[str] = set()
@@ -148,9 +180,13 @@ class Machine(RuleBasedStateMachine):
 
     # One rule, as hypothesis leaves rules out of most runs, and too little would happen.
     @rule(
-        asks=st.sampled_from(["a prefix", "a prefix", "the next turn", "a pull", "a pull", "the same pull", None]),
+        asks=st.sampled_from(
+            ["a prefix", "a prefix", "the next turn", "a pull", "a pull", "the same pull", None]
+        ),
         prompt=st.builds(
-            lambda stem, length, tail: tokens(7 * BLOCK, seed=stem)[:length] + tokens(tail, seed=tail),
+            lambda stem, length, tail: (
+                tokens(7 * BLOCK, seed=stem)[:length] + tokens(tail, seed=tail)
+            ),
             st.integers(0, 1),
             st.sampled_from([7 * BLOCK, 5 * BLOCK + 3, 4 * BLOCK]) | st.integers(1, 7 * BLOCK),
             st.integers(0, 2),
@@ -159,11 +195,15 @@ class Machine(RuleBasedStateMachine):
         start=st.sampled_from([None, 0, 0, 0.5, 1]),
         flags=st.sets(st.sampled_from(["at_end", "allow_missing", "weights"])),
         max_tokens=st.integers(1, 30),
-        event=st.sampled_from([None, None, None, "abort", "empty", "reset", "reset all", "lease ends"]),
+        event=st.sampled_from(
+            [None, None, None, "abort", "empty", "reset", "reset all", "lease ends"]
+        ),
         steps=st.integers(0, 6),
         seconds=st.sampled_from([0, 0, 0, 1, LEASE_S / 3]),
     )
-    def turn(self, asks: str | None, prompt: list[int], at: int, event: str | None, **about: Any) -> None:
+    def turn(
+        self, asks: str | None, prompt: list[int], at: int, event: str | None, **about: Any
+    ) -> None:
         steps, seconds, self.is_sound = about.pop("steps"), about.pop("seconds"), False
         names = list(self.client.received)
         if asks in ("a pull", "the same pull") and self.pulls:
@@ -188,21 +228,34 @@ class Machine(RuleBasedStateMachine):
         self.is_sound = True
 
     def _ask(
-        self, prompt: list[int], start: float | None, flags: set[str], max_tokens: int, params: Any = None
+        self,
+        prompt: list[int],
+        start: float | None,
+        flags: set[str],
+        max_tokens: int,
+        params: Any = None,
     ) -> None:
         name, about = next(self.names), dict.fromkeys(flags, True)
-        about["weights"] = "weights" in flags and "weights" in self.case.engine and "allow_missing" not in flags
+        about["weights"] = (
+            "weights" in flags and "weights" in self.case.engine and "allow_missing" not in flags
+        )
         first = None if start is None else int(start * len(prompt))
-        self.client.add(name, prompt, first, max_tokens=max_tokens, kv_transfer_params=params, **about)
+        self.client.add(
+            name, prompt, first, max_tokens=max_tokens, kv_transfer_params=params, **about
+        )
         if "allow_missing" in flags or (params is not None and PARAM not in params):
             self.may_miss.add(name)
 
     def _pull(self, prompt: list[int], is_new: bool, at: int, **about: Any) -> None:
         """Both legs; or a decode leg with KV that another came for, perhaps long ago."""
         if is_new or not self.offers:
-            ask = {"do_remote_decode": True, "do_remote_prefill": False} | ({PARAM: True} if at % 5 else {})
+            ask = {"do_remote_decode": True, "do_remote_prefill": False} | (
+                {PARAM: True} if at % 5 else {}
+            )
             weights = at % 2 == 0 and "weights" in self.case.engine
-            offer = self.prefill.answer(next(self.names), prompt, max_tokens=1, kv_transfer_params=ask, weights=weights)
+            offer = self.prefill.answer(
+                next(self.names), prompt, max_tokens=1, kv_transfer_params=ask, weights=weights
+            )
             if not at % 5:  # as with vLLM alone, nobody looks at the lease
                 self._ask(prompt, params=offer.kv_transfer_params, **about)
                 self.run()
@@ -224,31 +277,46 @@ class Machine(RuleBasedStateMachine):
         """The other instance gives all blocks that nobody is to pull to another prompt."""
         free = self.prefill.engines[0].scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if free > 2:
-            self.prefill.answer(next(self.names), tokens((free - 1) * BLOCK, seed=1000 + seed), max_tokens=1)
+            self.prefill.answer(
+                next(self.names), tokens((free - 1) * BLOCK, seed=1000 + seed), max_tokens=1
+            )
 
     def _reset(self, both: bool) -> None:
-        """As for new weights, with what is kept outside (`both`) or without. Running requests are preempted; not where
-        they would load what the connector kept at once, of which vLLM 0.32 fails."""
-        self.core.scheduler.reset_prefix_cache(reset_running_requests=both or not self.offloads, reset_connector=both)
+        """As for new weights, with what is kept outside (`both`) or without. Running requests are
+        preempted; not where they would load what the connector kept at once, of which vLLM 0.32
+        fails."""
+        self.core.scheduler.reset_prefix_cache(
+            reset_running_requests=both or not self.offloads, reset_connector=both
+        )
         self.step()
 
     def _is_fenced(self) -> bool:
         """Whether loads or steps under way keep vLLM from a reset."""
         (manager,) = self.core.scheduler.kv_cache_manager.coordinator.single_type_managers
-        loading = manager.req_to_blocks.keys() - {request.request_id for request in self.core.scheduler.running}
+        loading = manager.req_to_blocks.keys() - {
+            request.request_id for request in self.core.scheduler.running
+        }
         return bool(loading or (self.core.scheduler.defer_block_free and self.core.batch_queue))
 
     def _not_loaded(self) -> list[Any]:
         """Blocks in the prefix cache whose load within a step failed, and those computed from them.
 
-        With "recompute", `Scheduler._handle_invalid_blocks` of vLLM 0.32 leaves them there, for the first request that
-        has them to compute again. If that is preempted or aborted before, others read whatever KV they hold, with or
-        without this capture; it is not so here.
+        With "recompute", `Scheduler._handle_invalid_blocks` of vLLM 0.32 leaves them there, for the
+        first request that has them to compute again. If that is preempted or aborted before, others
+        read whatever KV they hold, with or without this capture; it is not so here.
         """
         if self.kept.is_async or not self.kept.fails:
             return []
-        cached = [each for each in self.core.scheduler.kv_cache_manager.block_pool.blocks if each.block_hash]
-        return [each for each in cached if NOTHING in self.core.model_executor.get(slots_of(each.block_id))]
+        cached = [
+            each
+            for each in self.core.scheduler.kv_cache_manager.block_pool.blocks
+            if each.block_hash
+        ]
+        return [
+            each
+            for each in cached
+            if NOTHING in self.core.model_executor.get(slots_of(each.block_id))
+        ]
 
     # ---- what must be so then ----
 
@@ -263,7 +331,9 @@ class Machine(RuleBasedStateMachine):
             missing = {name for name, received in self.client.received.items() if received.missing}
             assert self.case.may_miss or missing <= self.may_miss
             assert self.client.faults() == 0, "E2"
-            self._happened["loads"] += self.kept.num_loaded + (num_loaded(self.core) if self.offloads else 0)
+            self._happened["loads"] += self.kept.num_loaded + (
+                num_loaded(self.core) if self.offloads else 0
+            )
             self._happened["fails"] += self.kept.num_failed
             self._happened["less than nothing"] += self.kept.num_negative
 

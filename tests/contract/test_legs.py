@@ -1,4 +1,5 @@
-"""A prefill and a decode server over HTTP, and a proxy that relays `kv_transfer_params`, as vLLM's toy proxy does."""
+"""A prefill and a decode server over HTTP, and a proxy that relays `kv_transfer_params`, as vLLM's
+toy proxy does."""
 
 import base64
 import json
@@ -28,7 +29,15 @@ from routed_experts.server.http.request import MSGPACK
 from routed_experts.server.outputs.prefill_param import PrefillRowsParam
 from tests.contract.engine import K, L, Tokens, weights_for
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
-from tests.contract.served import SIZES, Command, InProcessClient, ServedExecutor, ours, served, vllms
+from tests.contract.served import (
+    SIZES,
+    Command,
+    InProcessClient,
+    ServedExecutor,
+    ours,
+    served,
+    vllms,
+)
 from tests.contract.test_recording import lines_of
 from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode
 
@@ -52,14 +61,22 @@ class Legs:
         """The prefill leg's answer."""
         params = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(NO_KV)}
         one = {"max_tokens": 1}
-        limits = {"sampling_params": {**body["sampling_params"], **one}} if path == GENERATE else one
-        return self.prefill._post(path, {**body, **limits, "stream": False, "kv_transfer_params": params})
+        limits = (
+            {"sampling_params": {**body["sampling_params"], **one}} if path == GENERATE else one
+        )
+        return self.prefill._post(
+            path, {**body, **limits, "stream": False, "kv_transfer_params": params}
+        )
 
     def pull(self, path: str, what: dict[str, Any], first: dict[str, Any]) -> None:
         """The decode leg of a request that asks for nothing: it frees the KV of the prefill leg."""
-        self.decode._post(path, {**what, "max_tokens": 1, "kv_transfer_params": first["kv_transfer_params"]})
+        self.decode._post(
+            path, {**what, "max_tokens": 1, "kv_transfer_params": first["kv_transfer_params"]}
+        )
 
-    def answers(self, path: str, body: dict[str, Any], stream: bool = False) -> tuple[dict[str, Any], list[Answer]]:
+    def answers(
+        self, path: str, body: dict[str, Any], stream: bool = False
+    ) -> tuple[dict[str, Any], list[Answer]]:
         """The prefill leg's answer, and the choices of the decode leg's."""
         start, n = body.get("routed_experts_prompt_start", 0), body.get("n", 1)
         first = self.first(path, body)
@@ -72,7 +89,15 @@ class Legs:
 @contextmanager
 def two_servers(model: Path, *more: str, command: Command = ours) -> Iterator[Legs]:
     transfer = json.dumps({"kv_connector": PULL, "kv_role": "kv_both"})
-    flags = (*SIZES, "--enable-scale-out", "--max-num-batched-tokens", "64", "--kv-transfer-config", transfer, *more)
+    flags = (
+        *SIZES,
+        "--enable-scale-out",
+        "--max-num-batched-tokens",
+        "64",
+        "--kv-transfer-config",
+        transfer,
+        *more,
+    )
     flags += ("--enable-log-requests", "--max-log-len", "100000000")
     a_server = partial(served, model, LegExecutor, *flags, command=command)
     with store() as kept, a_server() as one, a_server() as other:
@@ -97,10 +122,13 @@ def sent_rows(first: dict[str, Any]) -> np.ndarray:
 
 
 def check(answer: Answer, prefill_rows: np.ndarray) -> None:
-    """All P + G - 1 rows: the prefill leg's own, of the very computation whose KV was pulled, then the decode leg's."""
+    """All P + G - 1 rows: the prefill leg's own, of the very computation whose KV was pulled, then
+    the decode leg's."""
     p, sequence = len(answer.prompt), Tokens([*answer.prompt, *answer.tokens])
     expected = without_numbers(sequence.rows(answer.start, len(sequence) - 1))
-    assert np.array_equal(without_numbers(np.concatenate([answer.prompt_rows, answer.rows])), expected)
+    assert np.array_equal(
+        without_numbers(np.concatenate([answer.prompt_rows, answer.rows])), expected
+    )
     pulled = max(p - 1 - answer.start, 0)
     assert np.array_equal(answer.prompt_rows[:pulled], prefill_rows[:pulled])
     if answer.start < p:
@@ -119,7 +147,9 @@ def check(answer: Answer, prefill_rows: np.ndarray) -> None:
     ],
 )
 def test_every_row_is_there(legs: Legs, body: dict[str, Any], stream: bool) -> None:
-    ((what, text),) = [(name, value) for name, value in body.items() if name in ("prompt", "messages")]
+    ((what, text),) = [
+        (name, value) for name, value in body.items() if name in ("prompt", "messages")
+    ]
     text = f"{stream} {text}"  # of its own, so that no prefix is hit
     path = COMPLETIONS if what == "prompt" else CHAT
     asked = {**ASK, **body, what: text if what == "prompt" else [{"role": "user", "content": text}]}
@@ -138,7 +168,8 @@ def test_every_row_is_there(legs: Legs, body: dict[str, Any], stream: bool) -> N
         ({"routed_experts_prompt_start": 20}, False),
         ({"routed_experts_delivery": "reference"}, False),
         ({"routed_experts_delivery": "inline"}, True),
-        ({"stop_token_ids": list(range(259))}, True),  # the connector does not send what a stop ended
+        # the connector does not send what a stop ended
+        ({"stop_token_ids": list(range(259))}, True),
         ({"MAX_BYTES": 64}, True),
     ],
     ids=["start", "reference", "inline", "stopped", "too large"],
@@ -158,7 +189,9 @@ def test_prompt_rows_stand_apart_if_asked_for_or_if_they_do_not_go_with_the_kv(
         rows = Tokens(answer.prompt).rows(0, len(answer.prompt))
         assert np.array_equal(without_numbers(answer.prompt_rows), without_numbers(rows))
     params = first["kv_transfer_params"] or {}
-    assert (PARAM in params) == (not fields.keys() & {"stop_token_ids"} and "MAX_BYTES" not in about)
+    assert (PARAM in params) == (
+        not fields.keys() & {"stop_token_ids"} and "MAX_BYTES" not in about
+    )
     if params:
         legs.pull(path, what, first)
 
@@ -166,21 +199,35 @@ def test_prompt_rows_stand_apart_if_asked_for_or_if_they_do_not_go_with_the_kv(
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_in_and_out(legs: Legs, stream: bool) -> None:
     prompt = [(7 * i + stream) % 90 for i in range(100)]
-    body: dict[str, Any] = {"token_ids": prompt, "sampling_params": {"max_tokens": 6}, "return_routed_experts": True}
+    body: dict[str, Any] = {
+        "token_ids": prompt,
+        "sampling_params": {"max_tokens": 6},
+        "return_routed_experts": True,
+    }
     body |= {"routed_experts_format": "object", "routed_experts_layout": "joined"}
     first = legs.first(GENERATE, body)
     body["kv_transfer_params"] = first["kv_transfer_params"]
-    messages = legs.decode.stream(GENERATE, **body) if stream else [legs.decode._post(GENERATE, body)]
+    messages = (
+        legs.decode.stream(GENERATE, **body) if stream else [legs.decode._post(GENERATE, body)]
+    )
     choices = [message["choices"][0] for message in messages]
     rows = np.concatenate([decode(choice["routed_experts"]) for choice in choices])
     tokens = [token for choice in choices for token in choice["token_ids"] or []]
     assert len(tokens) == 6
-    check(Answer(prompt, tokens, 0, rows[:100], rows[100:]), decode(first["choices"][0]["routed_experts"]))
+    check(
+        Answer(prompt, tokens, 0, rows[:100], rows[100:]),
+        decode(first["choices"][0]["routed_experts"]),
+    )
 
 
 def test_the_legs_answers_spliced_are_the_same(legs: Legs) -> None:
     """Where a proxy relays no rows."""
-    body = {**ASK, "prompt": "without rows" * 9, "max_tokens": 5, "routed_experts_delivery": "inline"}
+    body = {
+        **ASK,
+        "prompt": "without rows" * 9,
+        "max_tokens": 5,
+        "routed_experts_delivery": "inline",
+    }
     first = legs.first(COMPLETIONS, body)
     params = dict(first["kv_transfer_params"])
     rows = params.pop("routed_experts")
@@ -189,7 +236,9 @@ def test_the_legs_answers_spliced_are_the_same(legs: Legs) -> None:
     def counted() -> np.ndarray:
         reasons = ("kv_transfer", "kv_store", "not_captured", "not_arrived")
         name = "routed_experts_rows_missing_total"
-        return np.array([legs.decode.metric(name, model_name="tiny", reason=reason) for reason in reasons])
+        return np.array(
+            [legs.decode.metric(name, model_name="tiny", reason=reason) for reason in reasons]
+        )
 
     before = counted()
     second = legs.decode._post(COMPLETIONS, {**body, "kv_transfer_params": params})
@@ -203,19 +252,24 @@ def test_the_legs_answers_spliced_are_the_same(legs: Legs) -> None:
 
 
 def test_rows_in_messagepack(legs: Legs) -> None:
-    """A proxy that asks for it relays bytes. All other bytes of a request are text to the server."""
+    """A proxy that asks for it relays bytes. All other bytes of a request are text to the
+    server."""
     body: dict[str, Any] = {"model": "tiny", **ASK, "prompt": "in bytes" * 9, "max_tokens": 5}
     opt_in = OptIn(0, bytes(16), shared=False).encode()
     with legs.prefill.client() as prefill, legs.decode.client() as decode_client:
         params = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(NO_KV)}
         first = {**body, "max_tokens": 1, "kv_transfer_params": params}
-        prefilled = msgspec.msgpack.decode(prefill.post(COMPLETIONS, json=first, headers={"Accept": MSGPACK}).content)
+        prefilled = msgspec.msgpack.decode(
+            prefill.post(COMPLETIONS, json=first, headers={"Accept": MSGPACK}).content
+        )
         data = prefilled["kv_transfer_params"]["routed_experts"]["data"]
         assert type(data) is bytes
         packed = {"Content-Type": MSGPACK}
 
         def post(**more: Any) -> httpx.Response:
-            return decode_client.post(COMPLETIONS, content=msgspec.msgpack.encode({**body, **more}), headers=packed)
+            return decode_client.post(
+                COMPLETIONS, content=msgspec.msgpack.encode({**body, **more}), headers=packed
+            )
 
         whole = post(kv_transfer_params=prefilled["kv_transfer_params"]).json()
         prefilled_rows = np.frombuffer(data, np.int16).reshape(-1, L, K)
@@ -223,9 +277,14 @@ def test_rows_in_messagepack(legs: Legs) -> None:
         forged = {"prompt": "b", "return_routed_experts": False, "vllm_xargs": {OPT_IN_ARG: opt_in}}
         assert "routed_experts" not in post(**forged).json()["choices"][0]
         wrong = {**prefilled["kv_transfer_params"], "routed_experts": {"data": data[1:]}}
-        assert post(kv_transfer_params=wrong).json()["error"]["param"] == "kv_transfer_params.routed_experts"
+        assert (
+            post(kv_transfer_params=wrong).json()["error"]["param"]
+            == "kv_transfer_params.routed_experts"
+        )
         for content in (b"", b"\xc1", b"\x81", msgspec.msgpack.encode([1])):
-            assert decode_client.post(COMPLETIONS, content=content, headers=packed).status_code == 400
+            assert (
+                decode_client.post(COMPLETIONS, content=content, headers=packed).status_code == 400
+            )
 
 
 def test_several_prompts_have_their_own_rows(legs: Legs) -> None:
@@ -240,7 +299,9 @@ def test_without_the_opt_in_nothing_is_handed_over(legs: Legs) -> None:
     body = {"prompt": "plain" * 20, "max_tokens": 4}
     first = legs.first(COMPLETIONS, body)
     assert PARAM not in first["kv_transfer_params"]
-    second = legs.decode._post(COMPLETIONS, {**body, "kv_transfer_params": first["kv_transfer_params"]})
+    second = legs.decode._post(
+        COMPLETIONS, {**body, "kv_transfer_params": first["kv_transfer_params"]}
+    )
     assert "routed_experts" not in second["choices"][0]
 
 
@@ -256,12 +317,28 @@ FITS = encoded((2, L, K))
 PULLED = {"do_remote_prefill": True, "remote_request_id": "none", "remote_engine_id": "an engine"}
 WRONG_PULL = {**PULLED, "remote_engine_id": []}
 WRONG: list[tuple[str, Any]] = [
-    *(("routed_experts", each) for each in (None, "AAAA", encoded((2, L, K + 1)), encoded((2, L, K), "int32"))),
+    *(
+        ("routed_experts", each)
+        for each in (None, "AAAA", encoded((2, L, K + 1)), encoded((2, L, K), "int32"))
+    ),
     *(("routed_experts", each) for each in (encoded((2, L, K), fill=-2), encoded((99, L, K)))),
-    *(("routed_experts", {**FITS, "data": data}) for data in (None, FITS["data"] + "!", encoded((1, L, K))["data"])),
+    *(
+        ("routed_experts", {**FITS, "data": data})
+        for data in (None, FITS["data"] + "!", encoded((1, L, K))["data"])
+    ),
     *(("routed_experts", {**FITS, "until": until}) for until in (None, 1e300)),
-    *(("remote_engine_id", []), ("remote_request_id", None), ("remote_host", 1), ("remote_port", "5600; rm")),
-    *(("remote_block_ids", [1, 2]), ("tp_size", "1"), ("remote_num_tokens", 1.5), ("do_remote_prefill", "yes")),
+    *(
+        ("remote_engine_id", []),
+        ("remote_request_id", None),
+        ("remote_host", 1),
+        ("remote_port", "5600; rm"),
+    ),
+    *(
+        ("remote_block_ids", [1, 2]),
+        ("tp_size", "1"),
+        ("remote_num_tokens", 1.5),
+        ("do_remote_prefill", "yes"),
+    ),
     *(("remote_prefiller", "text"), ("remote_kv_source.kv_request_id", {"kv_request_id": []})),
 ]
 """A field of `kv_transfer_params`, and what may not be in it."""
@@ -289,10 +366,13 @@ def refused(server: Server, path: str, **fields: Any) -> str:
 
 @pytest.mark.parametrize("path", SHORT)
 def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
-    """And the prefill instance is told to let its KV go, as after a refusal of vLLM's, if what that takes is right."""
+    """And the prefill instance is told to let its KV go, as after a refusal of vLLM's, if what that
+    takes is right."""
     for index, (field, wrong) in enumerate(WRONG):
         legs.kept.refused.clear()
-        params = PULLED | ({} if field == "routed_experts" or index % 2 else {"routed_experts": FITS})
+        params = PULLED | (
+            {} if field == "routed_experts" or index % 2 else {"routed_experts": FITS}
+        )
         params |= {field.partition(".")[0]: wrong}
         param = refused(legs.decode, path, stream=index % 8 < 4, kv_transfer_params=params)
         assert param == f"kv_transfer_params.{field}", params
@@ -301,7 +381,12 @@ def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
     if path == GENERATE:
         extra = "sampling_params.extra_args.kv_transfer_params"
         for value, param in (("text", extra), (WRONG_PULL, "kv_transfer_params.remote_engine_id")):
-            assert refused(legs.decode, path, sampling_params={"extra_args": {"kv_transfer_params": value}}) == param
+            assert (
+                refused(
+                    legs.decode, path, sampling_params={"extra_args": {"kv_transfer_params": value}}
+                )
+                == param
+            )
     elif path in (COMPLETIONS, CHAT):
         param = refused(legs.decode, path, vllm_xargs={"kv_transfer_params": [1]})
         assert param == "vllm_xargs.kv_transfer_params"
@@ -310,41 +395,62 @@ def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
 
 @pytest.mark.parametrize("connector", [NAME, None])
 def test_rows_are_refused_where_nothing_transfers(tiny_model: Path, connector: str | None) -> None:
-    """What is beside them is nobody's there: without rows, such a request is answered as vLLM answers it."""
+    """What is beside them is nobody's there: without rows, such a request is answered as vLLM
+    answers it."""
     transfer = {"kv_connector": connector, "kv_role": "kv_both"}
     flags = ("--kv-transfer-config", json.dumps(transfer)) if connector else ()
     executor = LegExecutor if connector else ServedExecutor
     with store(), served(tiny_model, executor, *SIZES, "--enable-scale-out", *flags) as server:
         for path in SHORT:
             params = {**WRONG_PULL, "routed_experts": encoded((1, L, K))}
-            assert refused(server, path, kv_transfer_params=params) == "kv_transfer_params.routed_experts"
+            assert (
+                refused(server, path, kv_transfer_params=params)
+                == "kv_transfer_params.routed_experts"
+            )
             assert post(server, path, kv_transfer_params=WRONG_PULL).status_code == 200
 
 
 # ---- what becomes of the rows ----
 
 
-@pytest.mark.parametrize(("path", "level"), [(COMPLETIONS, logging.DEBUG), (GENERATE, logging.INFO)])
+@pytest.mark.parametrize(
+    ("path", "level"), [(COMPLETIONS, logging.DEBUG), (GENERATE, logging.INFO)]
+)
 def test_rows_are_not_logged(
-    legs: Legs, path: str, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    legs: Legs,
+    path: str,
+    level: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With `--enable-log-requests`, and at each log level."""
-    long = {"prompt": f"{level} is logged" * 5, "token_ids": [7 * level % 90] * 60, "routed_experts_format": "object"}
+    long = {
+        "prompt": f"{level} is logged" * 5,
+        "token_ids": [7 * level % 90] * 60,
+        "routed_experts_format": "object",
+    }
     body = {**ASK, **SHORT[path]}
-    body |= {name: value for name, value in long.items() if (name == "prompt") == (path == COMPLETIONS)}
+    body |= {
+        name: value for name, value in long.items() if (name == "prompt") == (path == COMPLETIONS)
+    }
     first = legs.first(path, body)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(level, "vllm"):
-        answer = legs.decode._post(path, {**body, "kv_transfer_params": first["kv_transfer_params"]})
+        answer = legs.decode._post(
+            path, {**body, "kv_transfer_params": first["kv_transfer_params"]}
+        )
     assert answer["choices"]
     assert any("Received request" in line for line in caplog.messages)
     assert any("JSON body" in line for line in caplog.messages) == (level == logging.DEBUG)
-    assert max(map(len, caplog.messages)) < len(first["kv_transfer_params"]["routed_experts"]["data"]) / 10
+    assert (
+        max(map(len, caplog.messages))
+        < len(first["kv_transfer_params"]["routed_experts"]["data"]) / 10
+    )
 
 
 def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the first choice of a prompt, and not with the others; and the API process does not keep them, and reads
-    them in a thread."""
+    """With the first choice of a prompt, and not with the others; and the API process does not keep
+    them, and reads them in a thread."""
     sizes: list[int] = []
     threads: list[str] = []
     send, parse = InProcessClient.add_request_async, PrefillRowsParam.parse
@@ -381,10 +487,14 @@ def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.Monkey
         check(answer, sent_rows(first))
 
 
-def test_weights_that_are_too_large_are_returned(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_too_large_are_returned(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their ids are all the same."""
     limit = prefill_rows._limit
-    monkeypatch.setattr(prefill_rows, "_limit", lambda name: 0 if name == prefill_rows.WORDS else limit(name))
+    monkeypatch.setattr(
+        prefill_rows, "_limit", lambda name: 0 if name == prefill_rows.WORDS else limit(name)
+    )
     with two_servers(tiny_model, "--enable-return-routed-expert-weights") as legs:
         body = {"prompt": "too heavy" * 9, **ASK, "return_routed_expert_weights": True}
         first = legs.first(COMPLETIONS, body)
@@ -394,14 +504,23 @@ def test_weights_that_are_too_large_are_returned(tiny_model: Path, monkeypatch: 
     rows = decode(ids)
     assert np.array_equal(rows, sent_rows(first))
     words = np.frombuffer(base64.b64decode(weights["data"]), np.uint32).reshape(rows.shape)
-    assert np.array_equal(words[:, 2:], weights_for(rows).view(np.uint32)[:, 2:])  # the first two have numbers
+    # the first two have numbers
+    assert np.array_equal(words[:, 2:], weights_for(rows).view(np.uint32)[:, 2:])
 
 
 def test_clients_of_other_endpoints_cannot_ask_for_rows(tiny_model: Path, tmp_path: Path) -> None:
     """Also not where their requests are recorded."""
-    with two_servers(tiny_model, "--routed-experts-record", str(tmp_path)) as legs, legs.prefill.client() as client:
+    with (
+        two_servers(tiny_model, "--routed-experts-record", str(tmp_path)) as legs,
+        legs.prefill.client() as client,
+    ):
         params = {"do_remote_decode": True, "do_remote_prefill": False, "routed_experts": True}
-        body = {"model": "tiny", "input": "recorded " * 9, "max_output_tokens": 1, "kv_transfer_params": params}
+        body = {
+            "model": "tiny",
+            "input": "recorded " * 9,
+            "max_output_tokens": 1,
+            "kv_transfer_params": params,
+        }
         response = client.post("/v1/responses", json=body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "routed_experts")
         del params["routed_experts"]

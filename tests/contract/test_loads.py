@@ -1,4 +1,5 @@
-"""KV that a connector loads: each row that is sent is of the computation whose KV was read, or it is missing."""
+"""KV that a connector loads: each row that is sent is of the computation whose KV was read, or it
+is missing."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -62,7 +63,9 @@ def test_who_loads_and_what_is_missing(warm: Warm, requests: list[Any]) -> None:
     assert client.causes == Counter({Cause.KV_STORE: lost})
 
 
-def test_rows_that_no_setting_leaves_out_are_a_fault(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_no_setting_leaves_out_are_a_fault(
+    warm: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prefix hit is not cut where it should be, as requests that ask for rows compute them."""
     client, _ = warm
     monkeypatch.setattr(ExternalKVTracker, "truncate_prefix_hit", lambda self, request, hit: hit)
@@ -73,8 +76,11 @@ def test_rows_that_no_setting_leaves_out_are_a_fault(warm: Warm, monkeypatch: py
 
 
 @pytest.mark.parametrize("connectors", [(TRANSFER,), (TRANSFER, NAME), (NAME, TRANSFER)])
-def test_what_another_instance_computed_is_loaded_for_all(connectors: tuple[str, ...], is_async: bool) -> None:
-    """It is what the request came for. Where there are several connectors, the one that loads is what counts."""
+def test_what_another_instance_computed_is_loaded_for_all(
+    connectors: tuple[str, ...], is_async: bool
+) -> None:
+    """It is what the request came for. Where there are several connectors, the one that loads is
+    what counts."""
     is_pulled = connectors[0] == TRANSFER
     with store() as kept:
         client = computed_before(engine_with_store(*connectors, is_async=is_async), PROMPT)
@@ -90,10 +96,13 @@ def test_what_another_instance_computed_is_loaded_for_all(connectors: tuple[str,
 
 @pytest.mark.parametrize("warm", ["missing"], indirect=True)
 @pytest.mark.parametrize(
-    "asked", [("another", 0, False), ("asks", 5 * BLOCK, False)], ids=["of another", "behind its blocks"]
+    "asked",
+    [("another", 0, False), ("asks", 5 * BLOCK, False)],
+    ids=["of another", "behind its blocks"],
 )
 def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int, bool]) -> None:
-    """Which of the request's blocks it fills is not known: none of them has rows, and the engine goes on."""
+    """Which of the request's blocks it fills is not known: none of them has rows, and the engine
+    goes on."""
     client, kept = warm
     core = client.engines[0]
     load = core.scheduler.connector.update_state_after_alloc
@@ -110,7 +119,8 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int, boo
 
 
 def test_a_load_over_the_answer_of_a_running_request(is_async: bool) -> None:
-    """Another request finds it in the prefix cache, and loads more: what comes in groups is not lost."""
+    """Another request finds it in the prefix cache, and loads more: what comes in groups is not
+    lost."""
     with store(fetches_hits=True) as kept:
         client = Client(engine_with_store(is_async=is_async))
         before = client.answer("before", PROMPT, start=None, max_tokens=8 * BLOCK)
@@ -129,7 +139,10 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
         client.add("computes", PROMPT[: BLOCK + 1])
         client.add("loads", PROMPT, start=None)
         client.run()
-        assert client.answer("recorded", PROMPT[: BLOCK + 1], allow_missing=True).missing == LOADED[:BLOCK]
+        assert (
+            client.answer("recorded", PROMPT[: BLOCK + 1], allow_missing=True).missing
+            == LOADED[:BLOCK]
+        )
         assert client.answer("asks", PROMPT[: BLOCK + 1]).missing == []
         assert kept.num_loaded == 1
         client.finish(missing=BLOCK)
@@ -137,7 +150,8 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
 
 
 def test_blocks_whose_load_failed_and_that_nobody_computed(warm: Warm) -> None:
-    """vLLM 0.32 leaves those of loads within steps in the prefix cache: who asks for rows does not use them."""
+    """vLLM 0.32 leaves those of loads within steps in the prefix cache: who asks for rows does not
+    use them."""
     client, kept = warm
     kept.fails = 1
     client.add("left", PROMPT, start=None)
@@ -149,7 +163,8 @@ def test_blocks_whose_load_failed_and_that_nobody_computed(warm: Warm) -> None:
 
 
 def test_a_block_without_rows_that_is_copied_over_has_those_of_its_source(is_async: bool) -> None:
-    """So that a request which asks for rows takes it as a prefix hit, and computes nothing again."""
+    """So that a request which asks for rows takes it as a prefix hit, and computes nothing
+    again."""
     with store():
         client = computed_before(engine_with_store(is_async=is_async, num_blocks=13), PROMPT)
         core = client.engines[0]
@@ -166,4 +181,6 @@ def test_a_block_without_rows_that_is_copied_over_has_those_of_its_source(is_asy
         client.answer("hits", client.received["shares"].sequence)
         client.finish()
         seen = core.model_executor.seen
-        assert all(seen["hits"][position] == seen["shares"][position] for position in range(3 * BLOCK))
+        assert all(
+            seen["hits"][position] == seen["shares"][position] for position in range(3 * BLOCK)
+        )

@@ -1,4 +1,5 @@
-"""vLLM's real MoE layers, model runner and scheduler with ours, in this process: no server, no engine process."""
+"""vLLM's real MoE layers, model runner and scheduler with ours, in this process: no server, no
+engine process."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,12 @@ import torch
 from safetensors.torch import load_file
 from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context, set_forward_context
+from vllm.forward_context import (
+    DPMetadata,
+    ForwardContext,
+    override_forward_context,
+    set_forward_context,
+)
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
@@ -51,7 +57,9 @@ with_routers = pytest.mark.skipif(
     reason="vLLM 0.29 and older: kernels for CPUs choose experts without a router",
 )
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for the worker of the CPU build")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="written for the worker of the CPU build"
+)
 
 
 class Engine:
@@ -89,7 +97,9 @@ class Engine:
         with patch.object(self.core.scheduler, "update_from_output", recording):
             for prompt in prompts:
                 sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-                request = EngineCoreRequest(str(next(_ids)), prompt, None, sampling, None, 0.0, None, None, None)
+                request = EngineCoreRequest(
+                    str(next(_ids)), prompt, None, sampling, None, 0.0, None, None, None
+                )
                 self.core.add_request(*self.core.preprocess_add_request(request))
             while self.core.scheduler.has_unfinished_requests():
                 self.core.step()
@@ -114,7 +124,9 @@ def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64])
-def test_a_layer_writes_what_its_gate_chooses(engine: Engine, tiny_model: Path, tokens: int) -> None:
+def test_a_layer_writes_what_its_gate_chooses(
+    engine: Engine, tiny_model: Path, tokens: int
+) -> None:
     """The oracle is the product with the gate's weights as they are in the file."""
     hidden = torch.randn((tokens, 64), generator=torch.Generator().manual_seed(tokens))
     weights = load_file(tiny_model / "model.safetensors")
@@ -134,8 +146,11 @@ def test_a_layer_writes_what_its_gate_chooses(engine: Engine, tiny_model: Path, 
 
 @with_routers
 @pytest.mark.parametrize("layer", [0, 2, 4])
-def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
-    """Such as a kernel for small batches that routes by itself: its rows are unknown, and not those of another step."""
+def test_steps_that_a_layer_skips(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    """Such as a kernel for small batches that routes by itself: its rows are unknown, and not those
+    of another step."""
     router = engine.runners[layer].router
     capture = router.capture_fn
     monkeypatch.setattr(router, "capture_fn", lambda ids: capture(ids) if len(ids) > 3 else None)
@@ -151,11 +166,19 @@ def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatc
     ("change", "message"),
     [
         pytest.param(
-            lambda of: (of, "layer_name", of.layer_name), "captured by something else already", marks=with_routers
+            lambda of: (of, "layer_name", of.layer_name),
+            "captured by something else already",
+            marks=with_routers,
         ),
-        (lambda of: (of.moe_config.moe_parallel_config, "sp_size", 2), "Layer 1 spreads the tokens"),
+        (
+            lambda of: (of.moe_config.moe_parallel_config, "sp_size", 2),
+            "Layer 1 spreads the tokens",
+        ),
         (lambda of: (of, "layer_name", "model.meta_mlp.0.experts"), "share MoE layers"),
-        (lambda of: (of, "layer_name", "model.layers.1.mlp.text_experts"), "routes text and image tokens"),
+        (
+            lambda of: (of, "layer_name", "model.layers.1.mlp.text_experts"),
+            "routes text and image tokens",
+        ),
     ],
 )
 def test_layers_that_cannot_be_captured(
@@ -168,8 +191,11 @@ def test_layers_that_cannot_be_captured(
         find_moe_layers(engine.model)
 
 
-def test_layers_of_a_vision_tower_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose rows would be of patches; vLLM's multimodal models say which of their parts are towers."""
+def test_layers_of_a_vision_tower_are_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose rows would be of patches; vLLM's multimodal models say which of their parts are
+    towers."""
     for runner in engine.runners:
         monkeypatch.setattr(runner.router, "capture_fn", None)
     monkeypatch.setattr(engine.model, "_tower_model_names", ["visual"], raising=False)
@@ -180,7 +206,9 @@ def test_layers_of_a_vision_tower_are_refused(engine: Engine, monkeypatch: pytes
 
 
 @with_routers
-def test_of_layers_that_all_ranks_route_one_rank_has_the_ids(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_layers_that_all_ranks_route_one_rank_has_the_ids(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where others are spread, so that the ranks' ids are joined."""
     for runner in engine.runners:
         monkeypatch.setattr(runner.router, "capture_fn", None)
@@ -192,7 +220,9 @@ def test_of_layers_that_all_ranks_route_one_rank_has_the_ids(engine: Engine, mon
     metadata = DPMetadata(torch.tensor([6, 2], dtype=torch.int32))
     with override_forward_context(ForwardContext({}, {}, {}, dp_metadata=metadata)):
         for layer, runner in enumerate(engine.runners):
-            runner.router.capture_fn(torch.full((3 if layer == 1 else 6, layers.shape.top_k), layer))
+            runner.router.capture_fn(
+                torch.full((3 if layer == 1 else 6, layers.shape.top_k), layer)
+            )
     assert (capturer.cache.ids[1, 3:6] == 1).all()
     capturer.cache.ids[1, 3:6] = -1
     assert (capturer.cache.ids == -1).all()
@@ -200,9 +230,11 @@ def test_of_layers_that_all_ranks_route_one_rank_has_the_ids(engine: Engine, mon
 
 @pytest.mark.parametrize("tokens", [9, 1000])
 def test_a_router_that_is_written_directly(tokens: int) -> None:
-    """With more tokens than the view has rows, the top-k kernel would write into the next layer's, or past the end.
+    """With more tokens than the view has rows, the top-k kernel would write into the next layer's,
+    or past the end.
 
-    Kernels of vLLM 0.33 leave the router out where nobody captures it, and tell by its capture function.
+    Kernels of vLLM 0.33 leave the router out where nobody captures it, and tell by its capture
+    function.
     """
     router = FusedTopKRouter(top_k=4, global_num_experts=16)
     view = torch.full((2, 8, 4), -1, dtype=torch.int32)[0]
@@ -210,7 +242,9 @@ def test_a_router_that_is_written_directly(tokens: int) -> None:
     assert router.capture_fn is not None
     router.capture_fn(torch.zeros((8, 4), dtype=torch.int32))
     assert (view == -1).all()
-    with pytest.raises(RuntimeError, match=f"a step of {tokens} tokens does not fit the device cache of 8"):
+    with pytest.raises(
+        RuntimeError, match=f"a step of {tokens} tokens does not fit the device cache of 8"
+    ):
         router.select_experts(torch.zeros(tokens, 64), torch.zeros(tokens, 16))
 
 
@@ -239,7 +273,9 @@ def test_ids_are_stored_at_the_end_of_a_forward_pass_that_is_recorded(
 
 
 @with_routers
-def test_ids_that_came_from_outside_are_not_held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_that_came_from_outside_are_not_held(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The Transformers backend's, whose memory the compiled graph gives to the next layer."""
     from_outside = CustomRoutingRouter(4, 16, custom_routing_function=lambda **_: None)
     for runner, router in zip(engine.runners, (from_outside, FusedTopKRouter(4, 16)), strict=False):
@@ -257,7 +293,8 @@ def test_ids_that_came_from_outside_are_not_held(engine: Engine, monkeypatch: py
 
 
 class FusedLayers(torch.nn.Module):
-    """Two of vLLM's own fused MoE layers. Their kernel is for GPUs: on a CPU they end where it would begin."""
+    """Two of vLLM's own fused MoE layers. Their kernel is for GPUs: on a CPU they end where it
+    would begin."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -272,7 +309,12 @@ class FusedLayers(torch.nn.Module):
         }
         self.layers = torch.nn.ModuleList(
             model.DeepseekV4MegaMoEExperts(
-                config, num_experts=12, num_logical_experts=8, top_k=4, prefix=f"fused.{layer}", **sizes
+                config,
+                num_experts=12,
+                num_logical_experts=8,
+                top_k=4,
+                prefix=f"fused.{layer}",
+                **sizes,
             )
             for layer in (3, 1)  # not in the order of the decoder
         )
@@ -281,17 +323,29 @@ class FusedLayers(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> None:
         for layer in self.layers:
-            with pytest.raises((AttributeError, AssertionError, ImportError, RuntimeError, ValueError)):
-                layer(torch.zeros(len(ids), 64), torch.ones(ids.shape), ids + layer.layer_id, activation_clamp=None)
+            with pytest.raises(
+                (AttributeError, AssertionError, ImportError, RuntimeError, ValueError)
+            ):
+                layer(
+                    torch.zeros(len(ids), 64),
+                    torch.ones(ids.shape),
+                    ids + layer.layer_id,
+                    activation_clamp=None,
+                )
 
 
-@pytest.mark.skipif(RoutedExpertsCaptureSource == (), reason="fused MoE layers are captured since vLLM 0.28")
+@pytest.mark.skipif(
+    RoutedExpertsCaptureSource == (), reason="fused MoE layers are captured since vLLM 0.28"
+)
 def test_fused_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused until a GPU has run them, unless allowed; then they give logical ids, before experts are replicated."""
+    """Refused until a GPU has run them, unless allowed; then they give logical ids, before experts
+    are replicated."""
     monkeypatch.setattr(engine.config.compilation_config, "static_forward_context", {})
     model = FusedLayers(engine.config)
     monkeypatch.delenv(ALLOW_UNTESTED_VARIABLE, raising=False)
-    with pytest.raises(UnsupportedConfig, match=r"MegaMoE.*--moe-backend, or add --allow-untested-vllm"):
+    with pytest.raises(
+        UnsupportedConfig, match=r"MegaMoE.*--moe-backend, or add --allow-untested-vllm"
+    ):
         find_moe_layers(model)
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
     layers = find_moe_layers(model)
@@ -329,7 +383,9 @@ def test_fused_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- weights, as the layers hand them to their experts ----
 
 
-def handed_by(runner: MoERunner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def handed_by(
+    runner: MoERunner, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What a layer's experts are handed from now on: ids and weights, as they were then."""
     method, handed = runner.routed_experts.quant_method, []
     apply = method.apply
@@ -344,7 +400,9 @@ def handed_by(runner: MoERunner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
 
 @with_weights
 @with_routers
-def test_rows_are_what_each_layers_experts_are_handed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_what_each_layers_experts_are_handed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handed = [handed_by(runner, monkeypatch) for runner in engine.runners]
     steps = engine.steps([[40, 41, 42, 43, 44], [50, 51, 52], [60]], max_tokens=4)
     assert len(steps) == 4
@@ -383,7 +441,11 @@ def test_what_a_model_says_of_its_weights(engine: Engine) -> None:
     shape = engine.worker._capturer.shape
     assert (shape.weights_scale, shape.weights_on_input) == ((1.0,) * 5, False)
     info = engine.worker.routed_experts_info()
-    assert (info["weights"], info["weights_scale"], info["weights_on_input"]) == (True, [1.0] * 5, False)
+    assert (info["weights"], info["weights_scale"], info["weights_on_input"]) == (
+        True,
+        [1.0] * 5,
+        False,
+    )
     assert info["device_bytes"] == 2 * 5 * engine.worker.model_runner.max_num_tokens * 4 * 4
 
 
@@ -392,11 +454,15 @@ def layers_of(engine: Engine) -> MoELayers:
 
 
 @with_weights
-def test_kernels_that_route_by_themselves_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_route_by_themselves_are_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_weights(layers_of(engine), is_eager=False)
     monkeypatch.setattr(MoERunner, "is_monolithic", True)
     monkeypatch.setattr(binding.cpu_kernels, "routes_itself", lambda runner: False)
-    with pytest.raises(UnsupportedConfig, match="not their weights: choose another one with --moe-backend"):
+    with pytest.raises(
+        UnsupportedConfig, match="not their weights: choose another one with --moe-backend"
+    ):
         check_weights(layers_of(engine), is_eager=True)
 
 
@@ -416,7 +482,9 @@ def run_layer(engine: Engine) -> None:
 
 @with_weights
 @with_routers
-def test_weights_are_compared_before_and_after_the_kernel(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_compared_before_and_after_the_kernel(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once, and where a kernel that changes them would be seen."""
     experts = engine.runners[1].routed_experts
     check_weights_are_kept(engine.runners[1])
@@ -441,9 +509,16 @@ def test_weights_are_compared_before_and_after_the_kernel(engine: Engine, monkey
 
 @pytest.mark.parametrize("with_weights", [True, False])
 def test_a_kernel_that_writes_directly(with_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into both views; without weights into the ids' alone. CPUs have no such kernel: this one is in PyTorch."""
+    """Into both views; without weights into the ids' alone. CPUs have no such kernel: this one is
+    in PyTorch."""
 
-    def top_k(weights: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, logits: torch.Tensor, norm: bool) -> Any:
+    def top_k(
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        logits: torch.Tensor,
+        norm: bool,
+    ) -> Any:
         found = logits.softmax(1).topk(ids.shape[1], dim=1)
         weights.copy_(found.values)
         ids.copy_(found.indices)

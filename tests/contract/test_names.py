@@ -1,4 +1,5 @@
-"""Names of fields: those of ours never pass in silence, and those that are not ours mean what they mean to vLLM."""
+"""Names of fields: those of ours never pass in silence, and those that are not ours mean what they
+mean to vLLM."""
 
 import ast
 import json
@@ -23,7 +24,11 @@ from routed_experts.protocol.models import PREFIXES
 from routed_experts.server.cli import serve
 from routed_experts.server.http.misplaced import misplaced_fields
 from routed_experts.server.http.unsupported_routes import refuse_on_other_routes
-from routed_experts.server.http.vllm_http import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from routed_experts.server.http.vllm_http import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateRequest,
+)
 from tests.contract.served import serving, vllms
 from tests.contract.test_api import ASKS, CHAT, COMPLETIONS, ENDPOINTS, GENERATE, post, refused
 from tests.documentation import ROOT
@@ -58,15 +63,22 @@ def stock(tiny_model: Path) -> Iterator[Server]:
 
 
 def names_read() -> set[str]:
-    """Every name by which our code may read something of a vLLM request: attributes, and texts that can be names."""
+    """Every name by which our code may read something of a vLLM request: attributes, and texts that
+    can be names."""
     names: set[str] = set()
-    for path in [path for room in ("http", "outputs", "inprocess") for path in ROOT.glob(f"server/{room}/*.py")]:
+    for path in [
+        path
+        for room in ("http", "outputs", "inprocess")
+        for path in ROOT.glob(f"server/{room}/*.py")
+    ]:
         has_texts = path.name in ("request.py", "serving.py")
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Attribute(value=ast.Name(id="request" | "chat" | "completion"), attr=name):
                     names.add(name)
-                case ast.Constant(value=str(name)) if has_texts and re.fullmatch(r"[a-z_]\w*", name):
+                case ast.Constant(value=str(name)) if has_texts and re.fullmatch(
+                    r"[a-z_]\w*", name
+                ):
                     names.add(name)
     return {name for name in names if not name.startswith(PREFIXES)}
 
@@ -74,17 +86,32 @@ def names_read() -> set[str]:
 def said(response: httpx.Response) -> Any:
     """An answer without what differs each time."""
     text = re.sub(r'"(id|request_id|created)":("[^"]*"|\d+),?', "", response.text)
-    return response.status_code, text.replace('"routed_experts":null,', "").replace(',"routed_experts":null', "")
+    return response.status_code, text.replace('"routed_experts":null,', "").replace(
+        ',"routed_experts":null', ""
+    )
 
 
-MODELS = (CompletionRequest, ChatCompletionRequest, GenerateRequest, CompletionRequest, ChatCompletionRequest)
+MODELS = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    GenerateRequest,
+    CompletionRequest,
+    ChatCompletionRequest,
+)
 
 
 @pytest.mark.parametrize("value", [{"temperature": 0}, [7], "x", 7, True], ids=str)
 def test_h1_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server, value: Any) -> None:
     """H1. A field that vLLM has not is an attribute of its request all the same."""
     names = names_read()
-    assert {"sampling_params", "vllm_xargs", "use_beam_search", "content_parts", "top_k", "_routing"} <= names
+    assert {
+        "sampling_params",
+        "vllm_xargs",
+        "use_beam_search",
+        "content_parts",
+        "top_k",
+        "_routing",
+    } <= names
     with api.client() as ours, stock.client() as vllm:
         for model, (path, body) in zip(MODELS, ENDPOINTS, strict=True):
             some = sorted(names - model.model_fields.keys() - {"extra_body"})
@@ -95,8 +122,12 @@ def test_h1_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server, val
             assert expected[0] == 200
             if said(ours.post(path, json={**asked, **more})) != expected:
                 answers = {name: ours.post(path, json={**asked, name: value}) for name in some}
-                assert {name: one.text for name, one in answers.items() if said(one) != expected} == {}
-            plain, extended = (said(ours.post(path, json={**asked, **ASKS, **each})) for each in ({}, more))
+                assert {
+                    name: one.text for name, one in answers.items() if said(one) != expected
+                } == {}
+            plain, extended = (
+                said(ours.post(path, json={**asked, **ASKS, **each})) for each in ({}, more)
+            )
             assert plain == extended
 
 
@@ -104,15 +135,22 @@ def test_h1_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server, val
 
 
 def test_fields_of_ours_in_the_wrong_place(api: Server) -> None:
-    """H1, H4. In `sampling_params`, on completions and chats too, where vLLM has none; in a literal `extra_body`, as
-    clients send that are not OpenAI's for Python. Other values there are vLLM's matter."""
+    """H1, H4. In `sampling_params`, on completions and chats too, where vLLM has none; in a literal
+    `extra_body`, as clients send that are not OpenAI's for Python. Other values there are vLLM's
+    matter."""
     for path, body in ENDPOINTS:
         for name in ("return_routed_experts", "routed_experts_format"):
-            message = refused(api, path, f"sampling_params.{name}", **{**body, "sampling_params": {name: True}})
+            message = refused(
+                api, path, f"sampling_params.{name}", **{**body, "sampling_params": {name: True}}
+            )
             assert "belongs at the top level" in message
         for fields in (ASKS, {}, {"top_k": 1}):
-            assert "OpenAI's Python client" in refused(api, path, "extra_body", **body, extra_body=fields)
-        others: list[dict[str, Any]] = [{"sampling_params": value} for value in ({"temperature": 0}, {}, None, 1)]
+            assert "OpenAI's Python client" in refused(
+                api, path, "extra_body", **body, extra_body=fields
+            )
+        others: list[dict[str, Any]] = [
+            {"sampling_params": value} for value in ({"temperature": 0}, {}, None, 1)
+        ]
         for other in [*others, {"extra_body": "x"}] if path != GENERATE else ():
             assert post(api, path, **body, max_tokens=2, **other).status_code == 200
 
@@ -128,7 +166,10 @@ OPTION = {"options": {"routed_experts_delivery": "reference"}}
 NESTED: list[tuple[str, dict[str, Any]]] = [
     ("vllm_xargs.return_routed_experts", inside(True, "vllm_xargs", "return_routed_experts")),
     ("extra_args.return_routed_experts", inside(True, "extra_args", "return_routed_experts")),
-    ("stream_options.routed_experts_stream", inside("at_end", "stream_options", "routed_experts_stream")),
+    (
+        "stream_options.routed_experts_stream",
+        inside("at_end", "stream_options", "routed_experts_stream"),
+    ),
     (
         "chat_template_kwargs.return_routed_experts",
         inside(False, "chat_template_kwargs", "return_routed_experts"),
@@ -146,8 +187,12 @@ NESTED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("param", "fields"), NESTED, ids=lambda value: value if isinstance(value, str) else "")
-def test_fields_of_ours_anywhere_in_a_body_are_refused(api: Server, param: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("param", "fields"), NESTED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_fields_of_ours_anywhere_in_a_body_are_refused(
+    api: Server, param: str, fields: dict[str, Any]
+) -> None:
     """vLLM takes such objects, and nobody would read the fields."""
     for path, body in ENDPOINTS:
         message = refused(api, path, param, **{**body, **fields})
@@ -162,7 +207,12 @@ def test_a_field_of_ours_in_a_message_is_refused_and_rows_beside_it_are_not(api:
     """Clients keep the rows of an answer beside its message, and send both."""
     message = {"role": "user", "content": "a"}
     batch = [[message], [{**message, "return_routed_experts": True}]]
-    refused(api, CHAT, "messages[0].return_routed_experts", messages=[{**message, "return_routed_experts": True}])
+    refused(
+        api,
+        CHAT,
+        "messages[0].return_routed_experts",
+        messages=[{**message, "return_routed_experts": True}],
+    )
     refused(api, "/v1/chat/completions/batch", "return_routed_experts", messages=batch)
     kept = {**message, "routed_experts": {"data": "", "shape": [0, 8, 4]}}
     assert post(api, CHAT, messages=[kept], max_tokens=1).status_code == 200
@@ -174,15 +224,34 @@ def test_names_in_what_is_a_users_own_are_not_ours(api: Server) -> None:
     tool = {"type": "function", "function": {"name": "ask", "parameters": schema}}
     call = {"name": "ask", "arguments": '{"return_routed_experts": true}'}
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "return_routed_experts", "return_routed_experts": 1}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "return_routed_experts", "return_routed_experts": 1}
+            ],
+        },
         {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
         {"role": "tool", "tool_call_id": "1", "content": "routed_experts_x"},
     ]
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    body = {"messages": messages, "tools": [tool], "response_format": form, "metadata": {"routed_experts_run": "7"}}
+    body = {
+        "messages": messages,
+        "tools": [tool],
+        "response_format": form,
+        "metadata": {"routed_experts_run": "7"},
+    }
     assert [*misplaced_fields(body)] == []
-    assert [*misplaced_fields({"text": {"format": {"schema": schema}}, "structured_outputs": {"json": schema}})] == []
-    assert post(api, CHAT, messages=[messages[0]], tools=[tool], tool_choice="none", max_tokens=1).status_code == 200
+    assert [
+        *misplaced_fields(
+            {"text": {"format": {"schema": schema}}, "structured_outputs": {"json": schema}}
+        )
+    ] == []
+    assert (
+        post(
+            api, CHAT, messages=[messages[0]], tools=[tool], tool_choice="none", max_tokens=1
+        ).status_code
+        == 200
+    )
 
 
 def test_deep_bodies_are_walked_to_their_end() -> None:
@@ -195,7 +264,11 @@ def test_deep_bodies_are_walked_to_their_end() -> None:
 
 def test_long_names_do_not_come_back(api: Server) -> None:
     name = f"routed_experts_{'x' * 48_000}"
-    bodies: list[dict[str, Any]] = [{name: 1}, {"sampling_params": {name: 1}}, {"vllm_xargs": {name: 1}}]
+    bodies: list[dict[str, Any]] = [
+        {name: 1},
+        {"sampling_params": {name: 1}},
+        {"vllm_xargs": {name: 1}},
+    ]
     bodies += [{"y" * 48_000: {"return_routed_experts": True}}]
     for path, body in (*ENDPOINTS, ("/tokenize", {"prompt": "a"})):
         for fields in bodies:
@@ -211,16 +284,25 @@ def test_h3_no_route_takes_our_fields_in_silence(api: Server) -> None:
     """H3. Every route that vLLM has, with whatever method takes a body."""
     args = serve.parse(["model", "--enable-scale-out"])
     with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
-        routes = [route for route in build_app(args, ("generate",)).routes if isinstance(route, Route)]
+        routes = [
+            route for route in build_app(args, ("generate",)).routes if isinstance(route, Route)
+        ]
     asked = [
-        (m, r.path) for r in routes for m in r.methods or () if m in ("POST", "PUT", "PATCH") and r.path not in OURS
+        (m, r.path)
+        for r in routes
+        for m in r.methods or ()
+        if m in ("POST", "PUT", "PATCH") and r.path not in OURS
     ]
-    assert {("POST", path) for path in ("/generative_scoring", "/v1/completions/derender", "/sleep")} <= {*asked}
+    assert {
+        ("POST", path) for path in ("/generative_scoring", "/v1/completions/derender", "/sleep")
+    } <= {*asked}
     silent = []
     with api.client() as client:
         for method, path in asked:
             for fields in (ASKS, {"routed_experts_x": 1}, {"extra_body": ASKS}):
-                response = client.request(method, re.sub(r"{\w+}", "x", path), json={"model": "tiny", **fields})
+                response = client.request(
+                    method, re.sub(r"{\w+}", "x", path), json={"model": "tiny", **fields}
+                )
                 if response.status_code != 400 or NAMED not in response.text:
                     silent.append((method, path, fields, response.status_code, response.text))
     assert silent == []
@@ -241,10 +323,14 @@ def test_h3_rows_that_derender_would_drop(api: Server) -> None:
 
 
 def test_h3_what_vllm_itself_renders(api: Server, stock: Server) -> None:
-    """H3. vLLM's own field of a name of ours: rendering a prompt puts it into the request that our endpoint takes."""
+    """H3. vLLM's own field of a name of ours: rendering a prompt puts it into the request that our
+    endpoint takes."""
     start = {"routed_experts_prompt_start": 1}
-    for path, (_, body) in zip((f"{COMPLETIONS}/render", f"{CHAT}/render"), ENDPOINTS, strict=False):
-        if "routed_experts_prompt_start" not in CompletionRequest.model_fields:  # vLLM 0.26, which would drop it
+    for path, (_, body) in zip(
+        (f"{COMPLETIONS}/render", f"{CHAT}/render"), ENDPOINTS, strict=False
+    ):
+        # vLLM 0.26, which would drop it
+        if "routed_experts_prompt_start" not in CompletionRequest.model_fields:
             refused(api, path, *start, **body, **start)
             continue
         rendered = [post(server, path, **body, **start).json() for server in (api, stock)]
@@ -260,7 +346,10 @@ FIELDS = json.dumps({**ASKS, "x": "ü"})
 
 
 ESCAPES = (("_", r"\u005f"), ('"r', r'"\u0072'), ("_routed", r"\u005Frouted"))
-WRITTEN = [*map(FIELDS.encode, ("utf-8", "utf-16", "utf-32-le")), *(FIELDS.replace(*pair).encode() for pair in ESCAPES)]
+WRITTEN = [
+    *map(FIELDS.encode, ("utf-8", "utf-16", "utf-32-le")),
+    *(FIELDS.replace(*pair).encode() for pair in ESCAPES),
+]
 
 
 @pytest.mark.parametrize("content", WRITTEN)
@@ -268,15 +357,25 @@ def test_h3_however_it_is_written(api: Server, content: bytes) -> None:
     """H3. Encodings, escapes and chunks that the JSON of a server reads."""
     parts = iter([content[:20], content[20:25], content[25:]])
     with api.client() as client:
-        for body, kind in ((content, "application/json"), (content, "text/plain"), (parts, "application/json")):
+        for body, kind in (
+            (content, "application/json"),
+            (content, "text/plain"),
+            (parts, "application/json"),
+        ):
             response = client.post("/tokenize", content=body, headers={"content-type": kind})
-            assert (response.status_code, response.json()["error"]["param"]) == (400, "return_routed_experts")
+            assert (response.status_code, response.json()["error"]["param"]) == (
+                400,
+                "return_routed_experts",
+            )
 
 
 def test_h3_what_only_speaks_of_our_fields_passes(api: Server, stock: Server) -> None:
     """H3. In texts, in tools' schemas, behind a null, and in what is no JSON."""
     text = "what does return_routed_experts do? \\u0072outed_experts"
-    tool = {"name": "a", "input_schema": {"type": "object", "properties": {"routed_experts_x": {"type": "string"}}}}
+    tool = {
+        "name": "a",
+        "input_schema": {"type": "object", "properties": {"routed_experts_x": {"type": "string"}}},
+    }
     messages = [{"role": "user", "content": text}]
     for path, body in (
         ("/tokenize", {"prompt": text}),
@@ -295,7 +394,9 @@ def test_h3_what_only_speaks_of_our_fields_passes(api: Server, stock: Server) ->
         for server in (api, stock):
             with server.client() as client:
                 headers = {"content-type": "application/json"}
-                statuses.append(client.post("/tokenize", content=content, headers=headers).status_code)
+                statuses.append(
+                    client.post("/tokenize", content=content, headers=headers).status_code
+                )
         assert statuses[0] == statuses[1]
 
 
@@ -327,7 +428,9 @@ def test_h3_what_others_attach(api: Server) -> None:
     with TestClient(app) as client:
         for send in (client.put, client.patch), (client.post,):
             path = "/theirs/one" if client.put in send else "/mounted/inner"
-            with pytest.raises(VLLMValidationError, match="this endpoint does not return routed experts"):
+            with pytest.raises(
+                VLLMValidationError, match="this endpoint does not return routed experts"
+            ):
                 send[0](path, json=ASKS)
             assert send[0](path, json=big).json() == big
         assert client.get("/mounted/inner").text == ""

@@ -1,4 +1,5 @@
-"""KV that vLLM's `OffloadingConnector` keeps and loads again: its rows come with it, and are of its computation."""
+"""KV that vLLM's `OffloadingConnector` keeps and loads again: its rows come with it, and are of its
+computation."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -34,11 +35,16 @@ def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def test_blocks_that_are_copied_out_as_another_gets_them(
     num_tokens: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last block of a request is stored when it has ended. If it is another's by then, that is before the step."""
-    core = engine_that_offloads(answers=True, is_async=True, num_blocks=12, chunk=256, drafts=drafts)
+    """The last block of a request is stored when it has ended. If it is another's by then, that is
+    before the step."""
+    core = engine_that_offloads(
+        answers=True, is_async=True, num_blocks=12, chunk=256, drafts=drafts
+    )
     came_first: list[bool] = []
     apply = OffloadStore.apply
-    monkeypatch.setattr(OffloadStore, "apply", lambda *at: came_first.append(at[0].runs_before_step) or apply(*at))
+    monkeypatch.setattr(
+        OffloadStore, "apply", lambda *at: came_first.append(at[0].runs_before_step) or apply(*at)
+    )
     client = Client(core)
     client.add("first", tokens(BLOCK + 1), max_tokens=num_tokens)
     client.steps(2)
@@ -81,7 +87,9 @@ def test_chunks_without_rows(warm: Client, policy: str) -> None:
 # ---- what a connector must not do: the engine goes on, gives rows up, and says so ----
 
 
-@pytest.mark.parametrize(("of", "keys"), [("asks", slice(1, None)), ("asks", slice(0, 0)), ("another", slice(None))])
+@pytest.mark.parametrize(
+    ("of", "keys"), [("asks", slice(1, None)), ("asks", slice(0, 0)), ("another", slice(None))]
+)
 def test_a_load_of_others_than_were_prepared(warm: Client, of: str, keys: slice) -> None:
     """Also one that was prepared for another request, whose keys may be of another prompt."""
     core = warm.engines[0]

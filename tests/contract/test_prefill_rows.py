@@ -23,7 +23,17 @@ from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.capture.wire.rows import joined
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.outputs import prefill_param
-from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, K, L, Received, engine, tokens, weights_for
+from tests.contract.engine import (
+    BLOCK,
+    NUM_BLOCKS,
+    Client,
+    K,
+    L,
+    Received,
+    engine,
+    tokens,
+    weights_for,
+)
 from tests.contract.loads import LEASE_S, NAME, PULL, Clock, Store, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADS
 from tests.contract.offloading import engine_that_offloads
@@ -41,7 +51,9 @@ def changed(params: dict[str, Any], **about: Any) -> dict[str, Any]:
 class Pair:
     """A prefill and a decode instance, and what a proxy does."""
 
-    def __init__(self, kept: Store, num_blocks: int | None = None, failures: str = "recompute", **about: Any) -> None:
+    def __init__(
+        self, kept: Store, num_blocks: int | None = None, failures: str = "recompute", **about: Any
+    ) -> None:
         """`num_blocks` are the decode instance's, and so is `failures`."""
         self.kept = kept
         self.prefill = Client(engine_with_store(PULL, **about))
@@ -55,19 +67,33 @@ class Pair:
     ) -> dict[str, Any]:
         """The prefill leg; what its answer says of the KV."""
         name = f"prefill-{next(self._count)}"
-        received = self.prefill.answer(name, prompt, start, max_tokens=1, kv_transfer_params=dict(ask), **about)
+        received = self.prefill.answer(
+            name, prompt, start, max_tokens=1, kv_transfer_params=dict(ask), **about
+        )
         params = received.kv_transfer_params
         assert params is not None
         return params
 
-    def add(self, prompt: list[int], params: Any, start: int | None = 0, max_tokens: int = 4, **about: Any) -> Received:
+    def add(
+        self,
+        prompt: list[int],
+        params: Any,
+        start: int | None = 0,
+        max_tokens: int = 4,
+        **about: Any,
+    ) -> Received:
         """The decode leg; its rows are checked as they come."""
         name = f"decode-{next(self._count)}"
-        self.decode.add(name, prompt, start, kv_transfer_params=params, max_tokens=max_tokens, **about)
+        self.decode.add(
+            name, prompt, start, kv_transfer_params=params, max_tokens=max_tokens, **about
+        )
         return self.decode.received[name]
 
-    def missing(self, prompt: list[int], params: Any, start: int | None = 0, **about: Any) -> list[int]:
-        """Positions whose rows did not come, of a decode leg to its end; those that came have their weights."""
+    def missing(
+        self, prompt: list[int], params: Any, start: int | None = 0, **about: Any
+    ) -> list[int]:
+        """Positions whose rows did not come, of a decode leg to its end; those that came have their
+        weights."""
         received = self.add(prompt, params, start, **about)
         self.decode.run()
         assert received.finish is FinishReason.LENGTH
@@ -105,7 +131,9 @@ def test_a_row_that_the_prefill_instance_did_not_know_is_computed_for_the_next(p
     assert pair.missing(PROMPT, None) == []
 
 
-def test_rows_that_nobody_asked_for_are_not_handed_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_nobody_asked_for_are_not_handed_over(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Programs that do not say that they want them may make JSON of what they get."""
     ask = {key: value for key, value in REMOTE.items() if key != PARAM}
     assert PARAM not in pair.export_rows(tokens(20), ask=ask)
@@ -125,8 +153,11 @@ def test_rows_that_are_too_large_are_missing(pair: Pair, monkeypatch: pytest.Mon
 
 def test_rows_that_do_not_come_with_kv_are_not_believed(pair: Pair) -> None:
     params = pair.export_rows(PROMPT)
-    poisoned = changed(params, data=bytes(len(params[PARAM]["data"]))) | {"do_remote_prefill": False}
-    for given in ({PARAM: poisoned[PARAM]}, poisoned):  # the second hits what the first has computed
+    poisoned = changed(params, data=bytes(len(params[PARAM]["data"]))) | {
+        "do_remote_prefill": False
+    }
+    # the second hits what the first has computed
+    for given in ({PARAM: poisoned[PARAM]}, poisoned):
         assert pair.missing(PROMPT, given) == []
 
 
@@ -145,14 +176,20 @@ def leased(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Pair]:
     """A pair with each policy for loads; leases end."""
     with store(request.param, clock=clock) as kept:
         yield (made := Pair(kept, max_num_seqs=NUM_SEQS))
-        made.decode.finish(but=[name for name, each in made.decode.received.items() if each.finish is None])
+        made.decode.finish(
+            but=[name for name, each in made.decode.received.items() if each.finish is None]
+        )
 
 
 @pytest.mark.parametrize(
-    ("seconds", "waits", "num_loaded"), [(26, False, 1), (28, False, 0), (26, True, 1), (28, True, 0)]
+    ("seconds", "waits", "num_loaded"),
+    [(26, False, 1), (28, False, 0), (26, True, 1), (28, True, 0)],
 )
-def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, waits: bool, num_loaded: int) -> None:
-    """Or that `waits` while there are no steps, as during a pause: there are no heartbeats either."""
+def test_a_leg_that_comes_late(
+    leased: Pair, clock: Clock, seconds: float, waits: bool, num_loaded: int
+) -> None:
+    """Or that `waits` while there are no steps, as during a pause: there are no heartbeats
+    either."""
     params = leased.export_rows(PROMPT)
     clock.passed = 0 if waits else seconds
     leased.add(PROMPT, params)
@@ -162,10 +199,15 @@ def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, waits
 
 
 @pytest.mark.parametrize(
-    ("failures", "end"), [("recompute", FinishReason.LENGTH), ("fail", FinishReason.ERROR)], ids=["recompute", "fail"]
+    ("failures", "end"),
+    [("recompute", FinishReason.LENGTH), ("fail", FinishReason.ERROR)],
+    ids=["recompute", "fail"],
 )
-def test_a_pull_that_ends_late(clock: Clock, failures: str, end: FinishReason, is_async: bool) -> None:
-    """The prefill instance may have given the blocks to another prompt by then, whose KV was read."""
+def test_a_pull_that_ends_late(
+    clock: Clock, failures: str, end: FinishReason, is_async: bool
+) -> None:
+    """The prefill instance may have given the blocks to another prompt by then, whose KV was
+    read."""
     with store(clock=clock) as kept:
         pair = Pair(kept, failures=failures, is_async=is_async)
         received = pair.add(PROMPT, pair.export_rows(PROMPT))
@@ -185,7 +227,9 @@ def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
 
     def comes(name: str, source: int, seconds: float) -> bool:
         request = cast(Request, SimpleNamespace(request_id=name))
-        rows = prefill_rows.PrefillRows(np.zeros((1, L, K), dtype=np.uint8), False, clock.time() + seconds)
+        rows = prefill_rows.PrefillRows(
+            np.zeros((1, L, K), dtype=np.uint8), False, clock.time() + seconds
+        )
         arrival = pulls.arrival(request, rows, ("engine", source), is_first=True)
         pulls.add(request, arrival)
         return arrival.pull is not None
@@ -221,7 +265,8 @@ def test_an_aborted_prefill_hands_no_rows_over(pair: Pair) -> None:
 
 
 def test_choices_of_a_prompt_pull_it_once(pair: Pair) -> None:
-    """The others hit what it brought, and compute the last block, as the rows of the prompt are those of one choice."""
+    """The others hit what it brought, and compute the last block, as the rows of the prompt are
+    those of one choice."""
     params = pair.export_rows(PROMPT)
     names = pair.decode.add("n", PROMPT, start=100, n=3, kv_transfer_params=params, max_tokens=9)
     pair.decode.finish()
@@ -266,7 +311,10 @@ def test_rows_come_back(num_rows: int) -> None:
         handed = prefill_rows.encode(rows, until=1.5)
         assert handed is not None
         is_narrow = not num_rows or other in (0, 255)
-        assert (handed["dtype"], handed["shape"]) == ("uint8" if is_narrow else "int16", [num_rows, 48, 8])
+        assert (handed["dtype"], handed["shape"]) == (
+            "uint8" if is_narrow else "int16",
+            [num_rows, 48, 8],
+        )
         decoded = prefill_rows.decode(handed)
         assert np.array_equal(decoded.rows, rows)
         assert decoded.until == 1.5
@@ -282,7 +330,8 @@ def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
 @pytest.mark.parametrize("num_rows", [0, 1, 256, 1000, 1008])
 def test_what_came_is_written_and_nothing_else(num_rows: int, dtype: type[np.integer[Any]]) -> None:
-    """In pieces, at the slots of a block table; what else is loaded has no rows, whatever was there before."""
+    """In pieces, at the slots of a block table; what else is loaded has no rows, whatever was there
+    before."""
     dice = np.random.default_rng(num_rows)
     blocks, rows = dice.permutation(70)[:63], dice.integers(0, 256, (num_rows, 3, 2)).astype(dtype)
     slots = (blocks[:, np.newaxis] * 16 + np.arange(16)).reshape(-1)
@@ -310,7 +359,8 @@ def test_the_engine_takes_nothing_else() -> None:
     assert prefill_rows.decode(GOOD) is not None
     wrong = [{**GOOD, key: value} for key, values in WRONG.items() for value in values]
     wrong += [None, [], {}, {key: value for key, value in GOOD.items() if key != "until"}]
-    wrong += [{**GOOD, "data": b"", "shape": [100, 0, 0]}]  # as the host cache's before the first step
+    # as the host cache's before the first step
+    wrong += [{**GOOD, "data": b"", "shape": [100, 0, 0]}]
     assert [each for each in wrong if prefill_rows.decode(each) is not None] == []
 
 
@@ -330,9 +380,16 @@ VALUES = [[], {}, [[]], {"a": []}, "text", b"bytes", -1, float("nan"), True, 10*
 
 
 def hostile_params(value: Any) -> list[Any]:
-    """`value` in the place of the whole, of our field, of what is in it, or of what is beside it."""
+    """`value` in the place of the whole, of our field, of what is in it, or of what is beside
+    it."""
     good = {**GOOD, "shape": [1, 1, 6]}
-    beside = ("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_num_tokens", "do_remote_prefill")
+    beside = (
+        "remote_engine_id",
+        "remote_request_id",
+        "remote_block_ids",
+        "remote_num_tokens",
+        "do_remote_prefill",
+    )
     pull = {"do_remote_prefill": True, "remote_request_id": "r", "remote_engine_id": "e"}
     bodies = [value, {PARAM: value}, {**pull, PARAM: value}]
     bodies += [{"do_remote_decode": True, PARAM: value}]
@@ -344,7 +401,9 @@ def hostile_params(value: Any) -> list[Any]:
 def test_no_value_ends_the_engine(connectors: tuple[str, ...]) -> None:
     with store(is_async=True):
         core = engine_with_store(*connectors) if connectors else engine()
-        for index, params in enumerate(params for value in VALUES for params in hostile_params(value)):
+        for index, params in enumerate(
+            params for value in VALUES for params in hostile_params(value)
+        ):
             sampling = SamplingParams(max_tokens=2)
             opt_in = {OPT_IN_ARG: OptIn(0, bytes(16), False).encode()} if index % 2 else {}
             sampling.extra_args = {"kv_transfer_params": params, **opt_in}
@@ -354,7 +413,9 @@ def test_no_value_ends_the_engine(connectors: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"shape": [100, K, L]}, {"shape": [50, 2 * L, K]}, {"until": None}, {"until": 0}], ids=str
+    "change",
+    [{"shape": [100, K, L]}, {"shape": [50, 2 * L, K]}, {"until": None}, {"until": 0}],
+    ids=str,
 )
 def test_rows_that_cannot_be_these_are_unknown(pair: Pair, change: dict[str, Any]) -> None:
     """And so they are for whoever hits what was pulled: they compute it."""
@@ -383,17 +444,30 @@ def test_workers_do_not_get_rows(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
         ("MoRIIOConnector", {"transfer_id": []}, "transfer_id must be "),
         ("MoRIIOConnector", {"remote_notify_port": "x"}, "remote_notify_port must be "),
         ("MoRIIOConnector", {"remote_block_ids": [1, "2"]}, "remote_block_ids must be a list"),
-        ("MoRIIOConnector", {"remote_notify_port": "61005", "remote_block_ids": [[1, 2], [3]], "tp_size": 0}, None),
-        ("MoRIIOConnector", {"remote_block_ids": [1, 2]}, None),  # of versions before several KV cache groups
-        ("NixlConnector", {"remote_block_ids": [1, 2]}, "remote_block_ids must be a list of block ids for each KV ca"),
+        (
+            "MoRIIOConnector",
+            {"remote_notify_port": "61005", "remote_block_ids": [[1, 2], [3]], "tp_size": 0},
+            None,
+        ),
+        # of versions before several KV cache groups
+        ("MoRIIOConnector", {"remote_block_ids": [1, 2]}, None),
+        (
+            "NixlConnector",
+            {"remote_block_ids": [1, 2]},
+            "remote_block_ids must be a list of block ids for each KV ca",
+        ),
     ],
 )
-def test_what_other_connectors_read_is_checked(connector: str, params: dict[str, Any], field: str | None) -> None:
+def test_what_other_connectors_read_is_checked(
+    connector: str, params: dict[str, Any], field: str | None
+) -> None:
     config = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
     if field is None:
         transfer_params.check({"do_remote_decode": True, **params}, config)
     else:
-        with pytest.raises(transfer_params.TransferParamsError, match=rf"^kv_transfer_params\.{field}"):
+        with pytest.raises(
+            transfer_params.TransferParamsError, match=rf"^kv_transfer_params\.{field}"
+        ):
             transfer_params.check({"do_remote_decode": True, **params}, config)
 
 
@@ -424,12 +498,16 @@ def test_they_are_handed_over_with_the_ids(way: Any, length: int) -> None:
 
 @pytest.mark.parametrize("plain_prefill", [False, True])
 def test_a_decode_leg_that_is_handed_no_weights(plain_prefill: bool) -> None:
-    """If it wants weights, it computes the prompt. If not, it uses the ids; who wants weights later computes then."""
+    """If it wants weights, it computes the prompt. If not, it uses the ids; who wants weights later
+    computes then."""
     with store() as kept:
         pair, prompt = Pair(kept, weights=True), tokens(100)
         if plain_prefill:
             pair.prefill = Client(engine_with_store(PULL))
-        assert (pair.missing(prompt, pair.export_rows(prompt), weights=True), kept.num_loaded) == ([], 0)
+        assert (pair.missing(prompt, pair.export_rows(prompt), weights=True), kept.num_loaded) == (
+            [],
+            0,
+        )
         prompt = tokens(100, seed=1)
         assert (pair.missing(prompt, pair.export_rows(prompt)), kept.num_loaded) == ([], 1)
         again = pair.add(prompt, None)
@@ -437,19 +515,29 @@ def test_a_decode_leg_that_is_handed_no_weights(plain_prefill: bool) -> None:
         assert pair.missing(prompt, None, weights=True) == []
 
 
-@pytest.mark.parametrize("connectors", [(PULL, OFFLOADS), (OFFLOADS, PULL)], ids=["pull first", "offload first"])
-def test_ids_that_came_alone_and_were_offloaded(is_async: bool, connectors: tuple[str, str]) -> None:
-    """Who asks for ids loads them again; who asks for weights does not, nor hits what was loaded so."""
+@pytest.mark.parametrize(
+    "connectors", [(PULL, OFFLOADS), (OFFLOADS, PULL)], ids=["pull first", "offload first"]
+)
+def test_ids_that_came_alone_and_were_offloaded(
+    is_async: bool, connectors: tuple[str, str]
+) -> None:
+    """Who asks for ids loads them again; who asks for weights does not, nor hits what was loaded
+    so."""
     prompt = tokens(5 * BLOCK + 3)
     with store(is_async=True):
         prefill, decode = (
-            Client(engine_that_offloads(connectors=connectors, weights=True, is_async=is_async)) for _ in range(2)
+            Client(engine_that_offloads(connectors=connectors, weights=True, is_async=is_async))
+            for _ in range(2)
         )
         core = decode.engines[0]
         decode.answer("warm up", [1])
-        params = prefill.answer("first", prompt, max_tokens=1, kv_transfer_params=dict(REMOTE)).kv_transfer_params
+        params = prefill.answer(
+            "first", prompt, max_tokens=1, kv_transfer_params=dict(REMOTE)
+        ).kv_transfer_params
         decode.answer("pulls", prompt, kv_transfer_params=params)
-        for index, (weights, num_loads) in enumerate([(True, 0), (False, 1), (True, 0), (False, 1)]):
+        for index, (weights, num_loads) in enumerate(
+            [(True, 0), (False, 1), (True, 0), (False, 1)]
+        ):
             if index != 2:  # which hits what was loaded
                 core.empty_prefix_cache()
             before = core.model_executor.worker.num_loaded
@@ -480,7 +568,10 @@ def test_an_instance_without_weights_uses_the_ids_that_are_handed_over_with_some
         pair, prompt = Pair(kept, weights=True), tokens(100)
         pair.decode = Client(engine_with_store(PULL))
         pair.decode.answer("warm up", [1])
-        assert (pair.missing(prompt, pair.export_rows(prompt, weights=True)), kept.num_loaded) == ([], 1)
+        assert (pair.missing(prompt, pair.export_rows(prompt, weights=True)), kept.num_loaded) == (
+            [],
+            1,
+        )
 
 
 def test_too_many_to_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +589,12 @@ def test_too_many_to_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_odd_values_over_http() -> None:
     ids = np.arange(2 * L * K, dtype=np.int16).reshape(2, L, K) % 300
     rows = joined(ids, weights_for(ids))
-    handed = {"data": rows.tobytes(), "dtype": prefill_rows.WORDS, "shape": list(rows.shape), "until": 1.0}
+    handed = {
+        "data": rows.tobytes(),
+        "dtype": prefill_rows.WORDS,
+        "shape": list(rows.shape),
+        "until": 1.0,
+    }
     wire = prefill_param.to_wire({PARAM: handed})
     assert wire is not None
     value = wire[PARAM]
@@ -517,6 +613,8 @@ def test_odd_values_over_http() -> None:
     ):
         with pytest.raises(prefill_param.PrefillRowsError):
             read(**changed)
-    forged = prefill_param.PrefillRowsParam({**value, "dtype": prefill_rows.WORDS, "shape": [2, 3, L * K // 3]})
+    forged = prefill_param.PrefillRowsParam(
+        {**value, "dtype": prefill_rows.WORDS, "shape": [2, 3, L * K // 3]}
+    )
     with pytest.raises(prefill_param.PrefillRowsError):
         forged.parse((3, L * K // 3), 300)

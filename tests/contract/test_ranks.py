@@ -13,7 +13,12 @@ import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
-from vllm.forward_context import DPMetadata, ForwardContext, get_forward_context, override_forward_context
+from vllm.forward_context import (
+    DPMetadata,
+    ForwardContext,
+    get_forward_context,
+    override_forward_context,
+)
 from vllm.v1.worker import ubatching
 from vllm.v1.worker.gpu import ubatch_utils
 from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner, UBatchState
@@ -35,7 +40,8 @@ def step_of(counts: list[int]) -> Iterator[DPMetadata]:
 
 
 def parts_of(ids: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """What each tensor-parallel rank routes: equal parts of the tokens, and of padding, which has ids too."""
+    """What each tensor-parallel rank routes: equal parts of the tokens, and of padding, which has
+    ids too."""
     padding = torch.full((-len(ids) % size, TOP_K), 99)
     return list(torch.cat([ids, padding]).chunk(size))
 
@@ -49,7 +55,8 @@ def put(view: torch.Tensor, own_tokens: LocalTokenSlice, ids: torch.Tensor) -> t
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("counts", [[5, 3], [1, 8], [4, 4], [2, 1, 6], [1, 1]], ids=str)
 def test_the_rows_of_all_ranks_are_whole(counts: list[int], size: int) -> None:
-    """Whether each rank routes its own, or all have been gathered: as one tensor-parallel rank would have them."""
+    """Whether each rank routes its own, or all have been gathered: as one tensor-parallel rank
+    would have them."""
     ids = [torch.randint(0, 90, (count, TOP_K)) for count in counts]
     parts = [parts_of(own, size) for own in ids]
     gathered = torch.cat([part for of_rank in parts for part in of_rank])
@@ -59,9 +66,13 @@ def test_the_rows_of_all_ranks_are_whole(counts: list[int], size: int) -> None:
         for rank, count in enumerate(counts):
             for seen in (parts[rank], [gathered] * size):
                 views = [torch.full((count, TOP_K), -1) for _ in seen]
-                rows = [put(view, local_token_slice(rank, at, size), seen[at]) for at, view in enumerate(views)]
+                rows = [
+                    put(view, local_token_slice(rank, at, size), seen[at])
+                    for at, view in enumerate(views)
+                ]
                 assert torch.equal(torch.stack(rows).amax(0), ids[rank])
-                assert sum(int((row >= 0).all(1).sum()) for row in rows) == count  # each is written once
+                # each is written once
+                assert sum(int((row >= 0).all(1).sum()) for row in rows) == count
 
 
 def test_steps_of_which_nobody_says_whose_the_tokens_are() -> None:
@@ -76,7 +87,9 @@ def test_steps_of_which_nobody_says_whose_the_tokens_are() -> None:
 # ---- dual-batch overlap ----
 
 
-@pytest.mark.parametrize(("counts", "size"), [([4, 4], 2), ([4, 5], 1), ([3, 3, 4], 2), ([1, 7], 1)], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "size"), [([4, 4], 2), ([4, 5], 1), ([3, 3, 4], 2), ([1, 7], 1)], ids=str
+)
 def test_microbatches(counts: list[int], size: int) -> None:
     """vLLM's own threads, which wait for each other in the middle of a layer."""
     layers = 3
@@ -152,13 +165,15 @@ ODD = torch.tensor([-0.0, -1.5, 0.25, torch.nan, 3e38, 1e-45, 0.0]).view(torch.i
 
 
 def join_as(rank: int, folder: str) -> None:
-    """[planes, layers, tokens, K], ids alone and ids with weights' bits, of which each rank has routed a part; in the
-    last layer nobody wrote the second token."""
+    """[planes, layers, tokens, K], ids alone and ids with weights' bits, of which each rank has
+    routed a part; in the last layer nobody wrote the second token."""
     layers, tokens, part = 3, 7, 4
     ids = torch.arange(layers * tokens * TOP_K).reshape(layers, tokens, TOP_K).int()
     routed = torch.stack([ids, ODD[ids.long() % len(ODD)]])
     routed[:, -1, 1] = -1
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
     group = SimpleNamespace(device_group=torch.distributed.group.WORLD)
     own = slice(rank * part, min((rank + 1) * part, tokens))
     for count in (1, 2):

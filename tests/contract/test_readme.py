@@ -27,7 +27,12 @@ needs_cpu = pytest.mark.skipif(ON_GPU, reason="the page has the rows of a CPU, i
 def server(tiny_model: Path) -> Iterator[Server]:
     """Serves like `make serve`, on another port."""
     with serving_weights(
-        tiny_model, "--served-model-name", "tiny-moe", *FLOAT32, "--kv-cache-memory-bytes", str(64 << 20)
+        tiny_model,
+        "--served-model-name",
+        "tiny-moe",
+        *FLOAT32,
+        "--kv-cache-memory-bytes",
+        str(64 << 20),
     ) as running:
         yield running
 
@@ -75,7 +80,9 @@ def test_references(names: dict[str, Any], documented: list[str]) -> None:
 def test_plotting(documented: list[str]) -> None:
     (program,) = documented
     drawn: dict[str, np.ndarray] = {}
-    plt = SimpleNamespace(imshow=lambda load: drawn.update(load=load), plot=lambda line: drawn.update(line=line))
+    plt = SimpleNamespace(
+        imshow=lambda load: drawn.update(load=load), plot=lambda line: drawn.update(line=line)
+    )
     rows = np.random.default_rng(0).integers(0, 128, (50, 6, 8), dtype=np.int16)
     exec(program, {"routing": SimpleNamespace(rows=rows), "plt": plt})
     assert (drawn["load"].shape, drawn["line"].shape) == ((6, 128), (6,))

@@ -1,4 +1,5 @@
-"""What a server records of requests, as the commands for saved responses read it, while clients notice nothing."""
+"""What a server records of requests, as the commands for saved responses read it, while clients
+notice nothing."""
 
 import json
 import re
@@ -22,13 +23,18 @@ from tests.contract.served import LAYER_IDS, rows_of, serving
 from tests.e2e.harness import ASK, Server, prompt_of, wait_until
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
-MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me something about experts."}]}
+MESSAGES: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Tell me something about experts."}]
+}
 SAMPLED = {"temperature": 1.0}
 FLAGS = ("--max-num-batched-tokens", "64", "--enable-scale-out")
 PROMPT = prompt_of(40, 1)
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 80}),
-    (COMPLETIONS, {"prompt": [prompt_of(3, 3), prompt_of(70, 4)], "max_tokens": 4, "n": 2, **SAMPLED}),
+    (
+        COMPLETIONS,
+        {"prompt": [prompt_of(3, 3), prompt_of(70, 4)], "max_tokens": 4, "n": 2, **SAMPLED},
+    ),
     (CHAT, {**MESSAGES, "max_tokens": 12, "n": 3, **SAMPLED}),
     (GENERATE, {"token_ids": prompt_of(17, 2), "sampling_params": {"max_tokens": 5}}),
     ("/v1/responses", {"input": "a", "max_output_tokens": 3}),
@@ -55,7 +61,9 @@ def record(folder: Path, *more: str) -> tuple[str, ...]:
 def send(server: Server, path: str, body: dict[str, Any]) -> str:
     """The response's text, without what differs from one time to the next."""
     with server.client() as client:
-        answer = client.post(path, json={"model": "tiny", "temperature": 0, **body}, headers={"X-Request-Id": "same"})
+        answer = client.post(
+            path, json={"model": "tiny", "temperature": 0, **body}, headers={"X-Request-Id": "same"}
+        )
     assert answer.status_code == 200, answer.text
     text = re.sub(r'("(created|created_at|completed_at)": ?)[\d.]+', r"\g<1>0", answer.text)
     if body.get("stream"):  # the choices' chunks come in any order
@@ -69,7 +77,11 @@ def files_in(folder: Path) -> list[str]:
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in files_in(folder) for line in Path(file).read_text().splitlines()]
+    return [
+        json.loads(line)
+        for file in files_in(folder)
+        for line in Path(file).read_text().splitlines()
+    ]
 
 
 def routings_in(folder: Path) -> list[list[Routing]]:
@@ -83,7 +95,8 @@ def check(routing: Routing) -> None:
 
 
 class Dropped:
-    """Counts what was dropped since it was made: this process has the metrics of other tests' servers too."""
+    """Counts what was dropped since it was made: this process has the metrics of other tests'
+    servers too."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -95,22 +108,32 @@ class Dropped:
 
     def __call__(self) -> dict[str, float]:
         now = self._now()
-        return {reason: now[reason] - count for reason, count in self._before.items() if now[reason] > count}
+        return {
+            reason: now[reason] - count
+            for reason, count in self._before.items()
+            if now[reason] > count
+        }
 
 
-def test_all_that_is_asked_is_recorded_and_no_answer_changes(tiny_model: Path, tmp_path: Path) -> None:
+def test_all_that_is_asked_is_recorded_and_no_answer_changes(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with serving(tiny_model, *FLAGS) as server:
         expected = [send(server, path, body) for path, body in REQUESTS + STREAMS]
     with serving(tiny_model, *FLAGS, *record(tmp_path / "new" / "folder")) as server:
 
         def recorded() -> list[int]:
-            return [int(server.metric(f"routed_experts_recorded_{name}_total")) for name in ("requests", "bytes")]
+            return [
+                int(server.metric(f"routed_experts_recorded_{name}_total"))
+                for name in ("requests", "bytes")
+            ]
 
         dropped, before = Dropped(server), recorded()  # of other tests' servers in this process
         got = [send(server, path, body) for path, body in REQUESTS + STREAMS]
         wait_until(lambda: recorded()[0] - before[0] >= NUM_PROMPTS, "not all was recorded")
         num_bytes = sum(file.stat().st_size for file in (tmp_path / "new" / "folder").iterdir())
-        wait_until(lambda: recorded()[1] - before[1] >= num_bytes, "not every byte was counted")  # after the request
+        # after the request
+        wait_until(lambda: recorded()[1] - before[1] >= num_bytes, "not every byte was counted")
         num_requests, written = (now - then for now, then in zip(recorded(), before, strict=True))
         assert num_requests == NUM_PROMPTS
         assert dropped() == {}
@@ -135,7 +158,9 @@ def test_all_that_is_asked_is_recorded_and_no_answer_changes(tiny_model: Path, t
 
     assert not any(routing.missing for routings in found for routing in routings)
     with ExitStack() as stack:
-        assert [file.name for file in viewed_files([str(folder)], ModelInfo(), stack)] == files_in(folder)
+        assert [file.name for file in viewed_files([str(folder)], ModelInfo(), stack)] == files_in(
+            folder
+        )
 
 
 @contextmanager
@@ -150,13 +175,17 @@ def test_weights_and_no_tokens(tiny_model: Path, tmp_path: Path) -> None:
         bodies: list[dict[str, Any]] = [{}, ASK, {**ASK, "return_routed_expert_weights": True}]
         answers = [server.complete(prompt=PROMPT, max_tokens=6, **body) for body in bodies]
     tokens = [*PROMPT, *answers[1]["choices"][0]["token_ids"][:-1]]
-    for line, routings, has_weights in zip(lines_of(tmp_path), routings_in(tmp_path), (True, False, True), strict=True):
+    for line, routings, has_weights in zip(
+        lines_of(tmp_path), routings_in(tmp_path), (True, False, True), strict=True
+    ):
         assert "token_ids" not in json.dumps(line)
         for routing in routings:
             assert routing.rows.tolist() == rows_of(tokens).tolist()
             assert (routing.weights is not None) == has_weights
             if routing.weights is not None:
-                assert np.array_equal(routing.weights.view(np.int32), weights_for(routing.rows).view(np.int32))
+                assert np.array_equal(
+                    routing.weights.view(np.int32), weights_for(routing.rows).view(np.int32)
+                )
 
 
 def test_shares_are_drawn_for_all_choices_of_a_prompt(tiny_model: Path, tmp_path: Path) -> None:
@@ -172,7 +201,8 @@ def test_beam_search_is_counted_once_and_not_recorded(tiny_model: Path, tmp_path
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "use_beam_search": True, "n": 2}
     with serving(tiny_model, *record(tmp_path)) as server:
         dropped = Dropped(server)
-        with server.client() as client:  # which fails behind that, as the arithmetic has no log-probabilities
+        # which fails behind that, as the arithmetic has no log-probabilities
+        with server.client() as client:
             client.post(COMPLETIONS, json=body)
         assert dropped() == {"beam_search": 1}
     assert not files_in(tmp_path)
@@ -188,7 +218,9 @@ class SlowFiles(RecordFiles):
         return super().write(parts)
 
 
-@pytest.mark.parametrize(("limit", "reason"), [("_QUEUE_BYTES", "queue"), ("_RUNNING_BYTES", "memory")])
+@pytest.mark.parametrize(
+    ("limit", "reason"), [("_QUEUE_BYTES", "queue"), ("_RUNNING_BYTES", "memory")]
+)
 def test_a_slow_disk_drops_and_slows_nobody(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, reason: str
 ) -> None:
@@ -207,13 +239,18 @@ def test_a_slow_disk_drops_and_slows_nobody(
 
 
 def test_the_bound_and_files_that_are_moved_away(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What is there counts, and stays."""
     monkeypatch.setattr(recording, "_IDLE_S", 0.05)
     (old := tmp_path / "old.jsonl").write_text("x" * 5000)
     bound = 400_000
-    with serving(tiny_model, *record(tmp_path, "--routed-experts-record-bytes", str(bound))) as server:
+    with serving(
+        tiny_model, *record(tmp_path, "--routed-experts-record-bytes", str(bound))
+    ) as server:
         dropped = Dropped(server)
         for _ in range(12):
             server.complete(prompt=PROMPT, max_tokens=5)
@@ -222,9 +259,17 @@ def test_the_bound_and_files_that_are_moved_away(
             return [file for file in tmp_path.glob("*.jsonl") if file != old]
 
         def counted() -> int:
-            return int(sum([len(file.read_text().splitlines()) for file in complete()], start=dropped().get("full", 0)))
+            return int(
+                sum(
+                    [len(file.read_text().splitlines()) for file in complete()],
+                    start=dropped().get("full", 0),
+                )
+            )
 
-        wait_until(lambda: complete() and counted() >= 12, lambda: f"{dropped()} of 12, {[*tmp_path.iterdir()]}")
+        wait_until(
+            lambda: complete() and counted() >= 12,
+            lambda: f"{dropped()} of 12, {[*tmp_path.iterdir()]}",
+        )
         assert counted() == 12
         assert dropped()["full"] > 4
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= bound
@@ -238,7 +283,9 @@ def test_the_bound_and_files_that_are_moved_away(
     assert caplog.text.count("reached --routed-experts-record-bytes") == 1
 
 
-def test_a_disk_that_fails(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_fails(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(tiny_model, *record(folder := tmp_path / "folder")) as server:
         dropped = Dropped(server)
         folder.rename(away := tmp_path / "away")

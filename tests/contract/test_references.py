@@ -1,4 +1,5 @@
-"""Rows by reference, and rows at the end of a stream, through vLLM's real API process and scheduler."""
+"""Rows by reference, and rows at the end of a stream, through vLLM's real API process and
+scheduler."""
 
 import asyncio
 import base64
@@ -54,7 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def api(tiny_model: Path, folder: Path) -> Iterator[Server]:
     flags = ("--routed-experts-store", str(folder), "--routed-experts-store-paths")
-    with serving(tiny_model, "--enable-scale-out", "--enable-return-routed-expert-weights", *flags) as server:
+    with serving(
+        tiny_model, "--enable-scale-out", "--enable-return-routed-expert-weights", *flags
+    ) as server:
         yield server
 
 
@@ -74,7 +77,11 @@ def reference(api: Server) -> dict[str, Any]:
 
 
 def request(
-    server: Server, reference: dict[str, Any], method: str = "GET", query: str = "", *headers: tuple[str, str]
+    server: Server,
+    reference: dict[str, Any],
+    method: str = "GET",
+    query: str = "",
+    *headers: tuple[str, str],
 ) -> httpx.Response:
     with server.client() as client:
         return client.request(method, f"/v1/{reference['url']}{query}", headers=[*headers])
@@ -84,7 +91,9 @@ def request(
     ("layers", "tokens"),
     [((0, L), (0, 50)), ((2, 5), (0, 50)), ((0, L), (7, 31)), ((4, 4), (50, 50)), ((3, L), (0, 9))],
 )
-def test_parts_of_an_array(api: Server, reference: dict[str, Any], layers: Range, tokens: Range) -> None:
+def test_parts_of_an_array(
+    api: Server, reference: dict[str, Any], layers: Range, tokens: Range
+) -> None:
     part = np.load(reference["path"])[slice(*layers), slice(*tokens)]
     query = f"?layers={layers[0]}:{layers[1]}&tokens={tokens[0]}:{tokens[1]}"
     for text in (query, query.replace(f":{L}", ":").replace("=0:", "=:")):
@@ -94,15 +103,29 @@ def test_parts_of_an_array(api: Server, reference: dict[str, Any], layers: Range
             assert response.headers["x-routed-experts-shape"] == ",".join(map(str, part.shape))
             assert response.headers["x-routed-experts-dtype"] == "int16"
             assert response.headers["content-length"] == str(part.nbytes)
-    for found in (fetch(reference, layers=layers, tokens=tokens), get(api, reference, layers=layers, tokens=tokens)):
+    for found in (
+        fetch(reference, layers=layers, tokens=tokens),
+        get(api, reference, layers=layers, tokens=tokens),
+    ):
         assert np.array_equal(found, part)
 
 
 def test_parts_that_there_are_not(api: Server, reference: dict[str, Any]) -> None:
-    ranges = ["layers=0:99", "layers=3:2", "tokens=1", "tokens=-1:2", "tokens=a:b", "layers=", "layers=٣:4"]
+    ranges = [
+        "layers=0:99",
+        "layers=3:2",
+        "tokens=1",
+        "tokens=-1:2",
+        "tokens=a:b",
+        "layers=",
+        "layers=٣:4",
+    ]
     for query in (*ranges, f"tokens=:{'9' * 5000}"):
         response = request(api, reference, "GET", f"?{query}")
-        assert (response.status_code, response.json()["error"]["param"]) == (400, query.partition("=")[0])
+        assert (response.status_code, response.json()["error"]["param"]) == (
+            400,
+            query.partition("=")[0],
+        )
     for name in ("layers", "tokens"):
         with pytest.raises(ValueError, match=name):
             fetch(reference, **{name: (0, 1000)})
@@ -119,15 +142,23 @@ PART_BYTES = 5 * 40 * K * 2
         ("bytes=10-1999", 10, 2000),
         ("bytes=-7", PART_BYTES - 7, PART_BYTES),
         (f"bytes=9-{PART_BYTES * 2}", 9, PART_BYTES),
-        *((text, None, None) for text in ("bytes=1-2,4-5", "bytes=x-y", "lines=1-2", "bytes=5-1", "bytes=-")),
+        *(
+            (text, None, None)
+            for text in ("bytes=1-2,4-5", "bytes=x-y", "lines=1-2", "bytes=5-1", "bytes=-")
+        ),
         (f"bytes={'9' * 5000}-", None, None),
     ],
 )
-def test_byte_ranges(api: Server, reference: dict[str, Any], asked: str, first: int | None, end: int | None) -> None:
+def test_byte_ranges(
+    api: Server, reference: dict[str, Any], asked: str, first: int | None, end: int | None
+) -> None:
     """Those that make no sense are ignored."""
     part = np.load(reference["path"])[2:7, 5:45].tobytes()
     response = request(api, reference, "GET", PART, ("Range", asked))
-    assert (response.status_code, response.content) == (200 if first is None else 206, part[first:end])
+    assert (response.status_code, response.content) == (
+        200 if first is None else 206,
+        part[first:end],
+    )
     said = None if first is None else f"bytes {first}-{end - 1}/{PART_BYTES}"
     assert response.headers.get("content-range") == said
     head = request(api, reference, "HEAD", PART, ("Range", asked))  # ranges are for GET alone
@@ -158,18 +189,24 @@ def test_h5_conditions(
     plain = request(api, reference, "GET", query)
     tag = plain.headers["etag"]
     assert tag != request(api, reference, "GET", "" if query else PART).headers["etag"]
-    asked = [(name, value.replace("TAG-", f"{tag[:-1]}-").replace("TAG", tag)) for name, value in headers]
+    asked = [
+        (name, value.replace("TAG-", f"{tag[:-1]}-").replace("TAG", tag)) for name, value in headers
+    ]
     response = request(api, reference, "GET", query, *asked)
     assert response.status_code == status
     if status == 416:
         assert response.headers["content-range"] == f"bytes */{len(plain.content)}"
     else:
-        assert request(api, reference, "HEAD", query, *asked).status_code == (200 if status == 206 else status)
+        assert request(api, reference, "HEAD", query, *asked).status_code == (
+            200 if status == 206 else status
+        )
 
 
 def test_h5_conditions_of_deletions(api: Server) -> None:
     def stored() -> dict[str, Any]:
-        found: dict[str, Any] = api.complete(prompt="abc", max_tokens=1, **ASK, **REFERENCE)["prompt_routed_experts"]
+        found: dict[str, Any] = api.complete(prompt="abc", max_tokens=1, **ASK, **REFERENCE)[
+            "prompt_routed_experts"
+        ]
         return found
 
     first, second = stored(), stored()
@@ -201,7 +238,9 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
 
     monkeypatch.setattr(route, "read_npy_header", in_which_thread(route.read_npy_header))
     monkeypatch.setattr(os, "pread", in_which_thread(os.pread))
-    store = ArrayStore(default_folder(f"test-{os.getpid()}") if is_in_memory else tmp_path / "store", keeps=False)
+    store = ArrayStore(
+        default_folder(f"test-{os.getpid()}") if is_in_memory else tmp_path / "store", keeps=False
+    )
     array = np.random.default_rng(15).integers(0, 1 << 14, (6, 120_001, 7), dtype=np.int16)
     app = FastAPI()
     app.include_router(router)
@@ -210,7 +249,9 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
 
     async def fetch_all() -> None:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://server{references.ROWS_PATH}/") as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url=f"http://server{references.ROWS_PATH}/"
+        ) as client:
             for layers, tokens in ((0, 6), (0, 120_001)), ((1, 6), (7, 100_008)), ((0, 6), (9, 12)):
                 query = f"layers={layers[0]}:{layers[1]}&tokens={tokens[0]}:{tokens[1]}"
                 part = array[slice(*layers), slice(*tokens)].tobytes()
@@ -227,7 +268,9 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
     assert (get_ident() in threads) == is_in_memory
 
 
-def test_arrays_that_there_are_not_and_a_folder_that_cannot_be_used(api: Server, folder: Path) -> None:
+def test_arrays_that_there_are_not_and_a_folder_that_cannot_be_used(
+    api: Server, folder: Path
+) -> None:
     answer = api.complete(prompt="abc", max_tokens=2, **ASK, **REFERENCE)
     stays, reference = answer["prompt_routed_experts"], answer["choices"][0]["routed_experts"]
     assert request(api, reference, "DELETE").status_code == 204
@@ -265,7 +308,9 @@ def test_two_ranks_fetch_their_own_layers_of_several_turns(api: Server) -> None:
     references, tokens = dataset.converse(api.url, "tiny")
     for layers in ((0, 3), (3, L)):
         base_url = f"{api.url}/v1"
-        (ids,) = dataset.RoutingDataset([references], layers, num_tokens := len(tokens) + 3, base_url)
+        (ids,) = dataset.RoutingDataset(
+            [references], layers, num_tokens := len(tokens) + 3, base_url
+        )
         expected = rows_of(tokens[:-1])[:, slice(*layers)].swapaxes(0, 1)
         assert ids.shape == (layers[1] - layers[0], num_tokens, K)
         assert np.array_equal(ids[:, : len(tokens) - 1], expected)
@@ -301,22 +346,37 @@ def test_references_behind_the_middleware_of_operators(
 
 def references_in(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The reference to the rows of a stream's prompt, and that to those of its choice."""
-    (prompt,) = (chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk)
+    (prompt,) = (
+        chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk
+    )
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     (own,) = (choice["routed_experts"] for choice in choices if "routed_experts" in choice)
     return prompt, own
 
 
-def limited(model: Path, folder: Path, num_bytes: int, *more: str) -> AbstractContextManager[Server]:
+def limited(
+    model: Path, folder: Path, num_bytes: int, *more: str
+) -> AbstractContextManager[Server]:
     """A server with a store of so many bytes."""
-    return serving(model, "--routed-experts-store", str(folder), "--routed-experts-store-bytes", str(num_bytes), *more)
+    return serving(
+        model,
+        "--routed-experts-store",
+        str(folder),
+        "--routed-experts-store-bytes",
+        str(num_bytes),
+        *more,
+    )
 
 
-def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     room = -(-(128 + 100 * L * K * 2) // FILE_BYTES) * FILE_BYTES
     body = {"prompt": prompt_of(100, 12), "max_tokens": 4, **ASK, **REFERENCE}
     with limited(tiny_model, tmp_path / "store", room) as server:
-        chunks = [chunk for chunk in server.stream(COMPLETIONS, **body) if "routed_exp" in str(chunk)]
+        chunks = [
+            chunk for chunk in server.stream(COMPLETIONS, **body) if "routed_exp" in str(chunk)
+        ]
         joined = {"model": "tiny", **body, "routed_experts_layout": "joined", "n": 2}
         with server.client() as client:
             assert client.post(COMPLETIONS, json=joined).status_code == 507
@@ -325,37 +385,72 @@ def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(tiny_model: Pa
         assert "url" in server.complete(**body)["choices"][0]["routed_experts"]
     assert len(chunks) > 1
     assert all("data" in chunk["prompt_routed_experts"] for chunk in chunks)
-    assert ["routed_experts" in chunk["choices"][0] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert ["routed_experts" in chunk["choices"][0] for chunk in chunks] == [False] * (
+        len(chunks) - 1
+    ) + [True]
 
 
 @pytest.mark.parametrize("max_tokens", [20, 300])
-def test_a_prompt_that_fits_where_its_answer_does_not(tiny_model: Path, tmp_path: Path, max_tokens: int) -> None:
+def test_a_prompt_that_fits_where_its_answer_does_not(
+    tiny_model: Path, tmp_path: Path, max_tokens: int
+) -> None:
     """It is told of once, with the last of one or more lines, and stays."""
-    body = {"prompt": prompt_of(1, 12), "max_tokens": max_tokens, "ignore_eos": True, **ASK, **REFERENCE}
+    body = {
+        "prompt": prompt_of(1, 12),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        **ASK,
+        **REFERENCE,
+    }
     with limited(tiny_model, tmp_path / "store", FILE_BYTES) as server:
-        chunks = [chunk for chunk in server.stream(COMPLETIONS, **body) if "routed_exp" in str(chunk)]
-        (reference,) = [chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk]
+        chunks = [
+            chunk for chunk in server.stream(COMPLETIONS, **body) if "routed_exp" in str(chunk)
+        ]
+        (reference,) = [
+            chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk
+        ]
         time.sleep(0.2)
         assert get(server, reference).shape == (L, 1, K)
     assert (len(chunks) > 1) == (max_tokens == 300)
-    assert sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks) == max_tokens - 1
+    assert (
+        sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks) == max_tokens - 1
+    )
 
 
-def test_arrays_without_rows_come_inline_whatever_the_limits(tiny_model: Path, tmp_path: Path) -> None:
-    with limited(tiny_model, tmp_path / "store", 200, "--routed-experts-max-response-bytes", "100") as server:
-        said = server.complete(prompt=[7], max_tokens=1, routed_experts_prompt_start=1, **ASK, **REFERENCE)
-    assert said["prompt_routed_experts"]["data"] == said["choices"][0]["routed_experts"]["data"] == ""
+def test_arrays_without_rows_come_inline_whatever_the_limits(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with limited(
+        tiny_model, tmp_path / "store", 200, "--routed-experts-max-response-bytes", "100"
+    ) as server:
+        said = server.complete(
+            prompt=[7], max_tokens=1, routed_experts_prompt_start=1, **ASK, **REFERENCE
+        )
+    assert (
+        said["prompt_routed_experts"]["data"] == said["choices"][0]["routed_experts"]["data"] == ""
+    )
 
 
 def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_path: Path) -> None:
-    """The rows of the choice fit the store; then those of the prompt fit neither it nor a response."""
+    """The rows of the choice fit the store; then those of the prompt fit neither it nor a
+    response."""
     most = "--routed-experts-max-response-bytes", str(12 * L * K * 2)
     with limited(tiny_model, tmp_path / "store", 5 * FILE_BYTES, *most) as server:
-        ask = {"model": "tiny", "prompt": prompt_of(18, 13), "max_tokens": 4, "stream": True, **ASK, **REFERENCE}
+        ask = {
+            "model": "tiny",
+            "prompt": prompt_of(18, 13),
+            "max_tokens": 4,
+            "stream": True,
+            **ASK,
+            **REFERENCE,
+        }
         with server.client() as client:
             assert '"error"' in client.post(COMPLETIONS, json=ask).text
             wait_until_empty(tmp_path / "store")
-            assert '"url"' in client.post(COMPLETIONS, json=ask | {"routed_experts_prompt_start": 18}).text
+            assert (
+                '"url"'
+                in client.post(COMPLETIONS, json=ask | {"routed_experts_prompt_start": 18}).text
+            )
         assert len(stored_in(tmp_path / "store")) == 2
 
 
@@ -377,7 +472,9 @@ def test_what_is_stored_after_the_request_has_ended_is_deleted(tmp_path: Path) -
     connection = connection_of_nobody()
     maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20), connection)
     connection.end()
-    made, failure = asyncio.run(maker.run(1, maker.references, ENCODER, [("routed_experts", 0, [])]))
+    made, failure = asyncio.run(
+        maker.run(1, maker.references, ENCODER, [("routed_experts", 0, [])])
+    )
     assert ("id" in made[0]["routed_experts"], failure) == (True, None)
     wait_until_empty(tmp_path / "store")
 
@@ -395,7 +492,9 @@ def test_a_client_that_leaves_before_the_response_begins(tmp_path: Path) -> None
 
     async def leave() -> None:
         app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace()))
-        request = Request({"type": "http", "asgi": {"spec_version": "2.3"}, "headers": [], "app": app})
+        request = Request(
+            {"type": "http", "asgi": {"spec_version": "2.3"}, "headers": [], "app": app}
+        )
         rows = CollectedRows(RoutingOptions(), (L, K))
         answer = Answer(SimpleNamespace(kv_transfer_params=None), rows, ENCODER, False, maker)  # type: ignore[arg-type]
         response = await respond(answer, request)
@@ -419,9 +518,20 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
     """The store has room for the array of one answer, and responses for that of another."""
     flags = ("--api-key", "k", "--root-path", "/llm")
     flags += ("--routed-experts-default", '{"routed_experts_delivery": "reference"}')
-    flags += ("--routed-experts-max-response-bytes", str(6 * L * K * 2), "--routed-experts-store-seconds", "1000")
+    flags += (
+        "--routed-experts-max-response-bytes",
+        str(6 * L * K * 2),
+        "--routed-experts-store-seconds",
+        "1000",
+    )
     key = {"Authorization": "Bearer k"}
-    body = {"model": "tiny", "prompt": [5], "max_tokens": 4, "routed_experts_prompt_start": 1, **ASK}
+    body = {
+        "model": "tiny",
+        "prompt": [5],
+        "max_tokens": 4,
+        "routed_experts_prompt_start": 1,
+        **ASK,
+    }
     with (
         limited(tiny_model, tmp_path / "store", 2 * FILE_BYTES + 700, *flags) as server,
         server.client() as client,
@@ -436,13 +546,18 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
 
         first = post().json()["choices"][0]["routed_experts"]
         assert "path" not in first
-        for base in (f"{server.url}/v1", f"{server.url}/llm/v1"):  # as a proxy strips the root path, or not
+        # as a proxy strips the root path, or not
+        for base in (f"{server.url}/v1", f"{server.url}/llm/v1"):
             assert httpx.get(f"{base}/{first['url']}").status_code == 401
             assert fetch(first, base_url=base, api_key="k").shape == (L, 3, K)
             with pytest.raises(FetchError, match="401"):
                 fetch(first, base_url=base)
-        assert "data" in post(routed_experts_delivery="inline").json()["choices"][0]["routed_experts"]
-        assert isinstance(post(routed_experts_format="npy").json()["choices"][0]["routed_experts"], str)
+        assert (
+            "data" in post(routed_experts_delivery="inline").json()["choices"][0]["routed_experts"]
+        )
+        assert isinstance(
+            post(routed_experts_format="npy").json()["choices"][0]["routed_experts"], str
+        )
 
         # Now the next rows do not fit: they come inline, if the limit of a response allows it.
         assert "data" in post(max_tokens=3).json()["choices"][0]["routed_experts"]
@@ -453,7 +568,10 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
         assert (done, "max-response-bytes" in error) == ("data: [DONE]", True)
 
         # Not even the prompt fits: nothing is generated.
-        assert post(prompt=prompt_of(60, 1), routed_experts_prompt_start=0, **REFERENCE).status_code == 507
+        assert (
+            post(prompt=prompt_of(60, 1), routed_experts_prompt_start=0, **REFERENCE).status_code
+            == 507
+        )
         for path in stored_in(tmp_path / "store"):
             os.utime(path, (1, 1))
         assert client.get(f"/v1/{first['url']}").status_code == 410
@@ -462,11 +580,22 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
         assert "url" in post().json()["choices"][0]["routed_experts"]
 
 
-def test_a_full_store_where_only_the_server_asks_for_references(tiny_model: Path, tmp_path: Path) -> None:
-    """Arrays come inline then, and answers without routing where nobody asked for it and it is too large."""
+def test_a_full_store_where_only_the_server_asks_for_references(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Arrays come inline then, and answers without routing where nobody asked for it and it is too
+    large."""
     defaults = json.dumps({"return_routed_experts": True, **REFERENCE})
-    flags = ("--routed-experts-max-response-bytes", str(60 * L * K * 2), "--routed-experts-default", defaults)
-    with limited(tiny_model, tmp_path / "store", 5 * FILE_BYTES, *flags) as server, server.client() as client:
+    flags = (
+        "--routed-experts-max-response-bytes",
+        str(60 * L * K * 2),
+        "--routed-experts-default",
+        defaults,
+    )
+    with (
+        limited(tiny_model, tmp_path / "store", 5 * FILE_BYTES, *flags) as server,
+        server.client() as client,
+    ):
 
         def post(num_tokens: int, max_tokens: int = 4, **more: Any) -> httpx.Response:
             body = {"model": "tiny", "prompt": prompt_of(num_tokens, 14), "max_tokens": max_tokens}
@@ -491,7 +620,9 @@ def test_a_full_store_where_only_the_server_asks_for_references(tiny_model: Path
 
 def stored_arrays(server: Server) -> np.ndarray:
     name, model = "routed_experts_stored_arrays_total", {"model_name": "tiny"}
-    return np.array([server.metric(name, result=result, **model) for result in ("stored", "failed")])
+    return np.array(
+        [server.metric(name, result=result, **model) for result in ("stored", "failed")]
+    )
 
 
 ENDING = """
@@ -516,9 +647,18 @@ if sys.argv[2] == "0":
 
 
 @pytest.mark.parametrize("num_processes", [0, 1, 2])
-def test_the_folder_of_vllms_own_command_is_removed_when_the_process_ends(num_processes: int) -> None:
-    """Also where that starts API processes, which end in another way than the first process of a program."""
-    command = [sys.executable, "-c", ENDING, f"test-{os.getpid()}-{num_processes}", str(num_processes)]
+def test_the_folder_of_vllms_own_command_is_removed_when_the_process_ends(
+    num_processes: int,
+) -> None:
+    """Also where that starts API processes, which end in another way than the first process of a
+    program."""
+    command = [
+        sys.executable,
+        "-c",
+        ENDING,
+        f"test-{os.getpid()}-{num_processes}",
+        str(num_processes),
+    ]
     folders = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert len(folders) == max(num_processes, 1)
     assert not Path(folders[0]).exists()

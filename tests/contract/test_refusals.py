@@ -48,32 +48,56 @@ BOTH = {"kv_role": "kv_both"}
 def kv_transfer(*connectors: str) -> dict[str, Any]:
     """Of one connector, or of several behind vLLM's `MultiConnector`."""
     first, *others = ({"kv_connector": connector, **BOTH} for connector in connectors)
-    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [first, *others]}, **BOTH}
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [first, *others]},
+        **BOTH,
+    }
     return {"kv_transfer_config": several if others else first}
 
 
-DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
+DRAFTS = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+}
 EXPERT_PARALLEL = {"enable_expert_parallel": True, "data_parallel_size": 2}
 MICROBATCHES = {**EXPERT_PARALLEL, "ubatch_size": 2, "all2all_backend": "deepep_low_latency"}
 EXTERNAL = {"distributed_executor_backend": "external_launcher", "pipeline_parallel_size": 2}
 ENCODER = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_producer")
-OTHER_OUTPUTS = {"enabled": True, "enable_return_routed_experts": False, "enable_return_logprobs": True}
+OTHER_OUTPUTS = {
+    "enabled": True,
+    "enable_return_routed_experts": False,
+    "enable_return_logprobs": True,
+}
 
-# Of a refusal: its name, vLLM's arguments, and what is then changed, of which only the last is refused: variables, and
-# what vLLM does not make here, whatever is asked for, which is set on the configuration that vLLM made.
+# Of a refusal: its name, vLLM's arguments, and what is then changed, of which only the last is
+# refused: variables, and what vLLM does not make here, whatever is asked for, which is set on the
+# configuration that vLLM made.
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dense model", {"hf_overrides": {"num_local_experts": 0, "num_experts": 0}}, {}),
-    ("encoder-decoder or pooling model", {"runner": "pooling"}, {}),  # vLLM has no encoder-decoder model with experts
+    # vLLM has no encoder-decoder model with experts
+    ("encoder-decoder or pooling model", {"runner": "pooling"}, {}),
     ("diffusion model", {"diffusion_config": {"canvas_length": 32}}, {}),
     (UNKNOWN_CONNECTOR, kv_transfer("DecodeBenchConnector"), {}),
     (UNKNOWN_CONNECTOR, kv_transfer("NixlConnector", "DecodeBenchConnector"), {}),
-    ("several KV connectors that transfer KV between instances", kv_transfer("NixlConnector", "NixlPushConnector"), {}),
+    (
+        "several KV connectors that transfer KV between instances",
+        kv_transfer("NixlConnector", "NixlPushConnector"),
+        {},
+    ),
     ("pipeline parallelism under an external launcher", EXTERNAL, {}),
-    ("decode context parallelism", {"decode_context_parallel_size": 2, "tensor_parallel_size": 4}, {}),
+    (
+        "decode context parallelism",
+        {"decode_context_parallel_size": 2, "tensor_parallel_size": 4},
+        {},
+    ),
     ("prefill context parallelism", {"prefill_context_parallel_size": 2}, {}),
     (NOT_THESE_MICROBATCHES, MICROBATCHES, {}),
     ("KV-sharing fast prefill", {"kv_sharing_fast_prefill": True}, {}),
-    ("unknown --routed-experts-on-load policy", {"kv_offloading_size": 1}, {ON_LOAD_VARIABLE: "guess"}),
+    (
+        "unknown --routed-experts-on-load policy",
+        {"kv_offloading_size": 1},
+        {ON_LOAD_VARIABLE: "guess"},
+    ),
     # Without Ray, vLLM makes no such configuration; vLLM 0.33 has the newer executor only.
     *([("Ray with compiled graphs", {}, RAY)] if hasattr(envs, OLDER_RAY) else []),
     # With the package installed, the argument means this capture.
@@ -81,12 +105,20 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # Until vLLM 0.34 nothing else is sent that way.
     (OTHERS_OF_VLLM, {}, {"aux_output_config": SimpleNamespace(**OTHER_OUTPUTS)}),
     # Needs full CUDA graphs.
-    ("adaptive draft verification", DRAFTS, {"speculative_config.enable_adaptive_verification": True}),
+    (
+        "adaptive draft verification",
+        DRAFTS,
+        {"speculative_config.enable_adaptive_verification": True},
+    ),
     # Needs expert load balancing, which needs CUDA.
     ("elastic expert parallelism", EXPERT_PARALLEL, {"parallel_config.enable_elastic_ep": True}),
     # Needs a multimodal model, whose class does not load there.
     ("encoder-only instance", {}, {"ec_transfer_config": ENCODER}),
-    ("encoder-only instance", {}, {"model_config.multimodal_config": SimpleNamespace(mm_encoder_only=True)}),
+    (
+        "encoder-only instance",
+        {},
+        {"model_config.multimodal_config": SimpleNamespace(mm_encoder_only=True)},
+    ),
 ]
 
 
@@ -98,21 +130,31 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes configurations of Model Runner V2, and with sleep mode, here too if it is told that it can."""
+    """vLLM makes configurations of Model Runner V2, and with sleep mode, here too if it is told
+    that it can."""
     monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
     monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda self: True)
 
 
 def configuration(folder: Path, **arguments: Any) -> VllmConfig:
     """What vLLM makes of these arguments."""
-    every = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 512}
-    return EngineArgs(model=str(folder), kv_cache_memory_bytes=8 << 20, **every, **arguments).create_engine_config()
+    every = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+    }
+    return EngineArgs(
+        model=str(folder), kv_cache_memory_bytes=8 << 20, **every, **arguments
+    ).create_engine_config()
 
 
 def assert_refused(config: VllmConfig, name: str) -> None:
     with pytest.raises(UnsupportedConfig) as refused:
         check_engine_config(config)
-    assert str(refused.value) == next(refusal.message for refusal in REFUSALS if refusal.name == name)
+    assert str(refused.value) == next(
+        refusal.message for refusal in REFUSALS if refusal.name == name
+    )
 
 
 # vLLM imports these when it makes a configuration, and with them packages that it does not bring.
@@ -139,8 +181,12 @@ def test_what_is_not_refused(folder: Path, arguments: dict[str, Any]) -> None:
     check_engine_config(configuration(folder, **arguments))
 
 
-@pytest.mark.parametrize(("runner", "overlap", "fits"), [("0", True, False), ("1", False, False), ("1", True, True)])
-def test_microbatches(folder: Path, monkeypatch: pytest.MonkeyPatch, runner: str, overlap: bool, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("runner", "overlap", "fits"), [("0", True, False), ("1", False, False), ("1", True, True)]
+)
+def test_microbatches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runner: str, overlap: bool, fits: bool
+) -> None:
     """V1's model runner is vLLM's choice where nobody chooses."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     config = configuration(folder, **MICROBATCHES)
@@ -153,7 +199,11 @@ def test_microbatches(folder: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 
 @pytest.mark.parametrize(("name", "arguments", "changes"), REFUSED)
 def test_refusals(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], changes: dict[str, Any]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    arguments: dict[str, Any],
+    changes: dict[str, Any],
 ) -> None:
     config = configuration(folder, **arguments)
     for path, value in changes.items():
@@ -170,16 +220,27 @@ def test_refusals(
 
 @pytest.mark.parametrize(
     ("module", "is_known"),
-    [(None, True), ("lmcache.integration.vllm.lmcache_connector_v1", True), ("a.package.of.somebodys", False)],
+    [
+        (None, True),
+        ("lmcache.integration.vllm.lmcache_connector_v1", True),
+        ("a.package.of.somebodys", False),
+    ],
 )
 def test_connectors_from_elsewhere(module: str | None, is_known: bool) -> None:
-    config = KVTransferConfig(kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_connector_module_path=module)
+    config = KVTransferConfig(
+        kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_connector_module_path=module
+    )
     assert used_by(config) == [CONNECTORS["LMCacheConnectorV1"] if is_known else None]
 
 
 def test_every_connector_of_vllm_has_been_looked_at() -> None:
     """A new one must be read before it is in either list."""
-    refused = {"DecodeBenchConnector", "ExampleHiddenStatesConnector", "HiSparseConnector", "MultiConnector"}
+    refused = {
+        "DecodeBenchConnector",
+        "ExampleHiddenStatesConnector",
+        "HiSparseConnector",
+        "MultiConnector",
+    }
     own = {name for name in KVConnectorFactory._registry if not name.endswith("OfTheTests")}
     assert own == CONNECTORS.keys() | refused
 
@@ -190,7 +251,9 @@ def test_every_refusal_is_tried() -> None:
 
 
 def test_refusals_say_what_to_change() -> None:
-    parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers(dest="subparser"))
+    parser = ServeSubcommand().subparser_init(
+        FlexibleArgumentParser().add_subparsers(dest="subparser")
+    )
     serve.add_flags(parser)
     known = set(parser._option_string_actions)  # hidden ones too
     for message in (BOUNDED_REPLAY, *(refusal.message for refusal in REFUSALS)):
@@ -209,7 +272,9 @@ SLIDING = SlidingWindowSpec(**ABOUT, sliding_window=16)
 
 def group(*specs: KVCacheSpec) -> int:
     groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
-    return full_attention_group(KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+    return full_attention_group(
+        KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    )
 
 
 def test_the_group_that_keeps_every_token() -> None:
@@ -221,14 +286,16 @@ def test_the_group_that_keeps_every_token() -> None:
 
 
 def test_tokens_of_a_prefix_hit_that_run_again() -> None:
-    """DeepSeek-V4.1: as their windows are not kept, what they are routed to then is not what it was the first time."""
+    """DeepSeek-V4.1: as their windows are not kept, what they are routed to then is not what it was
+    the first time."""
     assert group(FULL, SlidingWindowMLASpec(**ABOUT, sliding_window=16, bounded_replay=False)) == 0
     with pytest.raises(UnsupportedConfig, match="--no-swa-bounded-replay"):
         group(FULL, SlidingWindowMLASpec(**ABOUT, sliding_window=16, bounded_replay=True))
 
 
 def test_layers_that_run_on_a_window_of_the_prompt() -> None:
-    """DeepSeek-V4.1 decides so when it is made; it needs a GPU, so that only what it says so with is vLLM's here."""
+    """DeepSeek-V4.1 decides so when it is made; it needs a GPU, so that only what it says so with
+    is vLLM's here."""
     model = torch.nn.Module()
     model.decoder_replay_layers = None
     assert find_moe_layers(model).runners == ()

@@ -1,4 +1,5 @@
-"""Which room of the house may import which, and what of others; no two modules import each other."""
+"""Which room of the house may import which, and what of others; no two modules import each
+other."""
 
 import sys
 from collections import defaultdict
@@ -46,7 +47,10 @@ MAY_IMPORT_VLLM = (
     *("server/cli/serve.py", "server/inprocess/plugin.py"),
 )
 
-NEEDED_BY_CLIENTS = {"protocol/models.py": {"pydantic"}, "protocol/package/replay.py": {"torch", "numpy"}}
+NEEDED_BY_CLIENTS = {
+    "protocol/models.py": {"pydantic"},
+    "protocol/package/replay.py": {"torch", "numpy"},
+}
 
 IMPORTS = {
     module: {
@@ -71,7 +75,10 @@ def test_each_room_imports_what_the_table_allows_and_uses_all_of_it() -> None:
 
 def test_the_worker_and_the_scheduler_share_nothing_but_messages() -> None:
     """They are processes of their own, often on other machines."""
-    for one, other in (("capture/worker", "capture/scheduler"), ("capture/scheduler", "capture/worker")):
+    for one, other in (
+        ("capture/worker", "capture/scheduler"),
+        ("capture/scheduler", "capture/worker"),
+    ):
         rooms = [room for room in MAY_IMPORT if room.startswith(one)]
         assert rooms
         for room in rooms:

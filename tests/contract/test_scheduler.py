@@ -1,4 +1,5 @@
-"""Our scheduler within vLLM's real engine core: every row of every request, whatever happens to it."""
+"""Our scheduler within vLLM's real engine core: every row of every request, whatever happens to
+it."""
 
 import random
 from collections import Counter
@@ -36,7 +37,8 @@ from tests.contract.engine import (
 
 
 def test_long_prompts_come_in_parts_beside_the_tokens_of_others() -> None:
-    """So that no message takes long to carry; each token of the others comes in its own step, and short prompts too."""
+    """So that no message takes long to carry; each token of the others comes in its own step, and
+    short prompts too."""
     client = Client(engine(chunk=512))
     client.add("running", tokens(5), max_tokens=30)
     client.steps(4)
@@ -102,7 +104,8 @@ def test_each_api_process_gets_what_is_its_own() -> None:
 
 
 def test_a_choice_that_comes_when_another_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine may have finished the first before the API process has sent the last. It remembers a few prompts."""
+    """The engine may have finished the first before the API process has sent the last. It remembers
+    a few prompts."""
     core = engine()
     client = Client(core)
     add, held = core.add_request, []
@@ -221,7 +224,9 @@ def take_blocks(warm: Warm, late: list[str]) -> None:
         (take_blocks, 1),
     ],
 )
-def test_while_rows_wait(warm: Warm, happens: Callable[[Warm, list[str]], None], max_tokens: int) -> None:
+def test_while_rows_wait(
+    warm: Warm, happens: Callable[[Warm, list[str]], None], max_tokens: int
+) -> None:
     late = warm.hold("late", steps=6, n=2, max_tokens=max_tokens)
     assert warm.num_tokens(*late) == [0, 0]
     happens(warm, stay := [*late])
@@ -236,7 +241,8 @@ def test_while_rows_wait(warm: Warm, happens: Callable[[Warm, list[str]], None],
 @pytest.mark.parametrize("max_tokens", [1, 20], ids=["ended", "running"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_id_that_comes_again_right_after_an_abort(warm: Warm, max_tokens: int, n: int) -> None:
-    """Without vLLM's random end of ids: the rows of the first request's prompt wait, and its steps are under way."""
+    """Without vLLM's random end of ids: the rows of the first request's prompt wait, and its steps
+    are under way."""
     ids = warm.hold("again", steps=6, n=n, max_tokens=max_tokens)
     warm.abort(*ids)
     warm.add("again", tokens(190, seed=9), n=n, max_tokens=9)
@@ -247,7 +253,9 @@ def test_an_id_that_comes_again_right_after_an_abort(warm: Warm, max_tokens: int
 
 @pytest.mark.parametrize("steps", range(1, 6))
 @pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])
-def test_an_id_that_comes_again_while_steps_are_under_way(is_async: bool, steps: int, at_end: bool) -> None:
+def test_an_id_that_comes_again_while_steps_are_under_way(
+    is_async: bool, steps: int, at_end: bool
+) -> None:
     """vLLM alone would give the first request's tokens to the second, or fail."""
     client = Client(engine(is_async, chunk=48, stages=2))
     client.add("again", tokens(60), max_tokens=20)
@@ -258,9 +266,14 @@ def test_an_id_that_comes_again_while_steps_are_under_way(is_async: bool, steps:
 
 
 def test_choices_of_a_prompt_whose_other_choices_have_left(warm: Warm) -> None:
-    """Those that had a token waited for its rows, and are aborted: the others bring the rows again."""
+    """Those that had a token waited for its rows, and are aborted: the others bring the rows
+    again."""
     add, late = warm.core.add_request, []
-    with patch.object(warm.core, "add_request", lambda *args: late.append(args) if late_comes(args) else add(*args)):
+    with patch.object(
+        warm.core,
+        "add_request",
+        lambda *args: late.append(args) if late_comes(args) else add(*args),
+    ):
         first, second = warm.hold("g", steps=6, n=2, max_tokens=20)
     warm.abort(first)
     for args in late:
@@ -275,7 +288,9 @@ def late_comes(args: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])
-@pytest.mark.parametrize("name", [ENVELOPE_ID, PROMPT_ROWS, "routed-experts-rows-of-x", "routed-experts-prompt-of-x"])
+@pytest.mark.parametrize(
+    "name", [ENVELOPE_ID, PROMPT_ROWS, "routed-experts-rows-of-x", "routed-experts-prompt-of-x"]
+)
 def test_any_id(warm: Warm, name: str, at_end: bool) -> None:
     warm.add(name, PROMPT, max_tokens=9, at_end=at_end)
     warm.add(f"{name} plain", PROMPT, start=None)
@@ -284,8 +299,11 @@ def test_any_id(warm: Warm, name: str, at_end: bool) -> None:
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])
 @pytest.mark.parametrize(("waits_for", "clear_cache"), [("all", True), ("a part", False)])
-def test_a_pause_that_aborts_loses_no_token(warm: Warm, waits_for: str, clear_cache: bool, at_end: bool) -> None:
-    """vLLM tells clients of the abort at once: of those whose outputs are kept back, it has to come after these."""
+def test_a_pause_that_aborts_loses_no_token(
+    warm: Warm, waits_for: str, clear_cache: bool, at_end: bool
+) -> None:
+    """vLLM tells clients of the abort at once: of those whose outputs are kept back, it has to come
+    after these."""
     late = warm.hold("late", steps=6, n=2, max_tokens=30, at_end=at_end)
     ids, core = ["running", *late], warm.core
     warm.let_go()
@@ -293,7 +311,9 @@ def test_a_pause_that_aborts_loses_no_token(warm: Warm, waits_for: str, clear_ca
         warm.step()
     assert len(core.capture.output_queue) == 1
     assert warm.num_tokens(ids[1]) == [0]
-    sampled = {request_id: list(core.scheduler.requests[request_id].output_token_ids) for request_id in ids}
+    sampled = {
+        request_id: list(core.scheduler.requests[request_id].output_token_ids) for request_id in ids
+    }
     warm.pause("abort", clear_cache)
     for request_id in ids:
         request = warm.received.pop(request_id)
@@ -309,27 +329,39 @@ def test_a_pause_that_aborts_loses_no_token(warm: Warm, waits_for: str, clear_ca
 def test_rows_that_are_needed_at_the_end_come_with_it(is_async: bool) -> None:
     """Whole if they fit a message, else in parts before the last output."""
     client = Client(engine(is_async))
-    ids = [client.add(f"whole-{each}", tokens(20), max_tokens=40 + each, at_end=True)[0] for each in range(6)]
+    ids = [
+        client.add(f"whole-{each}", tokens(20), max_tokens=40 + each, at_end=True)[0]
+        for each in range(6)
+    ]
     (long,) = client.add("in parts", tokens(20), max_tokens=150, at_end=True)
     client.steps(30)
     assert {client.received[request_id].num_rows for request_id in [*ids, long]} == {0}
     client.finish()
-    assert [client.received[request_id].num_rows for request_id in ids] == [39 + each for each in range(6)]
+    assert [client.received[request_id].num_rows for request_id in ids] == [
+        39 + each for each in range(6)
+    ]
     assert client.received[long].num_arrays < 6
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 70])
 def test_rows_of_aborted_requests_that_need_them_at_the_end(is_async: bool, steps: int) -> None:
-    """E4: the engine answers an abort with the rows of all tokens that were sent, whatever had been computed by then;
-    a pause too."""
+    """E4: the engine answers an abort with the rows of all tokens that were sent, whatever had been
+    computed by then; a pause too."""
     client = Client(engine(is_async))
-    for name, end in (("asked", client.abort), ("paused", lambda *_: client.pause("abort", clear_cache=True))):
+    for name, end in (
+        ("asked", client.abort),
+        ("paused", lambda *_: client.pause("abort", clear_cache=True)),
+    ):
         ids = client.add(name, tokens(100), n=2, max_tokens=150, at_end=True)
         client.steps(steps)
         end(*ids)
         client.run()
-        requests = [client.received[request_id] for request_id in ids]  # which checked that all rows came
-        assert all(request.finish is FinishReason.ABORT or (name, steps) == ("paused", 0) for request in requests)
+        # which checked that all rows came
+        requests = [client.received[request_id] for request_id in ids]
+        assert all(
+            request.finish is FinishReason.ABORT or (name, steps) == ("paused", 0)
+            for request in requests
+        )
         assert all(request.num_rows == max(len(request.tokens) - 1, 0) for request in requests)
         client.engines[0].resume_scheduler()
         client.finish(but=ids)
@@ -340,7 +372,8 @@ def test_rows_of_aborted_requests_that_need_them_at_the_end(is_async: bool, step
 def test_rows_that_are_gone_are_an_error_in_the_log(
     warm: Warm, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing loads KV here, so that all rows of a prefix and of a running answer should be known."""
+    """Nothing loads KV here, so that all rows of a prefix and of a running answer should be
+    known."""
     errors: list[Any] = []
     monkeypatch.setattr(distributor.logger, "error", lambda *args: errors.append(args[1:]))
     monkeypatch.setattr(Received, "check", lambda *_: None)
@@ -357,7 +390,8 @@ def test_rows_that_are_gone_are_an_error_in_the_log(
 
 
 class FirstReceived(Received):
-    """Checks that rows are of the first time that a token was computed, with which the next was sampled."""
+    """Checks that rows are of the first time that a token was computed, with which the next was
+    sampled."""
 
     def check(self, rows: Rows, first: int, end: int) -> None:
         expected = self.sequence.rows(first, end).copy()
@@ -374,7 +408,9 @@ class RepeatingExecutor(ArithmeticExecutor):
         super()._init_executor()
         self.times: Counter[bytes] = Counter()  # by prefix
 
-    def compute(self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int) -> Rows:
+    def compute(
+        self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int
+    ) -> Rows:
         rows = super().compute(request_id, sequence, tokens, start, end).copy()
         for row, prefix in zip(rows, tokens.prefixes()[start:end], strict=True):
             row[0, -1] = self.times[prefix]
@@ -384,8 +420,9 @@ class RepeatingExecutor(ArithmeticExecutor):
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])
 def test_a_known_token_that_is_computed_again(at_end: bool) -> None:
-    """E3: with drafts a step may begin at a token whose row is known, as if one more draft had been rejected. The next
-    token was not sampled with the row of that time, which stands in the host cache since."""
+    """E3: with drafts a step may begin at a token whose row is known, as if one more draft had been
+    rejected. The next token was not sampled with the row of that time, which stands in the host
+    cache since."""
     core = engine(is_async=False, drafts=3, executor=RepeatingExecutor)
     schedule = core.scheduler.schedule
 
@@ -437,7 +474,8 @@ def test_rows_are_counted_once_and_nothing_stays_tracked(is_async: bool) -> None
 
 
 def test_whoever_reads_the_messages_of_a_step_gets_all_of_it() -> None:
-    """`InprocClient` takes `get(0)`, the engine's process `items()`, and a program's own scheduler may copy them."""
+    """`InprocClient` takes `get(0)`, the engine's process `items()`, and a program's own scheduler
+    may copy them."""
     core = engine()
     client = Client(core)
     client.answer("before", tokens(200), max_tokens=1)
@@ -473,17 +511,26 @@ def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
 
 
 @pytest.mark.parametrize("weights", [False, True], ids=["ids", "weights"])
-@pytest.mark.parametrize(("seed", "drafts", "stages"), [*((seed, 0, 1) for seed in range(4)), (4, 3, 1), (5, 2, 3)])
+@pytest.mark.parametrize(
+    ("seed", "drafts", "stages"), [*((seed, 0, 1) for seed in range(4)), (4, 3, 1), (5, 2, 3)]
+)
 def test_at_random(is_async: bool, seed: int, drafts: int, stages: int, weights: bool) -> None:
-    """Shared prefixes, `n`, starts within prompts, preemptions, aborts and resets; single choices may be aborted."""
+    """Shared prefixes, `n`, starts within prompts, preemptions, aborts and resets; single choices
+    may be aborted."""
     dice = random.Random(seed)
-    sizes: dict[str, Any] = {"chunk": dice.choice((16, 48, 200)), "max_num_seqs": dice.choice((2, 5)), "num_blocks": 11}
+    sizes: dict[str, Any] = {
+        "chunk": dice.choice((16, 48, 200)),
+        "max_num_seqs": dice.choice((2, 5)),
+        "num_blocks": 11,
+    }
     core = engine(is_async, **sizes, drafts=drafts, stages=stages, weights=weights)
     client = Client(core)
     preempted: set[str] = set()
 
     def reset() -> None:
-        preempted.update(name for name, request in core.scheduler.requests.items() if request.num_preemptions)
+        preempted.update(
+            name for name, request in core.scheduler.requests.items() if request.num_preemptions
+        )
         if seed % 2 == 0 and dice.random() < 0.1:
             core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
@@ -492,5 +539,6 @@ def test_at_random(is_async: bool, seed: int, drafts: int, stages: int, weights:
     assert (client.num_weights > 100) == weights
     assert preempted
     assert seed % 2 == 0 or all(len(times) == 1 for times in client.prompts.values())
-    if drafts:  # which are scheduled as if those in flight were right, and filled up with some that nobody made
+    # which are scheduled as if those in flight were right, and filled up with some that nobody made
+    if drafts:
         assert min(core.model_executor.accepted, core.model_executor.rejected) > 100

@@ -35,7 +35,8 @@ SCHEDULER = "v1/core/sched/scheduler.py"
 
 
 def calls_on(path: str, attribute: str) -> dict[str, set[int]]:
-    """The methods that a file of vLLM's calls on `self.<attribute>`, and with how many arguments."""
+    """The methods that a file of vLLM's calls on `self.<attribute>`, and with how many
+    arguments."""
     found: dict[str, set[int]] = {}
     for node in nodes(VLLM / path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -80,7 +81,11 @@ def test_adopting_twice_is_harmless_and_another_class_is_refused() -> None:
 @pytest.mark.parametrize(("cls", "base"), [*HTTP, *ENGINE])
 def test_overridden_methods_are_vllms_and_take_its_arguments(cls: type, base: type) -> None:
     """By the same names, in the same places."""
-    methods = {name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")}
+    methods = {
+        name
+        for name, value in vars(cls).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }
     assert methods - NEW_METHODS
     for name in methods - NEW_METHODS:
         theirs = inspect.signature(getattr(base, name)).parameters
@@ -88,7 +93,9 @@ def test_overridden_methods_are_vllms_and_take_its_arguments(cls: type, base: ty
         takes_all = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in ours.values())
         named = [p for p in ours if p not in ("args", "kwargs")]
         assert list(theirs)[: len(named)] == named, f"{base.__name__}.{name}{tuple(theirs)}"
-        assert takes_all or len(named) == len(theirs), f"{base.__name__}.{name} has arguments that ours does not take"
+        assert takes_all or len(named) == len(theirs), (
+            f"{base.__name__}.{name} has arguments that ours does not take"
+        )
 
 
 # ---- what would not be missed by itself ----
@@ -98,9 +105,12 @@ FOLDERS = [Path(package.__path__[0]) for package in (routed_experts.capture, rou
 
 
 def test_every_method_of_vllms_that_is_overridden_is_listed() -> None:
-    """Also by a class that is mixed in. If vLLM renames one, ours is never called, and nothing says so."""
+    """Also by a class that is mixed in. If vLLM renames one, ours is never called, and nothing says
+    so."""
     listed = {name.short for name in LISTED}
-    overridden = {(cls, name): bases for cls in classes_of_vllms() for name, bases in overrides(cls).items()}
+    overridden = {
+        (cls, name): bases for cls in classes_of_vllms() for name, bases in overrides(cls).items()
+    }
     assert len(overridden) > 25
     unlisted = [
         f"{cls.__name__}.{name}"
@@ -114,11 +124,16 @@ def classes_of_vllms() -> Iterator[type]:
     """Our classes that derive from one of vLLM's."""
     for package in (routed_experts.capture, routed_experts.server):
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if info.name.endswith(("__main__", "engine.v2")):  # which runs when it is imported; which needs Triton
+            # which runs when it is imported; which needs Triton
+            if info.name.endswith(("__main__", "engine.v2")):
                 continue
             module = importlib.import_module(info.name)
             for cls in vars(module).values():
-                if inspect.isclass(cls) and cls.__module__ == info.name and any(map(is_vllms, cls.__mro__)):
+                if (
+                    inspect.isclass(cls)
+                    and cls.__module__ == info.name
+                    and any(map(is_vllms, cls.__mro__))
+                ):
                     yield cls
 
 
@@ -127,24 +142,36 @@ def is_vllms(cls: type) -> bool:
 
 
 def overrides(cls: type) -> dict[str, list[type]]:
-    """The names of our functions in a class, and the classes of vLLM's behind them that have one of that name too."""
+    """The names of our functions in a class, and the classes of vLLM's behind them that have one of
+    that name too."""
     found = {}
     for index, ours in enumerate(cls.__mro__):
         if not ours.__module__.startswith("routed_experts."):
             continue
         for name, value in vars(ours).items():
-            if isinstance(value, FunctionType | property | classmethod) and name not in ("__init__", "model_post_init"):
+            if isinstance(value, FunctionType | property | classmethod) and name not in (
+                "__init__",
+                "model_post_init",
+            ):
                 behind = [base for base in cls.__mro__[index + 1 :] if name in vars(base)]
                 bases = [base for base in behind if is_vllms(base)]
-                if bases and behind[-1].__module__ != "argparse":  # which calls it, whatever vLLM does
+                # which calls it, whatever vLLM does
+                if bases and behind[-1].__module__ != "argparse":
                     found[name] = bases
     return found
 
 
 def test_every_method_of_vllms_that_is_replaced_is_listed() -> None:
-    """On an instance, a class or a module: wherever a function is assigned to an attribute of another object."""
+    """On an instance, a class or a module: wherever a function is assigned to an attribute of
+    another object."""
     replaced = {name for file in our_files() for name in functions_assigned(file)}
-    assert {"process_outputs", "lookup", "_compute_routing", "beam_search", "create_engine_config"} <= replaced
+    assert {
+        "process_outputs",
+        "lookup",
+        "_compute_routing",
+        "beam_search",
+        "create_engine_config",
+    } <= replaced
     assert replaced - OURS - {name.short.rpartition(".")[2] for name in LISTED} == set()
 
 
@@ -155,24 +182,48 @@ OURS |= {"__init__"}  # which every class has
 def our_files() -> Iterator[Path]:
     """Those that have to do with vLLM."""
     for folder in FOLDERS:
-        yield from (file for file in folder.rglob("*.py") if not {"tools", "page"} & {*file.relative_to(folder).parts})
+        yield from (
+            file
+            for file in folder.rglob("*.py")
+            if not {"tools", "page"} & {*file.relative_to(folder).parts}
+        )
 
 
 def functions_assigned(file: Path) -> Iterator[str]:
     parsed = list(nodes(file))
-    functions = {node.name for node in parsed if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    functions = {
+        node.name for node in parsed if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
     for node in parsed:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "replace_once":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "replace_once"
+        ):
             yield ast.literal_eval(node.args[1])
         if not isinstance(node, ast.Assign):
             continue
         value = node.value
-        last = value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else ""
+        last = (
+            value.attr
+            if isinstance(value, ast.Attribute)
+            else value.id
+            if isinstance(value, ast.Name)
+            else ""
+        )
         is_function = last in functions or isinstance(value, ast.Lambda)
-        is_partial = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "partial"
+        is_partial = (
+            isinstance(value, ast.Call)
+            and isinstance(value.func, ast.Name)
+            and value.func.id == "partial"
+        )
         for target in node.targets:
             of = target.value if isinstance(target, ast.Attribute) else None
-            if (is_function or is_partial) and of is not None and not (isinstance(of, ast.Name) and of.id == "self"):
+            if (
+                (is_function or is_partial)
+                and of is not None
+                and not (isinstance(of, ast.Name) and of.id == "self")
+            ):
                 yield target.attr
 
 
@@ -184,9 +235,34 @@ def test_every_attribute_of_vllms_that_is_read_with_a_default_is_listed() -> Non
 
 
 # Of our own objects, of Python's and Starlette's, and of uvicorn's.
-OTHERS = {"routed_experts_record", "final_only", "allow_untested_vllm", "routed_experts_on_load", "__dict__"}
-OTHERS |= {"_json", "_routed_experts", "strerror", "errno", "errors", "__module__", "aclose", "endpoint", "args"}
-OTHERS |= {"server", "servers", "started", "cycle", "scope", "transport", "additional_config", "__dataclass_fields__"}
+OTHERS = {
+    "routed_experts_record",
+    "final_only",
+    "allow_untested_vllm",
+    "routed_experts_on_load",
+    "__dict__",
+}
+OTHERS |= {
+    "_json",
+    "_routed_experts",
+    "strerror",
+    "errno",
+    "errors",
+    "__module__",
+    "aclose",
+    "endpoint",
+    "args",
+}
+OTHERS |= {
+    "server",
+    "servers",
+    "started",
+    "cycle",
+    "scope",
+    "transport",
+    "additional_config",
+    "__dataclass_fields__",
+}
 OTHERS |= {"disconnected", "__self__", "POLLRDHUP"}  # uvicorn's object for a request, and `select`
 OTHERS |= {"decoder_replay_layers"}  # in a module that needs CUDA: see the next test
 # Each version has one of two: `seams/arguments.py`. A request has `stream` or is never streamed.
@@ -194,22 +270,30 @@ OTHERS |= {"aux_output_config", "enable_return_routed_experts", "stream"}
 
 
 def test_the_model_that_replays_says_so() -> None:
-    """DeepSeek-V4.1 runs some layers on a part of a prompt only; it is refused by what it has for that."""
+    """DeepSeek-V4.1 runs some layers on a part of a prompt only; it is refused by what it has for
+    that."""
     models = [*VLLM.glob("models/deepseek_v41/*/model.py")]
-    assert all("self.decoder_replay_layers" in model.read_text() for model in models if "amd" not in model.parts)
+    assert all(
+        "self.decoder_replay_layers" in model.read_text()
+        for model in models
+        if "amd" not in model.parts
+    )
 
 
 def names_with_defaults(file: Path) -> Iterator[str]:
     for node in nodes(file):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            is_default = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)
+            is_default = node.func.id == "hasattr" or (
+                node.func.id == "getattr" and len(node.args) == 3
+            )
             if is_default and isinstance(node.args[1], ast.Constant):
                 yield node.args[1].value
 
 
 # Methods of the connector that are called by us, or by one of the supported versions only.
 CALLED_BY_US = {"add", "receive", "distribute", "track_external_kv", "truncate_prefix_hit"}
-CALLED_BY_US |= {"max_cache_hit", "cap_external_hit", "request_loading"}  # vLLM 0.32: does not call these
+# vLLM 0.32: does not call these
+CALLED_BY_US |= {"max_cache_hit", "cap_external_hit", "request_loading"}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,10 @@ OPEN = {"/", "/routed_experts", "/routed_experts/{name}"}
 
 def test_nobody_gets_rows_without_the_key(tiny_model: Path) -> None:
     """vLLM leaves /invocations, SageMaker's, open."""
-    with serving(tiny_model, "--api-key", KEY, "--enable-scale-out") as locked, locked.client() as client:
+    with (
+        serving(tiny_model, "--api-key", KEY, "--enable-scale-out") as locked,
+        locked.client() as client,
+    ):
         for path, body in BODIES.items():
             asked = {"model": "tiny", "return_routed_experts": True, **body}
             for header in ({}, {"Authorization": "Bearer another"}, {"Authorization": KEY}):
@@ -45,7 +48,9 @@ def test_nobody_gets_rows_without_the_key(tiny_model: Path) -> None:
         plain = {"model": "tiny", "prompt": "a", "max_tokens": 2}
         refused = client.post("/invocations", json=plain)
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, 401)
-        assert client.post("/invocations", content=b"{").status_code == 401, "the key comes before the body"
+        assert client.post("/invocations", content=b"{").status_code == 401, (
+            "the key comes before the body"
+        )
 
 
 def test_which_routes_of_ours_need_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +89,8 @@ def test_a_requests_id_cannot_write_a_line_of_the_log(caplog: pytest.LogCaptureF
 
     CollectedRows(RoutingOptions(), (2, 3)).collect(lossy())
     asyncio.run(stream())
-    lines = [record.getMessage() for record in caplog.records if "did not arrive" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "did not arrive" in record.getMessage()
+    ]
     assert len(lines) == 2
     assert not [line for line in lines if set("\n\r\x1b") & set(line)]

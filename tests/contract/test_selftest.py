@@ -1,5 +1,5 @@
-"""The self-test on vLLM's real API process: it passes as the server is configured, and fails where a method of ours
-is not called.
+"""The self-test on vLLM's real API process: it passes as the server is configured, and fails where
+a method of ours is not called.
 
 A method is dead here as if vLLM had renamed it: ours is taken away, so that vLLM's own is called.
 """
@@ -59,7 +59,8 @@ class Again:
 
 
 def hits() -> float:
-    """Prompt tokens that the engine which started last found in the prefix cache; vLLM forgets what others counted."""
+    """Prompt tokens that the engine which started last found in the prefix cache; vLLM forgets what
+    others counted."""
     samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
     return sum(sample.value for sample in samples if sample.name == "vllm:prefix_cache_hits_total")
 
@@ -69,7 +70,9 @@ def again(tiny_model: Path) -> Iterator[Again]:
     probing = Again()
     with ExitStack() as stack:
         with patch.object(plugin, "probe", probing.first):
-            stack.enter_context(serving(tiny_model, "--enable-scale-out", "--max-num-batched-tokens", "64"))
+            stack.enter_context(
+                serving(tiny_model, "--enable-scale-out", "--max-num-batched-tokens", "64")
+            )
         assert hits()  # or nothing is asked twice
         yield probing
         probing()  # what was taken away is back
@@ -83,7 +86,11 @@ def behind(name: str) -> tuple[str, str]:
 
 
 DEFAULT = ("--routed-experts-default",)
-DEFAULTS = {"return_routed_experts": True, "routed_experts_format": "npy", "routed_experts_layout": "joined"}
+DEFAULTS = {
+    "return_routed_experts": True,
+    "routed_experts_format": "npy",
+    "routed_experts_layout": "joined",
+}
 SAMPLING = {"temperature": 0.3, "max_new_tokens": 2, "repetition_penalty": 1.2, "top_k": 5}
 STARTS = {
     "keys, behind a proxy": ("--api-key", "one", "two", "--root-path", "/llm/"),
@@ -92,26 +99,58 @@ STARTS = {
         for name in ("passes", "holds_back", "needs_a_header", "refuses_answers")
     },
     "middleware that refuses, behind a proxy": (*behind("refuses"), "--root-path", "/llm/"),
-    "middleware in a class, and keys": (*behind("Passes"), "--api-key", "one", "--root-path", "/v1"),
+    "middleware in a class, and keys": (
+        *behind("Passes"),
+        "--api-key",
+        "one",
+        "--root-path",
+        "/v1",
+    ),
     "short sequences": ("--max-model-len", "8"),
     "sequences too short for a chat": ("--max-model-len", "20"),
     "small answers": ("--routed-experts-max-response-bytes", "100", "--no-enable-prefix-caching"),
     "defaults, with a path of the API": (*DEFAULT, json.dumps(DEFAULTS), "--root-path", "/v1"),
-    "sampling": ("--generation-config", "vllm", "--override-generation-config", json.dumps(SAMPLING)),
+    "sampling": (
+        "--generation-config",
+        "vllm",
+        "--override-generation-config",
+        json.dumps(SAMPLING),
+    ),
     "tokens only": ("--tokens-only",),
     "no tokenizer": ("--skip-tokenizer-init", "--enable-scale-out"),
-    "one at a time": ("--max-num-seqs", "1", "--enable-scale-out", *DEFAULT, '{"routed_experts_histogram": true}'),
-    "drafts": ("--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 3})),
+    "one at a time": (
+        "--max-num-seqs",
+        "1",
+        "--enable-scale-out",
+        *DEFAULT,
+        '{"routed_experts_histogram": true}',
+    ),
+    "drafts": (
+        "--speculative-config",
+        json.dumps({"method": "ngram", "num_speculative_tokens": 3}),
+    ),
     "all that is said": (
-        *("--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--enable-force-include-usage", "--enable-prompt-tokens-details", "--enable-log-requests"),
+        *(
+            "--reasoning-parser",
+            "qwen3",
+            "--enable-auto-tool-choice",
+            "--tool-call-parser",
+            "hermes",
+        ),
+        *(
+            "--enable-force-include-usage",
+            "--enable-prompt-tokens-details",
+            "--enable-log-requests",
+        ),
         *("--enable-server-load-tracking", "--enable-request-id-headers"),
     ),
 }
 
 
 @pytest.mark.parametrize("flags", STARTS.values(), ids=STARTS)
-def test_servers_that_start(tiny_model: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_start(
+    tiny_model: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed: list[str] = []
 
     async def probed(*given: Any) -> None:
@@ -124,8 +163,12 @@ def test_servers_that_start(tiny_model: Path, flags: tuple[str, ...], monkeypatc
         assert passed
 
 
-@pytest.mark.parametrize(("name", "how"), [("Breaks", "status 500"), ("keeps_rows", "without its routed experts")])
-def test_middleware_that_breaks_responses_is_refused_at_start(tiny_model: Path, name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), [("Breaks", "status 500"), ("keeps_rows", "without its routed experts")]
+)
+def test_middleware_that_breaks_responses_is_refused_at_start(
+    tiny_model: Path, name: str, how: str
+) -> None:
     """The sentence says which, and what to do."""
     with pytest.raises(SelfTestError) as refused, serving(tiny_model, *behind(name)):
         pass
@@ -140,7 +183,9 @@ def test_middleware_that_keeps_the_self_test_out_is_named_in_the_log(
     """It may need credentials that the self-test has not."""
     with serving(tiny_model, *behind("refuses")):
         pass
-    (warning,) = [record.getMessage() for record in caplog.records if "not let in" in record.getMessage()]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if "not let in" in record.getMessage()
+    ]
     assert "tests.contract.middleware" in warning
     assert "status 403" in warning
 
@@ -155,7 +200,9 @@ def test_references_that_do_not_work(again: Again, monkeypatch: pytest.MonkeyPat
     again.fails("status 410")
 
 
-def test_nothing_is_left_in_the_store_of_a_server_that_has_tested_itself(tiny_model: Path, tmp_path: Path) -> None:
+def test_nothing_is_left_in_the_store_of_a_server_that_has_tested_itself(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with serving(tiny_model, "--routed-experts-store", str(tmp_path / "store")):
         assert (tmp_path / "store").is_dir()
         assert list(tmp_path.rglob("*.npy")) == []
@@ -165,7 +212,8 @@ def test_what_the_probe_has_refused_is_no_error_in_the_log(
     again: Again, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And nothing is left of its requests."""
-    monkeypatch.setattr(again.app.state.args, "log_error_stack", True)  # as with VLLM_SERVER_DEV_MODE
+    # as with VLLM_SERVER_DEV_MODE
+    monkeypatch.setattr(again.app.state.args, "log_error_stack", True)
     again()
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert len(again.captured.buffers) == 0
@@ -178,17 +226,27 @@ def test_what_the_probe_has_refused_is_no_error_in_the_log(
 
 def overrides(cls: type, base: type) -> list[str]:
     """The methods of `cls` that vLLM calls as those of `base`."""
-    own = (name for name, value in vars(cls).items() if getattr(value, "__module__", None) == cls.__module__)
+    own = (
+        name
+        for name, value in vars(cls).items()
+        if getattr(value, "__module__", None) == cls.__module__
+    )
     return [name for name in own if inspect.isfunction(getattr(cls, name)) and hasattr(base, name)]
 
 
 API = [*test_seams.HTTP, (BufferedRequestState, vllm_api.RequestState)]
-DEAD = [pytest.param(cls, name, id=f"{cls.__name__}.{name}") for cls, base in API for name in overrides(cls, base)]
+DEAD = [
+    pytest.param(cls, name, id=f"{cls.__name__}.{name}")
+    for cls, base in API
+    for name in overrides(cls, base)
+]
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", INVOCATIONS)
 
 
 @pytest.mark.parametrize(("cls", "name"), DEAD)
-def test_a_dead_method_of_the_api_process(again: Again, cls: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_method_of_the_api_process(
+    again: Again, cls: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(cls, name)
     again.fails()
 
@@ -205,7 +263,9 @@ def test_routes_that_are_vllms_own(again: Again, monkeypatch: pytest.MonkeyPatch
 
     ours = again.app.router.routes
     with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
-        stock = {path_of(route): route for route in build_app(again.app.state.args, ("generate",)).routes}
+        stock = {
+            path_of(route): route for route in build_app(again.app.state.args, ("generate",)).routes
+        }
     for path in (*ROUTES, *other_paths(again.app)):
         routes = [stock[path] if path_of(route) == path else route for route in ours]
         monkeypatch.setattr(again.app.router, "routes", routes)
@@ -237,19 +297,32 @@ NOT_OF_EVERY_REQUEST = {
 }
 OF_SCHEDULER, OF_WORKER = overrides(SchedulerCapture, Scheduler), overrides(WorkerCapture, Worker)
 OF_CONNECTOR = list(test_seams.calls_on(test_seams.SCHEDULER, "aux_output_connector"))
-ENGINE = [(SchedulerCapture, OF_SCHEDULER), (SchedulerConnector, OF_CONNECTOR), (WorkerCapture, OF_WORKER)]
-DEAD_IN_ENGINE = [(cls, name) for cls, names in ENGINE for name in names if name not in NOT_OF_EVERY_REQUEST]
+ENGINE = [
+    (SchedulerCapture, OF_SCHEDULER),
+    (SchedulerConnector, OF_CONNECTOR),
+    (WorkerCapture, OF_WORKER),
+]
+DEAD_IN_ENGINE = [
+    (cls, name) for cls, names in ENGINE for name in names if name not in NOT_OF_EVERY_REQUEST
+]
 
 
 @contextmanager
 def nothing_starts() -> Iterator[None]:
     """Where a server must not start; a request that would never be answered is given up soon."""
-    with patch.object(selftest, "_LIMIT_S", 20.0), pytest.raises((SelfTestError, AttributeError, RuntimeError)):
+    with (
+        patch.object(selftest, "_LIMIT_S", 20.0),
+        pytest.raises((SelfTestError, AttributeError, RuntimeError)),
+    ):
         yield
 
 
-@pytest.mark.parametrize(("cls", "name"), DEAD_IN_ENGINE, ids=lambda one: getattr(one, "__name__", one))
-def test_a_dead_method_of_the_engine(tiny_model: Path, cls: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cls", "name"), DEAD_IN_ENGINE, ids=lambda one: getattr(one, "__name__", one)
+)
+def test_a_dead_method_of_the_engine(
+    tiny_model: Path, cls: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if cls is SchedulerConnector:  # which vLLM's scheduler has no other method in the place of
         monkeypatch.setattr(cls, name, lambda *_: None)
     else:
@@ -261,7 +334,8 @@ def test_a_dead_method_of_the_engine(tiny_model: Path, cls: type, name: str, mon
             stack.enter_context(serving(tiny_model))
 
 
-SINCE_33 = {"max_cache_hit", "cap_external_hit", "request_loading"}  # vLLM 0.32: does not call these
+# vLLM 0.32: does not call these
+SINCE_33 = {"max_cache_hit", "cap_external_hit", "request_loading"}
 
 
 def test_no_list_has_what_is_not_there() -> None:

@@ -32,14 +32,17 @@ def test_a_prompt_that_is_longer_than_all_that_is_free(is_async: bool) -> None:
 
 
 class NewerScheduler:
-    """The connector as a newer vLLM calls it: with more arguments, and for outputs that are not ours."""
+    """The connector as a newer vLLM calls it: with more arguments, and for outputs that are not
+    ours."""
 
     def __init__(self, connector: SchedulerConnector) -> None:
         self._connector: Any = connector
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._connector, name)
-        return (lambda *args: found(*args, "more", since="0.34")) if name in CALLED_BY_VLLM else found
+        return (
+            (lambda *args: found(*args, "more", since="0.34")) if name in CALLED_BY_VLLM else found
+        )
 
     def take_output(self, request: Request, output: Any) -> Any:
         connector = self._connector
@@ -50,7 +53,13 @@ class NewerScheduler:
         return connector.take_output(request, output, {"keys": True})
 
 
-CALLED_BY_VLLM = {"build_connector_meta", "request_finished", "reset", "max_cache_hit", "request_loading"}
+CALLED_BY_VLLM = {
+    "build_connector_meta",
+    "request_finished",
+    "reset",
+    "max_cache_hit",
+    "request_loading",
+}
 
 
 def test_a_newer_vllm_gives_more_arguments_and_asks_for_more(is_async: bool) -> None:

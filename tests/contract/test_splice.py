@@ -1,4 +1,5 @@
-"""Rows put into any chunk that vLLM can make: its own models of chunks, with texts that try to look like JSON."""
+"""Rows put into any chunk that vLLM can make: its own models of chunks, with texts that try to look
+like JSON."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +15,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponseStreamChoice,
     ChatCompletionStreamResponse,
 )
-from vllm.entrypoints.openai.completion.protocol import CompletionResponseStreamChoice, CompletionStreamResponse
+from vllm.entrypoints.openai.completion.protocol import (
+    CompletionResponseStreamChoice,
+    CompletionStreamResponse,
+)
 
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
@@ -43,23 +47,34 @@ PROMPT = 200  # rows of 48 x 8: some lines
 @st.composite
 def completion_chunk(draw: Any) -> Any:
     stop, finish = draw(st.none() | TEXT | st.integers()), draw(st.none() | TEXT)
-    one = CompletionResponseStreamChoice(index=0, text=draw(TEXT), stop_reason=stop, finish_reason=finish)
+    one = CompletionResponseStreamChoice(
+        index=0, text=draw(TEXT), stop_reason=stop, finish_reason=finish
+    )
     if draw(st.booleans()):
         one.prompt_token_ids, one.token_ids = [1, 2], [3]
-    return CompletionStreamResponse(id=draw(TEXT), model=draw(TEXT), choices=[one], system_fingerprint=draw(TEXT))
+    return CompletionStreamResponse(
+        id=draw(TEXT), model=draw(TEXT), choices=[one], system_fingerprint=draw(TEXT)
+    )
 
 
 @st.composite
 def chat_chunk(draw: Any) -> Any:
     function = DeltaFunctionCall(name=draw(st.none() | TEXT), arguments=draw(st.none() | TEXT))
-    calls = [DeltaToolCall(index=0, id=draw(TEXT), function=function)] if draw(st.booleans()) else []
-    delta = DeltaMessage(content=draw(st.none() | TEXT), reasoning=draw(st.none() | TEXT), tool_calls=calls)
-    one = ChatCompletionResponseStreamChoice(index=0, delta=delta, finish_reason=draw(st.none() | TEXT))
+    calls = (
+        [DeltaToolCall(index=0, id=draw(TEXT), function=function)] if draw(st.booleans()) else []
+    )
+    delta = DeltaMessage(
+        content=draw(st.none() | TEXT), reasoning=draw(st.none() | TEXT), tool_calls=calls
+    )
+    one = ChatCompletionResponseStreamChoice(
+        index=0, delta=delta, finish_reason=draw(st.none() | TEXT)
+    )
     return ChatCompletionStreamResponse(id=draw(TEXT), model=draw(TEXT), choices=[one])
 
 
 async def rewritten(chunk: str, form: Any, histogram: bool, rows: np.ndarray) -> list[str]:
-    """The lines that the client gets in place of `chunk`, with `rows`, all but one of the prompt."""
+    """The lines that the client gets in place of `chunk`, with `rows`, all but one of the
+    prompt."""
     buffer = RowBuffer()
     buffer.push(0, rows)
 
@@ -84,7 +99,8 @@ def taken(body: dict[str, Any], name: str) -> np.ndarray:
 @SETTINGS
 @given(made=completion_chunk() | chat_chunk(), unset=st.booleans(), histogram=st.booleans())
 def test_any_chunk_of_vllms(form: Any, made: Any, unset: bool, histogram: bool) -> None:
-    """Without what was added, the last line is vLLM's chunk, and the lines before it say nothing."""
+    """Without what was added, the last line is vLLM's chunk, and the lines before it say
+    nothing."""
     chunk = f"data: {made.model_dump_json(exclude_unset=unset)}\n\n"
     rows = np.random.default_rng(0).integers(0, 128, (PROMPT + 1, 48, 8), dtype=np.int16)
     lines = asyncio.run(rewritten(chunk, form, histogram, rows))
@@ -104,4 +120,6 @@ def test_any_chunk_of_vllms(form: Any, made: Any, unset: bool, histogram: bool) 
     assert sum(map(len, pieces)) == 1
     assert bodies[-1] == orjson.loads(chunk[len("data: ") :])
     for body in bodies[:-1]:
-        assert not any(body["choices"][0].get(name) for name in ("text", "delta", "finish_reason", "token_ids"))
+        assert not any(
+            body["choices"][0].get(name) for name in ("text", "delta", "finish_reason", "token_ids")
+        )

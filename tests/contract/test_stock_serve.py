@@ -1,4 +1,5 @@
-"""`vllm serve MODEL --enable-return-routed-experts`, vLLM's own command, with this package installed."""
+"""`vllm serve MODEL --enable-return-routed-experts`, vLLM's own command, with this package
+installed."""
 
 import base64
 import io
@@ -29,7 +30,13 @@ MESSAGES = [{"role": "user", "content": "Which experts?"}]
 def stock(model: Path, plugins: str, *flags: str) -> Iterator[Server]:
     """vLLM's command with these plugins named."""
     disable_envs_cache()  # what the engine of a server before keeps
-    flags = ("--enable-return-routed-experts", "--enable-scale-out", "--hf-overrides", OVERRIDES, *flags)
+    flags = (
+        "--enable-return-routed-experts",
+        "--enable-scale-out",
+        "--hf-overrides",
+        OVERRIDES,
+        *flags,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_PLUGINS", plugins)
         with serving(model, *flags, command=vllms) as server:
@@ -64,7 +71,9 @@ def check_vllms(choice: dict[str, Any], tokens: list[int], start: int) -> int:
 
 def generate(server: Server, prompt: list[int], start: int = 0, **body: Any) -> dict[str, Any]:
     asked = {"max_tokens": 7, "n": 2, "temperature": 1.0, "routed_experts_prompt_start": start}
-    return server._post("/inference/v1/generate", {"token_ids": prompt, "sampling_params": asked, **body})
+    return server._post(
+        "/inference/v1/generate", {"token_ids": prompt, "sampling_params": asked, **body}
+    )
 
 
 @pytest.mark.parametrize("start", [0, 17, 30])
@@ -90,13 +99,20 @@ def test_vllms_own_endpoint(request: pytest.FixtureRequest, plugins: str, start:
 
 
 def test_requests_that_do_not_ask_get_nothing(extended: Server) -> None:
-    """And may be searched with beams: the executor has no log probabilities, so vLLM's search fails later."""
+    """And may be searched with beams: the executor has no log probabilities, so vLLM's search fails
+    later."""
     body = {"prompt": prompt_of(10, 1), "max_tokens": 3}
-    answers = [extended.complete(**body), extended.chat(messages=MESSAGES, max_tokens=3), *extended.stream(**body)]
+    answers = [
+        extended.complete(**body),
+        extended.chat(messages=MESSAGES, max_tokens=3),
+        *extended.stream(**body),
+    ]
     answers.append(generate(extended, prompt_of(20, 3), return_routed_experts=False))
     assert "routed" not in json.dumps(answers).replace('"routed_experts": null', "")
     with extended.client() as client:
-        response = client.post("/v1/completions", json={"model": "tiny", **body, "use_beam_search": True, "n": 2})
+        response = client.post(
+            "/v1/completions", json={"model": "tiny", **body, "use_beam_search": True, "n": 2}
+        )
     assert response.status_code != 400, response.text
 
 
@@ -105,18 +121,32 @@ def settings(**keys: Any) -> tuple[str, str]:
 
 
 def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -> None:
-    folder, fields = tmp_path / "store", {"return_routed_experts": True, "routed_experts_delivery": "reference"}
-    given = {"routed_experts_store": str(folder), "routed_experts_store_bytes": 100_000, "routed_experts_page": False}
+    folder, fields = (
+        tmp_path / "store",
+        {"return_routed_experts": True, "routed_experts_delivery": "reference"},
+    )
+    given = {
+        "routed_experts_store": str(folder),
+        "routed_experts_store_bytes": 100_000,
+        "routed_experts_page": False,
+    }
     given |= {"routed_experts_store_seconds": 50, "routed_experts_store_paths": True}
     given |= {"routed_experts_record": str(tmp_path / "record")}
-    with stock(tiny_model, "routed_experts", *settings(**given)) as server, server.client() as client:
+    with (
+        stock(tiny_model, "routed_experts", *settings(**given)) as server,
+        server.client() as client,
+    ):
         assert client.get("/routed_experts").status_code == 404
         began = time.time()
-        answer = server.complete(prompt=prompt_of(9, 3), max_tokens=3, return_token_ids=True, **fields)
+        answer = server.complete(
+            prompt=prompt_of(9, 3), max_tokens=3, return_token_ids=True, **fields
+        )
         reference = answer["choices"][0]["routed_experts"]
         assert began + 49 < reference["expires"] < time.time() + 51
         assert Path(reference["path"]).parents[1] == folder
-        rows = rows_of([*answer["choices"][0]["prompt_token_ids"], *answer["choices"][0]["token_ids"]][:-1])
+        rows = rows_of(
+            [*answer["choices"][0]["prompt_token_ids"], *answer["choices"][0]["token_ids"]][:-1]
+        )
         assert np.array_equal(np.load(reference["path"]), rows[9:].swapaxes(0, 1))
         body = {"model": "tiny", "prompt": prompt_of(900, 3), "max_tokens": 3, **fields}
         assert client.post("/v1/completions", json=body).status_code == 507
@@ -128,7 +158,11 @@ def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -
     ("given", "error", "message"),
     [  # the last, only the model shows
         ({"routed_experts_store": __file__}, StoreError, "test_stock_serve"),
-        ({"routed_experts_store_bytes": "much"}, UnsupportedConfig, "routed_experts_store_bytes must be"),
+        (
+            {"routed_experts_store_bytes": "much"},
+            UnsupportedConfig,
+            "routed_experts_store_bytes must be",
+        ),
         (
             {"routed_experts_default": {"routed_experts_dtype": "uint8"}},
             SettingsError,
@@ -136,8 +170,13 @@ def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -
         ),
     ],
 )
-def test_settings_that_cannot_be(tiny_model: Path, given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message), stock(tiny_model, "routed_experts", *settings(**given)):
+def test_settings_that_cannot_be(
+    tiny_model: Path, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with (
+        pytest.raises(error, match=message),
+        stock(tiny_model, "routed_experts", *settings(**given)),
+    ):
         pass
 
 
@@ -148,13 +187,18 @@ def test_vllms_own_routes(plain: Server) -> None:
     with plain.client() as client:
         assert client.get("/v1/routed_experts").status_code == 404
     prompt = prompt_of(20, 3)
-    for choice in plain.complete(prompt=prompt, max_tokens=4, n=2, temperature=1.0, return_token_ids=True)["choices"]:
+    for choice in plain.complete(
+        prompt=prompt, max_tokens=4, n=2, temperature=1.0, return_token_ids=True
+    )["choices"]:
         check_vllms(choice, [*prompt, *choice["token_ids"]], 0)
 
 
 def test_beam_search_is_refused(plain: Server) -> None:
     """Its beams are put together from the answers of others, without their rows."""
-    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+    ):
         with plain.client() as client:
             asked = {"model": "tiny", "max_tokens": 3, "use_beam_search": True, "n": 2, **body}
             response = client.post(path, json=asked)

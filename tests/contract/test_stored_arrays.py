@@ -1,4 +1,5 @@
-"""Clients that stop reading an array, and clients that leave before they are told of one: nothing of theirs stays."""
+"""Clients that stop reading an array, and clients that leave before they are told of one: nothing
+of theirs stays."""
 
 import asyncio
 import json
@@ -71,7 +72,8 @@ def connect(server: uvicorn.Server, method: str, key: str) -> socket.socket:
 
 
 def held_bytes(folder: Path) -> int:
-    """What files of the folder take on it, those included that were deleted and that this process still has open."""
+    """What files of the folder take on it, those included that were deleted and that this process
+    still has open."""
     found = {}
     for path in [*folder.rglob("*.npy"), *Path("/proc/self/fd").iterdir()]:
         try:
@@ -83,7 +85,9 @@ def held_bytes(folder: Path) -> int:
     return sum(found.values())
 
 
-def test_s2_the_limit_holds_with_clients_that_stop_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s2_the_limit_holds_with_clients_that_stop_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """30 of them, whose arrays are deleted meanwhile."""
     monkeypatch.setattr(stored_arrays, "STALLED_S", 1e9)
     store, stalled = ArrayStore(tmp_path, LIMIT), 0
@@ -102,7 +106,9 @@ def test_s2_the_limit_holds_with_clients_that_stop_reading(tmp_path: Path, monke
         wait_until(lambda: store.sweep() == held_bytes(tmp_path) == 0, lambda: store.used_bytes, 60)
 
 
-def test_s2_a_response_whose_client_takes_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s2_a_response_whose_client_takes_nothing_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its connection, which the client does not close."""
     monkeypatch.setattr(stored_arrays, "STALLED_S", 0.2)
     store = ArrayStore(tmp_path, LIMIT)
@@ -115,7 +121,9 @@ def test_s2_a_response_whose_client_takes_nothing_ends(tmp_path: Path, monkeypat
         wait_until(lambda: not server.server_state.connections, "connections are left", 60)
 
 
-CLAIMS = b"{'descr': '<i2', 'fortran_order': False, 'shape': (999999999999999, 999999999999999, 8), }\n"
+CLAIMS = (
+    b"{'descr': '<i2', 'fortran_order': False, 'shape': (999999999999999, 999999999999999, 8), }\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +187,8 @@ def test_clients_that_read_slowly(
 
 
 class Client:
-    """Asks for an answer as uvicorn's connections do, and leaves before a message of it, or after steps of the loop.
+    """Asks for an answer as uvicorn's connections do, and leaves before a message of it, or after
+    steps of the loop.
 
     Attributes:
         taken: what it was sent before it left.
@@ -196,7 +205,13 @@ class Client:
     async def ask(self, app: ASGIApp, **asked: Any) -> None:
         self._bodies = [json.dumps({"generated": 20, **asked}).encode()]
         headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/long", "headers": headers, "query_string": b""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/long",
+            "headers": headers,
+            "query_string": b"",
+        }
         leaving = asyncio.create_task(self._leave_after_steps())
         await app({**scope, "asgi": {"spec_version": "2.3"}}, self.receive, self.send)
         leaving.cancel()
@@ -225,7 +240,8 @@ class Client:
 
     @property
     def is_told(self) -> bool:
-        """Whether a reference can be read in what it was sent: in a line of a stream, or in a whole JSON object."""
+        """Whether a reference can be read in what it was sent: in a line of a stream, or in a whole
+        JSON object."""
         text = b"".join(message.get("body", b"") for message in self.taken).decode()
         if not text.startswith("data: "):
             return text.count("{") == text.count("}") and '"url"' in text
@@ -246,7 +262,9 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize("rows", [40, 3000], ids=["one line", "many lines"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_s5_clients_that_leave_around_the_end_leave_nothing(folder: Path, rows: int, stream: bool) -> None:
+def test_s5_clients_that_leave_around_the_end_leave_nothing(
+    folder: Path, rows: int, stream: bool
+) -> None:
     """Wherever they leave; arrays stay for those who were told of them."""
     edge = Edge(rows, folder)
     edge.store.open()
@@ -297,7 +315,8 @@ def test_clients_that_leave_while_an_array_is_written_leave_nothing(
 
 
 def ask_and_leave(server: uvicorn.Server, stream: bool, leave: Callable[[], Any]) -> bytes:
-    """What a client was sent that closes its connection after `leave`; it does not wait for more."""
+    """What a client was sent that closes its connection after `leave`; it does not wait for
+    more."""
     body = json.dumps({"generated": 20, "stream": stream}).encode()
     head = f"POST /long HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(server.servers[0].sockets[0].getsockname()) as sock:

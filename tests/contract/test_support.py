@@ -1,4 +1,5 @@
-"""The support matrix: what makes it, its tests exist, its page is current, and it has every connector."""
+"""The support matrix: what makes it, its tests exist, its page is current, and it has every
+connector."""
 
 import re
 
@@ -42,11 +43,15 @@ def test_tests_that_are_named_exist() -> None:
 def test_every_cell_has_tests_or_a_reason() -> None:
     """The columns of CUDA V1 apart, which the page does not show."""
     for feature in TABLE["feature"]:
-        cells = {column: status(column, feature.get(column), RUNS[INSTALLED_VLLM]) for column in COLUMNS}
+        cells = {
+            column: status(column, feature.get(column), RUNS[INSTALLED_VLLM]) for column in COLUMNS
+        }
         assert set(cells.values()) <= {"exact", "refused", "untested", "\N{EN DASH}"}
         assert "why" in feature or "untested" not in (cells["cpu"], cells["v2"]), feature["name"]
         listed = [column for column in COLUMNS if isinstance(feature.get(column), list)]
-        assert all(cells[column] == "exact" for column in listed), f"{feature['name']}: a test of it has not passed"
+        assert all(cells[column] == "exact" for column in listed), (
+            f"{feature['name']}: a test of it has not passed"
+        )
 
 
 def test_the_pages_are_current() -> None:
@@ -57,20 +62,35 @@ def test_the_pages_are_current() -> None:
     _, _, connectors = page.partition("\n## KV connectors\n")
     assert set(re.findall(r"\b\w+Connector(?:V1)?\b", connectors)) >= CONNECTORS.keys()
     rows = re.findall(r"^\| (\d\S+) \|", versions, re.MULTILINE)
-    assert rows == 2 * [*SUPPORTED_VLLM, *UNTESTED_VLLM], "each version has a row for CPUs and one for GPUs"
+    assert rows == 2 * [*SUPPORTED_VLLM, *UNTESTED_VLLM], (
+        "each version has a row for CPUs and one for GPUs"
+    )
 
 
 @pytest.mark.parametrize("version", SUPPORTED_VLLM)
 def test_supported_versions_passed_on_gpus(version: str) -> None:
-    """V1 with asynchronous scheduling is among them, which no test without a GPU runs on every version. V2 by name is
-    for versions before 0.29, which run V1 by default. 0.26.0 refuses drafts and pipelines."""
+    """V1 with asynchronous scheduling is among them, which no test without a GPU runs on every
+    version. V2 by name is for versions before 0.29, which run V1 by default. 0.26.0 refuses drafts
+    and pipelines."""
     refused = ("n-gram", "pipeline") if version == "0.26.0" else ()
-    needed = [engine.name for engine in ENGINES if engine.runner != "v2" and not engine.name.startswith(refused)]
-    assert passed(RUNS[version], [f"tests/gpu/test_engines.py::test_every_row_is_exact[{name}]" for name in needed])
+    needed = [
+        engine.name
+        for engine in ENGINES
+        if engine.runner != "v2" and not engine.name.startswith(refused)
+    ]
+    assert passed(
+        RUNS[version],
+        [f"tests/gpu/test_engines.py::test_every_row_is_exact[{name}]" for name in needed],
+    )
 
 
 def run_of(day: int, outcome: str = "passed") -> Run:
-    return {"outcome": outcome, "commit": "abc1234", "date": f"2026-01-0{day}", "device": "NVIDIA H200"}
+    return {
+        "outcome": outcome,
+        "commit": "abc1234",
+        "date": f"2026-01-0{day}",
+        "device": "NVIDIA H200",
+    }
 
 
 SOME_RUNS = {

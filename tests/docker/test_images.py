@@ -1,7 +1,8 @@
-"""Both images, built for real on stand-ins for their bases; the CPU image is also run, as its own user.
+"""Both images, built for real on stand-ins for their bases; the CPU image is also run, as its own
+user.
 
-No registry is needed: the stand-in is a minimal Debian, and buildah builds without a daemon, as root, in a store of
-its own that is removed at the end.
+No registry is needed: the stand-in is a minimal Debian, and buildah builds without a daemon, as
+root, in a store of its own that is removed at the end.
 """
 
 import ast
@@ -37,11 +38,19 @@ START_LIMIT_S = 600
 STOP_LIMIT_S = 120
 FREEZE = ("python3", "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check")
 # Which of pip's settings say where packages come from.
-PIP_SETTINGS = ("index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "proxy", "cert")
+PIP_SETTINGS = (
+    "index-url",
+    "extra-index-url",
+    "find-links",
+    "no-index",
+    "trusted-host",
+    "proxy",
+    "cert",
+)
 PIP_SETTINGS += ("timeout", "default-timeout")
-# A container's process with nothing to write to but what `--tmpfs` and a volume give it, without capabilities and new
-# privileges: `READ_ONLY ROOT COMMAND …`.
-# What a container engine puts into every container is put there too.
+# A container's process with nothing to write to but what `--tmpfs` and a volume give it, without
+# capabilities and new privileges: `READ_ONLY ROOT COMMAND …`. What a container engine puts into
+# every container is put there too.
 READ_ONLY = f"""
 set -e
 root=$1; shift
@@ -71,8 +80,11 @@ class Builder:
     """buildah with a store of its own."""
 
     folder: Path  # holds the store and all that buildah writes
-    driver: str  # how layers are stored. Where the kernel does not let overlays be mounted, each is a copy of all below
-    build_options: tuple[str, ...]  # options of every build, which let its pip find packages as this machine's pip does
+    # how layers are stored. Where the kernel does not let overlays be mounted, each is a copy of
+    # all below
+    driver: str
+    # options of every build, which let its pip find packages as this machine's pip does
+    build_options: tuple[str, ...]
 
     def command(self, *args: str) -> list[str]:
         env = ("env", f"TMPDIR={self.folder}", "BUILDAH_ISOLATION=chroot")
@@ -101,13 +113,18 @@ class Builder:
 
 def run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, (
+        f"{' '.join(command)}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    )
     return done.stdout
 
 
 def pip_options(config: Path, settings: dict[str, str]) -> tuple[str, ...]:
-    """Options of a build that make pip find packages as `settings` say, without leaving them in the image."""
-    config.write_text("".join(["[global]\n", *(f"{name} = {value}\n" for name, value in settings.items())]))
+    """Options of a build that make pip find packages as `settings` say, without leaving them in the
+    image."""
+    config.write_text(
+        "".join(["[global]\n", *(f"{name} = {value}\n" for name, value in settings.items())])
+    )
     volumes = {f"{config}:/etc/pip.conf:ro"}
     for word in " ".join(settings.values()).split():
         path = Path(word.removeprefix("file://"))
@@ -119,7 +136,8 @@ def pip_options(config: Path, settings: dict[str, str]) -> tuple[str, ...]:
 
 
 def pip_settings() -> dict[str, str]:
-    """Where this machine's pip finds packages. A variable of the environment wins over a file, as in pip."""
+    """Where this machine's pip finds packages. A variable of the environment wins over a file, as
+    in pip."""
     lines = run([sys.executable, "-m", "pip", "config", "list"]).splitlines()
     settings = {}
     for line in sorted(lines, key=lambda line: line.startswith(":env:")):
@@ -134,8 +152,23 @@ def storage_driver(folder: Path) -> str:
     for directory in (lower, upper, work, merged):
         directory.mkdir(parents=True)
     options = f"lowerdir={lower},upperdir={upper},workdir={work}"
-    command = ["unshare", "--mount", "--", "mount", "-t", "overlay", "overlay", "-o", options, str(merged)]
-    return "overlay" if subprocess.run(command, capture_output=True, check=False).returncode == 0 else "vfs"
+    command = [
+        "unshare",
+        "--mount",
+        "--",
+        "mount",
+        "-t",
+        "overlay",
+        "overlay",
+        "-o",
+        options,
+        str(merged),
+    ]
+    return (
+        "overlay"
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0
+        else "vfs"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +186,9 @@ def minimal_debian(builder: Builder) -> str:
     container = builder("from", "scratch")
     packages = "--include=python3,python3-venv,passwd,ca-certificates"
     run(["debootstrap", "--variant=minbase", packages, "bookworm", builder("mount", container)])
-    (base,) = re.findall(r"^ARG BASE=(\S+)$", (ROOT / "docker/Dockerfile.cpu").read_text(), re.MULTILINE)
+    (base,) = re.findall(
+        r"^ARG BASE=(\S+)$", (ROOT / "docker/Dockerfile.cpu").read_text(), re.MULTILINE
+    )
     tag = f"docker.io/library/{base}"
     builder("commit", "--rm", container, tag)
     return tag
@@ -161,7 +196,8 @@ def minimal_debian(builder: Builder) -> str:
 
 @pytest.fixture(scope="module")
 def vllm_stand_in(builder: Builder, minimal_debian: str) -> str:
-    """What the GPU image relies on in its base, vLLM left out: the system's Python, with pip and a new setuptools.
+    """What the GPU image relies on in its base, vLLM left out: the system's Python, with pip and a
+    new setuptools.
 
     Debian marks its Python as its own, which vLLM's image may or may not do.
     """
@@ -182,23 +218,33 @@ def vllm_stand_in(builder: Builder, minimal_debian: str) -> str:
 
 def checked_config(builder: Builder, image: str) -> dict[str, Any]:
     """What both images promise to whoever runs them."""
-    config: dict[str, Any] = json.loads(builder("inspect", "--type", "image", image))["Docker"]["config"]
+    config: dict[str, Any] = json.loads(builder("inspect", "--type", "image", image))["Docker"][
+        "config"
+    ]
     assert config["Entrypoint"] == ["routed-experts", "serve"]
     assert not config["Cmd"], "an argument of the image would be lost as soon as the user gives one"
     assert list(config["ExposedPorts"]) == [f"{PORT}/tcp"]
     assert config["User"] == "vllm"
     assert f"{ADDRESS_FILE_VARIABLE}=/tmp/routed-experts.address" in config["Env"]
     assert ADDRESS_FILE_VARIABLE in " ".join(config["Healthcheck"]["Test"])
-    labels = {name.removeprefix("org.opencontainers.image."): value for name, value in config["Labels"].items()}
-    assert labels["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    labels = {
+        name.removeprefix("org.opencontainers.image."): value
+        for name, value in config["Labels"].items()
+    }
+    assert (
+        labels["version"]
+        == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    )
     assert labels["base.name"]
     assert not [entry for entry in config["Env"] if entry.startswith("PIP_")]
     return config
 
 
-def in_container(builder: Builder, container: str, config: dict[str, Any], argv: list[str]) -> list[str]:
-    """`argv` as a container engine runs it, but for namespaces, with `--read-only --tmpfs /tmp --tmpfs /home/vllm
-    --cap-drop ALL --security-opt no-new-privileges`.
+def in_container(
+    builder: Builder, container: str, config: dict[str, Any], argv: list[str]
+) -> list[str]:
+    """`argv` as a container engine runs it, but for namespaces, with `--read-only --tmpfs /tmp
+    --tmpfs /home/vllm --cap-drop ALL --security-opt no-new-privileges`.
 
     The command becomes `argv`'s process, so that a signal to the one is a signal to the other.
     """
@@ -228,26 +274,44 @@ def is_over(process: psutil.Process) -> bool:
 @needs_buildah
 @pytest.mark.e2e
 @pytest.mark.timeout(1200)
-def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, tmp_path: Path) -> None:
-    """Built as the documentation says, run without arguments but for the port on a file system that is read-only but
-    for /tmp and the home, asked, and stopped."""
+def test_cpu_image_serves_the_tiny_model(
+    builder: Builder, minimal_debian: str, tmp_path: Path
+) -> None:
+    """Built as the documentation says, run without arguments but for the port on a file system that
+    is read-only but for /tmp and the home, asked, and stopped."""
     builder.build("localhost/cpu", ROOT / "docker/Dockerfile.cpu")
     config = checked_config(builder, "localhost/cpu")
     port, log = free_port(), tmp_path / "log"
     environment = ["env", "-i", *config["Env"]]
     health_check = [*environment, *config["Healthcheck"]["Test"][1:]]
     with builder.container("localhost/cpu") as container:
-        for path, writable in (("/tmp", True), ("/home/vllm/.cache", True), ("/opt/venv", False), ("/var/tmp", False)):
+        for path, writable in (
+            ("/tmp", True),
+            ("/home/vllm/.cache", True),
+            ("/opt/venv", False),
+            ("/var/tmp", False),
+        ):
             mkdir = in_container(builder, container, config, ["mkdir", "-p", f"{path}/written"])
-            assert (subprocess.run(mkdir, capture_output=True, check=False).returncode == 0) == writable, path
-        serve = in_container(builder, container, config, [*config["Entrypoint"], "--port", str(port)])
+            assert (
+                subprocess.run(mkdir, capture_output=True, check=False).returncode == 0
+            ) == writable, path
+        serve = in_container(
+            builder, container, config, [*config["Entrypoint"], "--port", str(port)]
+        )
         with running(serve, log) as process:
             server = Server(Path(), f"http://127.0.0.1:{port}", process, log)
 
             def is_healthy() -> bool:
                 """As the image's own health check says."""
                 assert process.poll() is None, log.read_text()[-6000:]
-                check = ["nsenter", f"--target={process.pid}", "--mount", "--root", "--", *health_check]
+                check = [
+                    "nsenter",
+                    f"--target={process.pid}",
+                    "--mount",
+                    "--root",
+                    "--",
+                    *health_check,
+                ]
                 return subprocess.run(check, capture_output=True, check=False).returncode == 0
 
             wait_until(is_healthy, lambda: log.read_text()[-6000:], START_LIMIT_S)
@@ -259,24 +323,32 @@ def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, 
                 status = Path(f"/proc/{p.pid}/status").read_text()
                 assert "\nNoNewPrivs:\t1\n" in status
                 assert set(re.findall(r"\nCap(?:Inh|Prm|Eff|Bnd|Amb):\t0*(\w*)", status)) == {""}
-            assert {c.laddr.ip for c in main.net_connections() if c.laddr.port == port} >= {"0.0.0.0"}
+            assert {c.laddr.ip for c in main.net_connections() if c.laddr.port == port} >= {
+                "0.0.0.0"
+            }
 
             body = {"model": "tiny-moe", "prompt": "Hello", "max_tokens": 8, "ignore_eos": True}
-            (answer,) = answers_of_stream(server.stream(**body, return_routed_experts=True, return_token_ids=True))
+            (answer,) = answers_of_stream(
+                server.stream(**body, return_routed_experts=True, return_token_ids=True)
+            )
             assert answer.prompt_rows.shape == (len("Hello"), 5, 4)
             assert answer.rows.shape == (8 - 1, 5, 4)
 
             main.send_signal(signal.SIGTERM)
             assert process.wait(STOP_LIMIT_S) == 0, log.read_text()[-6000:]
-            psutil.wait_procs(processes, timeout=STOP_LIMIT_S)  # what they started ends a little later
+            # what they started ends a little later
+            psutil.wait_procs(processes, timeout=STOP_LIMIT_S)
             assert all(is_over(p) for p in processes)
 
 
 @needs_buildah
 @pytest.mark.timeout(1200)
 def test_gpu_image_adds_only_this_project_and_orjson(builder: Builder, vllm_stand_in: str) -> None:
-    """As far as it goes without vLLM: the command starts, and nothing that the base brought was replaced."""
-    builder.build("localhost/gpu", ROOT / "docker/Dockerfile", "--build-arg", f"BASE={vllm_stand_in}")
+    """As far as it goes without vLLM: the command starts, and nothing that the base brought was
+    replaced."""
+    builder.build(
+        "localhost/gpu", ROOT / "docker/Dockerfile", "--build-arg", f"BASE={vllm_stand_in}"
+    )
     checked_config(builder, "localhost/gpu")
     with builder.container(vllm_stand_in) as container:
         before = set(builder.run(container, *FREEZE).splitlines())
@@ -288,7 +360,10 @@ def test_gpu_image_adds_only_this_project_and_orjson(builder: Builder, vllm_stan
         builder("run", "--user", "12345:0", container, "--", "touch", "/home/vllm/.cache/written")
         assert "tests" not in builder.run(container, "ls", "-A", "/src").split()
     assert before <= after
-    assert {line.partition("==")[0] for line in after - before} == {"orjson", "routed-experts-server"}
+    assert {line.partition("==")[0] for line in after - before} == {
+        "orjson",
+        "routed-experts-server",
+    }
 
 
 def test_whatever_runs_the_image_gives_it_no_privileges() -> None:
@@ -299,14 +374,20 @@ def test_whatever_runs_the_image_gives_it_no_privileges() -> None:
     assert service["ports"] == [f"${{ADDRESS:-127.0.0.1}}:${{PORT:-{PORT}}}:{PORT}"]
     _, *runs = (ROOT / "docker/README.md").read_text().split("docker run --rm")
     for options in runs:
-        assert " --cap-drop ALL --security-opt no-new-privileges " in options.partition("routed-experts")[0]
+        assert (
+            " --cap-drop ALL --security-opt no-new-privileges "
+            in options.partition("routed-experts")[0]
+        )
         assert f" -p 127.0.0.1:{PORT}:{PORT} " in options.partition("routed-experts")[0]
 
 
 def test_whatever_runs_the_image_waits_for_the_server() -> None:
-    """Longer than the server takes at most, which is the time of its flag and what ends vLLM's processes after it."""
+    """Longer than the server takes at most, which is the time of its flag and what ends vLLM's
+    processes after it."""
     longest = serve.SHUTDOWN_TIMEOUT_S + 5
-    grace = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]["server"]["stop_grace_period"]
+    grace = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]["server"][
+        "stop_grace_period"
+    ]
     assert int(grace.removesuffix("s")) >= longest
     readme = (ROOT / "docker/README.md").read_text()
     runs = readme.count("docker run --rm")

@@ -42,7 +42,9 @@ pytestmark = pytest.mark.release
 FOLDER = ROOT / "docker/kustomize"
 BASE = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 MANIFESTS = {
-    each["kind"]: each for name in BASE["resources"] for each in yaml.safe_load_all((FOLDER / name).read_text())
+    each["kind"]: each
+    for name in BASE["resources"]
+    for each in yaml.safe_load_all((FOLDER / name).read_text())
 }
 NAME = "routed-experts"
 LABELS = {"app.kubernetes.io/name": NAME}
@@ -50,7 +52,8 @@ CRDS = {
     "PodMonitor": ("monitoring.coreos.com/v1", {"selector", "podMetricsEndpoints"}),
     "HTTPRoute": ("gateway.networking.k8s.io/v1", {"parentRefs", "hostnames", "rules"}),
 }
-"""Kinds without a schema here: what their public API calls them, and all fields of their `spec` that are used."""
+"""Kinds without a schema here: what their public API calls them, and all fields of their `spec`
+that are used."""
 KEY = {"Authorization": "Bearer a-key"}
 needs_nginx = pytest.mark.skipif(
     shutil.which("nginx") is None or shutil.which("openssl") is None,
@@ -75,7 +78,9 @@ def test_custom_resources_have_what_their_api_requires() -> None:
     assert rule.keys() == {"matches", "timeouts", "backendRefs"}
     assert all(parent.keys() == {"name", "namespace"} for parent in route["parentRefs"])
     assert all(backend.keys() == {"name", "port"} for backend in rule["backendRefs"])
-    assert all(re.fullmatch(r"([0-9]{1,5}(h|m|s|ms)){1,4}", limit) for limit in rule["timeouts"].values())
+    assert all(
+        re.fullmatch(r"([0-9]{1,5}(h|m|s|ms)){1,4}", limit) for limit in rule["timeouts"].values()
+    )
     for match in rule["matches"]:
         assert match["path"]["type"] in ("Exact", "PathPrefix")
         assert re.fullmatch(r"(/[\w.-]+)+", match["path"]["value"])
@@ -91,7 +96,9 @@ def test_the_base_is_whole() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 def test_kustomize_builds_the_base() -> None:
-    built = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True).stdout
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True
+    ).stdout
     found = {each["kind"]: each for each in yaml.safe_load_all(built)}
     assert found.keys() == MANIFESTS.keys()
     (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
@@ -118,11 +125,16 @@ def test_all_select_the_pod_and_its_port() -> None:
     }
     assert "replicas" not in spec["Deployment"], "each apply would undo the autoscaler"
     (port,), (service,) = the_container()["ports"], spec["Service"]["ports"]
-    probes = [the_container()[f"{probe}Probe"]["httpGet"] for probe in ("startup", "readiness", "liveness")]
+    probes = [
+        the_container()[f"{probe}Probe"]["httpGet"]
+        for probe in ("startup", "readiness", "liveness")
+    ]
     assert [probe["path"] for probe in probes] == ["/health"] * 3
     monitored = [each["port"] for each in spec["PodMonitor"]["podMetricsEndpoints"]]
     allowed = [each["port"] for rule in spec["NetworkPolicy"]["ingress"] for each in rule["ports"]]
-    assert {service["targetPort"], *monitored, *allowed, *(probe["port"] for probe in probes)} == {port["name"]}
+    assert {service["targetPort"], *monitored, *allowed, *(probe["port"] for probe in probes)} == {
+        port["name"]
+    }
     (backend,) = spec["HTTPRoute"]["rules"][0]["backendRefs"]
     assert backend == {"name": MANIFESTS["Service"]["metadata"]["name"], "port": service["port"]}
 
@@ -137,16 +149,22 @@ def test_the_pod_fits_the_server_and_its_image() -> None:
     assert pod["terminationGracePeriodSeconds"] > args.shutdown_timeout
     written = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert written == {"/home/vllm", "/tmp", "/dev/shm"}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     claims = {
-        volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume
+        volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod["volumes"]
+        if "persistentVolumeClaim" in volume
     }
     assert claims == {MANIFESTS["PersistentVolumeClaim"]["metadata"]["name"]}
 
 
 def test_the_route_has_the_paths_of_nginx() -> None:
     """A prefix of a route is of whole segments, and includes the path that ends there."""
-    locations = re.findall(r"location (= )?(\S+) \{ proxy_pass", (ROOT / "docker/nginx.conf").read_text())
+    locations = re.findall(
+        r"location (= )?(\S+) \{ proxy_pass", (ROOT / "docker/nginx.conf").read_text()
+    )
     prefixes = {path.removesuffix("/") for exact, path in locations if not exact}
     exact_paths = {path for exact, path in locations if exact} - prefixes
     paths = [match["path"] for match in MANIFESTS["HTTPRoute"]["spec"]["rules"][0]["matches"]]
@@ -156,12 +174,27 @@ def test_the_route_has_the_paths_of_nginx() -> None:
 
 @contextmanager
 def nginx(server_url: str, folder: Path) -> Iterator[str]:
-    """nginx in front of a server, with the configuration as it is but for addresses and the certificate."""
+    """nginx in front of a server, with the configuration as it is but for addresses and the
+    certificate."""
     port, text = free_port(), (ROOT / "docker/nginx.conf").read_text()
     cert, key = folder / "cert.pem", folder / "key.pem"
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "1"]
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        "/CN=localhost",
+        "-days",
+        "1",
+    ]
     subprocess.run([*made, "-out", str(cert), "-keyout", str(key)], check=True, capture_output=True)
-    changes = {"127.0.0.1:8000": server_url.removeprefix("http://"), "listen 443": f"listen 127.0.0.1:{port}"}
+    changes = {
+        "127.0.0.1:8000": server_url.removeprefix("http://"),
+        "listen 443": f"listen 127.0.0.1:{port}",
+    }
     changes |= {"/etc/nginx/tls/cert.pem": str(cert), "/etc/nginx/tls/key.pem": str(key)}
     for before, after in changes.items():
         assert text.count(before) == 1
@@ -259,8 +292,24 @@ def get(connection: HTTPSConnection, target: str, **headers: str) -> HTTPRespons
     return response
 
 
-INNER = ("/metrics", "/metricsX", "//metrics", "/%6detrics", "/%256detrics", "/metrics%3f", "/metrics%23", "/tokenize")
-PUBLISHED = ("v1/models", "v1/", "routed_experts", "routed_experts/page.js", "invocations", "health")
+INNER = (
+    "/metrics",
+    "/metricsX",
+    "//metrics",
+    "/%6detrics",
+    "/%256detrics",
+    "/metrics%3f",
+    "/metrics%23",
+    "/tokenize",
+)
+PUBLISHED = (
+    "v1/models",
+    "v1/",
+    "routed_experts",
+    "routed_experts/page.js",
+    "invocations",
+    "health",
+)
 UP = ("..", "%2e%2e", ".%2e", "%2E.", "%252e%252e", "..;", "...", "..%00", "..%20")
 SLASH = ("/", "%2f", "%2F", "//", "/./", "%5c", "%252f")
 CONFUSING = [
@@ -272,25 +321,41 @@ CONFUSING = [
         f"/{path}{slash}{up}{slash}{up}{inner}",
     )
 ]
-CONFUSING += [f"{slash}{path}" for slash in ("//", "///", "/./", "/%2f", "/x/../", "/x/..//") for path in PUBLISHED]
 CONFUSING += [
-    f"https://localhost{path}" for path in ("", "/metrics", "/metrics/../v1/models", "//metrics/../v1/models")
+    f"{slash}{path}"
+    for slash in ("//", "///", "/./", "/%2f", "/x/../", "/x/..//")
+    for path in PUBLISHED
+]
+CONFUSING += [
+    f"https://localhost{path}"
+    for path in ("", "/metrics", "/metrics/../v1/models", "//metrics/../v1/models")
 ]
 CONFUSING += [f"/v1/models{mark}/../../metrics" for mark in ("?", "#", ";", "&", "\\")]
 CONFUSING += [f"/metrics{mark}/../v1/models" for mark in ("?", "#", ";", "&", "\\")]
-CONFUSING += ["/v1", "/V1/models", "/routed_expertsX", "/routed_experts.js", "/healthX", "/health/", "/invocations/"]
+CONFUSING += [
+    "/v1",
+    "/V1/models",
+    "/routed_expertsX",
+    "/routed_experts.js",
+    "/healthX",
+    "/health/",
+    "/invocations/",
+]
 CONFUSING += [
     "/inference/v1/generateX",
     "/inference/v1/generate/..",
     "/inference/v1/generate/%2e%2e/%2e%2e/%2e%2e/metrics",
 ]
-"""Request targets that one parser may take for something published, and another one for something else."""
+"""Request targets that one parser may take for something published, and another one for something
+else."""
 
 
 @needs_nginx
 def test_nginx_passes_on_the_path_that_it_matched(connection: HTTPSConnection) -> None:
     """What reaches the server is published, and is the same path to whoever normalises it."""
-    is_published = re.compile(r"/(v1/.*|inference/v1/generate|invocations|routed_experts(/.*)?|health)").fullmatch
+    is_published = re.compile(
+        r"/(v1/.*|inference/v1/generate|invocations|routed_experts(/.*)?|health)"
+    ).fullmatch
     for target in CONFUSING:
         Recorder.received.clear()
         status = get(connection, target).status
@@ -317,7 +382,9 @@ def test_nginx_passes_on_the_path_that_it_matched(connection: HTTPSConnection) -
         ("/health", "/health"),
     ],
 )
-def test_nginx_passes_on_what_is_published(connection: HTTPSConnection, target: str, path: str) -> None:
+def test_nginx_passes_on_what_is_published(
+    connection: HTTPSConnection, target: str, path: str
+) -> None:
     query = "a=%2e%2e%2f&b=c%20d"
     Recorder.received.clear()
     assert get(connection, f"{target}?{query}").status == 200
@@ -328,7 +395,10 @@ def test_nginx_passes_on_what_is_published(connection: HTTPSConnection, target: 
 @needs_nginx
 def test_nginx_says_itself_who_asks(connection: HTTPSConnection) -> None:
     Recorder.received.clear()
-    assert get(connection, "/health", X_Forwarded_For="203.0.113.7", X_Forwarded_Proto="http").status == 200
+    assert (
+        get(connection, "/health", X_Forwarded_For="203.0.113.7", X_Forwarded_Proto="http").status
+        == 200
+    )
     (received,) = Recorder.received
     assert received.headers["x-forwarded-for"] == "127.0.0.1"
     assert received.headers["x-forwarded-proto"] == "https"
@@ -362,16 +432,25 @@ def test_behind_nginx(tiny_model: Path, tmp_path: Path) -> None:
         assert client.get("/routed_experts").status_code == 200
         texts = {"json": {"token_ids": [39]}}  # which the page asks for
         assert client.post("/v1/routed_experts/texts", **texts).status_code == 401
-        assert client.post("/v1/routed_experts/texts", **texts, headers=KEY).json() == {"texts": ["H"]}
+        assert client.post("/v1/routed_experts/texts", **texts, headers=KEY).json() == {
+            "texts": ["H"]
+        }
         for path in ("/metrics", "/tokenize", "/scale_elastic_ep", "/v1x", "/docs"):
             assert client.get(path, headers=KEY).status_code == 404, path
         with connected(url) as connection:
             for target in CONFUSING[:: len(CONFUSING) // 200]:
                 response = get(connection, target, **KEY)
                 assert response.status in (200, 301, 307, 400, 404, 405), target
-                assert not (response.getheader("Content-Type") or "").startswith("text/plain"), target  # as metrics are
-        large = client.post("/v1/completions", json={**body, "prompt": "x" * (100 << 20)}, headers=KEY)
-        assert (large.status_code, large.json()["error"]["type"]) == (400, "BadRequestError"), "not 413 of nginx"
+                # as metrics are
+                assert not (response.getheader("Content-Type") or "").startswith("text/plain"), (
+                    target
+                )
+        large = client.post(
+            "/v1/completions", json={**body, "prompt": "x" * (100 << 20)}, headers=KEY
+        )
+        assert (large.status_code, large.json()["error"]["type"]) == (400, "BadRequestError"), (
+            "not 413 of nginx"
+        )
 
 
 @pytest.mark.e2e

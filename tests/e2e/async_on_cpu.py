@@ -1,10 +1,12 @@
-"""`routed-experts` on CPU with vLLM's asynchronous scheduling, which vLLM switches off there without a word.
+"""`routed-experts` on CPU with vLLM's asynchronous scheduling, which vLLM switches off there
+without a word.
 
     python -m tests.e2e.async_on_cpu serve ... --async-scheduling
 
-The asynchronous scheduler, two steps in flight, placeholders and the runner's outputs that are materialised later are
-vLLM's own. What is put in here, when this module is imported, are only the CUDA streams and events that they use, as
-objects that do nothing: on CPU all work is done when it is called. Not part of the server.
+The asynchronous scheduler, two steps in flight, placeholders and the runner's outputs that are
+materialised later are vLLM's own. What is put in here, when this module is imported, are only the
+CUDA streams and events that they use, as objects that do nothing: on CPU all work is done when it
+is called. Not part of the server.
 """
 
 import sys
@@ -39,7 +41,8 @@ def _check_and_keep_async(cls: type[CpuPlatform], vllm_config: VllmConfig) -> No
     vllm_config.scheduler_config.async_scheduling = is_async
 
 
-# At import, because the engine and the workers are processes of their own that import this module again.
+# At import, because the engine and the workers are processes of their own that import this module
+# again.
 CpuPlatform.check_and_update_config = classmethod(_check_and_keep_async)
 torch.cuda.Event = _Done
 torch.cuda.current_stream = _Done

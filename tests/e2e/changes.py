@@ -1,4 +1,5 @@
-"""Weights that change while answers run: another model's, answers under way, and what each of their rows must be."""
+"""Weights that change while answers run: another model's, answers under way, and what each of their
+rows must be."""
 
 import time
 from collections.abc import Sequence
@@ -54,20 +55,26 @@ class Weights:
 def make_weights(directory: Path, model: Path) -> list[Weights]:
     """Those of the tiny model and others, made in `directory`.
 
-    On a CPU the experts are the same, and no update brings them: vLLM packs them there when it loads a model, and does
-    not when it reloads one.
+    On a CPU the experts are the same, and no update brings them: vLLM packs them there when it
+    loads a model, and does not when it reloads one.
     """
     other = directory / "other" / "tiny"
     make_tiny_model(other, seed=7)
     if ON_GPU:
         return [Weights(folder, folder, Oracle(folder)) for folder in (model, other)]
-    experts = {name: weight for name, weight in load_file(model / _FILE).items() if ".experts." in name}
+    experts = {
+        name: weight for name, weight in load_file(model / _FILE).items() if ".experts." in name
+    }
     save_file({**load_file(other / _FILE), **experts}, other / _FILE, {"format": "pt"})
     made = []
     for number, folder in enumerate((model, other)):
         update = directory / f"update {number}"
         update.mkdir()
-        rest = {name: weight for name, weight in load_file(folder / _FILE).items() if name not in experts}
+        rest = {
+            name: weight
+            for name, weight in load_file(folder / _FILE).items()
+            if name not in experts
+        }
         save_file(rest, update / _FILE, {"format": "pt"})
         (update / "config.json").write_bytes((folder / "config.json").read_bytes())
         made.append(Weights(folder, update, Oracle(folder)))
@@ -75,9 +82,10 @@ def make_weights(directory: Path, model: Path) -> list[Weights]:
 
 
 class Across(Oracle):
-    """The oracle of an answer during which the weights changed: `first` is the position of the first token that went
-    through the model after that. With `keeps_kv` the tokens behind read the KV that the weights before had made;
-    otherwise all of it was computed again, though the rows before stay those that made the tokens."""
+    """The oracle of an answer during which the weights changed: `first` is the position of the
+    first token that went through the model after that. With `keeps_kv` the tokens behind read the
+    KV that the weights before had made; otherwise all of it was computed again, though the rows
+    before stay those that made the tokens."""
 
     def __init__(self, before: Oracle, after: Oracle, first: int, keeps_kv: bool) -> None:
         self.top_k = before.top_k
@@ -102,20 +110,33 @@ class Running:
 
     def __init__(self, server: Server, seed: int, max_tokens: int = LONG, **body: Any) -> None:
         self._chunks: list[dict[str, Any]] = []
-        self._body = {"model": "tiny", "temperature": 0, "ignore_eos": True, **ASK, "prompt": prompt_of(70, seed)}
+        self._body = {
+            "model": "tiny",
+            "temperature": 0,
+            "ignore_eos": True,
+            **ASK,
+            "prompt": prompt_of(70, seed),
+        }
         self._body |= {"max_tokens": max_tokens, "stream": True, **body}
         self._thread = Thread(target=self._read, args=(server,))
         self._thread.start()
 
     def _read(self, server: Server) -> None:
-        with server.client() as client, client.stream("POST", COMPLETIONS, json=self._body) as response:
+        with (
+            server.client() as client,
+            client.stream("POST", COMPLETIONS, json=self._body) as response,
+        ):
             assert response.status_code == 200, response.read()
             for chunk in read_events(response.iter_lines()):
                 self._chunks.append(chunk)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(choice.get("token_ids") or ()) for chunk in self._chunks for choice in chunk["choices"])
+        return sum(
+            len(choice.get("token_ids") or ())
+            for chunk in self._chunks
+            for choice in chunk["choices"]
+        )
 
     def wait_for(self, num_tokens: int) -> None:
         wait_until(lambda: self.num_tokens >= num_tokens, "tokens do not come")
@@ -135,7 +156,8 @@ class Running:
 
 @dataclass
 class Paused:
-    """An answer that was under way when `path` stopped the server, once all has come that was sent before."""
+    """An answer that was under way when `path` stopped the server, once all has come that was sent
+    before."""
 
     server: Server
     path: str
@@ -164,7 +186,12 @@ class Paused:
 
 def roll_out(server: Server, oracle: Oracle, seed: int = 1) -> None:
     """Twice, the second time on what the first has left, and nothing before it has."""
-    body: dict[str, Any] = {**ASK, "prompt": prompt_of(90, seed=seed), "max_tokens": 12, "ignore_eos": True}
+    body: dict[str, Any] = {
+        **ASK,
+        "prompt": prompt_of(90, seed=seed),
+        "max_tokens": 12,
+        "ignore_eos": True,
+    }
     hits = server.metric(HITS)
     check(answer_of(server.complete(**body)), oracle)
     assert server.metric(HITS) == hits, "KV of the weights before was found"

@@ -1,4 +1,5 @@
-"""Runs example programs as they are, one after the other in this process, and keeps the answers that they end with.
+"""Runs example programs as they are, one after the other in this process, and keeps the answers
+that they end with.
 
 python -m tests.e2e.examples OUT.pickle MODEL OPTIONS PROGRAM...
 """

@@ -1,4 +1,5 @@
-"""A real server in a process of its own, an oracle that shares no code with it, and what every answer must satisfy."""
+"""A real server in a process of its own, an oracle that shares no code with it, and what every
+answer must satisfy."""
 
 import asyncio
 import base64
@@ -32,20 +33,38 @@ from routed_experts.protocol.fetch import fetch
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 420
 ON_GPU = torch.cuda.is_available()
-# float32 throughout, so that no rounding decides which expert is chosen: on a GPU that takes kernels that can do it,
-# and Triton's products in full precision. There the engine compiles and captures its graphs, as it would in earnest.
+# float32 throughout, so that no rounding decides which expert is chosen: on a GPU that takes
+# kernels that can do it, and Triton's products in full precision. There the engine compiles and
+# captures its graphs, as it would in earnest.
 FLOAT32: tuple[str, ...] = ("--dtype", "float32")
-FLOAT32 += ("--attention-backend", "TRITON_ATTN", "--moe-backend", "triton") if ON_GPU else ("--enforce-eager",)
+FLOAT32 += (
+    ("--attention-backend", "TRITON_ATTN", "--moe-backend", "triton")
+    if ON_GPU
+    else ("--enforce-eager",)
+)
 SMALL_KV = (*FLOAT32, "--kv-cache-memory-bytes", str(8 << 20))
 # Only held against what others have left free: the KV cache has a size of its own.
 SMALL_KV += ("--gpu-memory-utilization", "0.3") if ON_GPU else ()
-# On a CPU, vLLM gives an engine a process for its worker beside its own, and both wait for each other in busy loops.
-ONE_PROCESS = () if ON_GPU else ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+# On a CPU, vLLM gives an engine a process for its worker beside its own, and both wait for each
+# other in busy loops.
+ONE_PROCESS = (
+    ()
+    if ON_GPU
+    else ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+)
 FULL_PRECISION = {"TRITON_F32_DEFAULT": "ieee"}
-OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 8 << 20, "max_model_len": 512}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 8 << 20,
+    "max_model_len": 512,
+}
 """The same for the engines of programs."""
 if ON_GPU:
-    OPTIONS |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton", "gpu_memory_utilization": 0.3}
+    OPTIONS |= {
+        "attention_backend": "TRITON_ATTN",
+        "moe_backend": "triton",
+        "gpu_memory_utilization": 0.3,
+    }
 else:
     OPTIONS["enforce_eager"] = True
 OURS = "routed_experts.server.cli"
@@ -53,7 +72,12 @@ ASYNC = OURS if ON_GPU else "tests.e2e.async_on_cpu"
 """The module that runs a server with asynchronous scheduling, which vLLM switches off on a CPU."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASK: dict[str, Any] = {"return_routed_experts": True, "return_token_ids": True}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
 WEIGHTS_OFF = 3e-5 if ON_GPU else 1e-5
 """What two computations of a weight in float32 seldom differ by."""
 DRAFTS = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
@@ -78,8 +102,9 @@ class Server:
     log: Path
 
     def client(self) -> httpx.Client:
-        # Without TLS there is nothing to verify, and reading the certificates takes longer than most requests.
-        # A connection that is used again may be one that the server is closing, as it does after 5 seconds.
+        # Without TLS there is nothing to verify, and reading the certificates takes longer than
+        # most requests. A connection that is used again may be one that the server is closing, as
+        # it does after 5 seconds.
         limits = httpx.Limits(max_keepalive_connections=0)
         return httpx.Client(base_url=self.url, timeout=300, verify=False, limits=limits)
 
@@ -121,11 +146,16 @@ class Server:
             lines = client.get("/metrics").raise_for_status().text.splitlines()
         given = [f'{label}="{value}"' for label, value in labels.items()]
         found = [line for line in lines if line.startswith((name + "{", name + " "))]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in given))
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in given)
+        )
 
     def state_left(self) -> dict[str, float]:
         """How much of requests' state the server says that it holds."""
-        return {name: self.metric(f"routed_experts_{name}") for name in ("requests_tracked", "buffers_open")}
+        return {
+            name: self.metric(f"routed_experts_{name}")
+            for name in ("requests_tracked", "buffers_open")
+        }
 
     def errors(self) -> list[str]:
         return [line for line in self.log.read_text().splitlines() if " ERROR " in line]
@@ -142,7 +172,9 @@ class Server:
     def wait_until_healthy(self, beside: Sequence["Server"] = ()) -> None:
         deadline = time.monotonic() + START_LIMIT_S
         needed = (self, *beside)
-        while time.monotonic() < deadline and not any(one.process.poll() is not None for one in needed):
+        while time.monotonic() < deadline and not any(
+            one.process.poll() is not None for one in needed
+        ):
             with suppress(httpx.TransportError), self.client() as client:
                 if client.get("/health").status_code == 200:
                     return
@@ -170,8 +202,9 @@ _NUM_RESERVED = 50
 
 
 def free_port(*beside: int) -> int:
-    """One that the system gives to no client, and no other process of the tests takes: half a minute goes by until a
-    server does. `beside` are the distances of other ports that it takes as well.
+    """One that the system gives to no client, and no other process of the tests takes: half a
+    minute goes by until a server does. `beside` are the distances of other ports that it takes as
+    well.
 
     What is reserved is a name, as vLLM holds its port for long before anybody else can see that.
     """
@@ -204,22 +237,30 @@ def start(
     python: str = sys.executable,
 ) -> subprocess.Popen[bytes]:
     """`routed-experts serve`, or that of another `module`, in a process group of its own."""
-    assert {"--port", "--uds", "--headless"} & {*flags}, "on vLLM's default port may be a server that is no test's"
+    assert {"--port", "--uds", "--headless"} & {*flags}, (
+        "on vLLM's default port may be a server that is no test's"
+    )
     command = [python, "-m", module, "serve", str(model), "--served-model-name", "tiny", *flags]
     every = {**os.environ, **FULL_PRECISION, **(env or {})}
     with log.open("wb") as out:
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=every)
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=every
+        )
 
 
 @contextmanager
-def serving(model: Path, log: Path, *flags: str, beside: Sequence[Server] = (), **process: Any) -> Iterator[Server]:
+def serving(
+    model: Path, log: Path, *flags: str, beside: Sequence[Server] = (), **process: Any
+) -> Iterator[Server]:
     """A running server for `model`; `flags` are those of `routed-experts serve`.
 
     It does not start without those `beside` it.
     """
     port = free_port()
     address = ("--host", "127.0.0.1", "--port", str(port))
-    server = Server(model, f"http://127.0.0.1:{port}", start(model, log, *address, *flags, **process), log)
+    server = Server(
+        model, f"http://127.0.0.1:{port}", start(model, log, *address, *flags, **process), log
+    )
     try:
         server.wait_until_healthy(beside)
         yield server
@@ -252,14 +293,19 @@ def run_program(*arguments: str, env: Mapping[str, str] | None = None, limit_s: 
 
 
 def counts_of(*arguments: str, **options: Any) -> dict[str, int]:
-    """What a program counted, in a line of JSON among what it prints: vLLM may log more at its end."""
-    (counted,) = (line for line in run_program(*arguments, **options).splitlines() if line.startswith("{"))
+    """What a program counted, in a line of JSON among what it prints: vLLM may log more at its
+    end."""
+    (counted,) = (
+        line for line in run_program(*arguments, **options).splitlines() if line.startswith("{")
+    )
     counts: dict[str, int] = json.loads(counted)
     print(counts)
     return counts
 
 
-def wait_until(condition: Callable[[], Any], fails: Callable[[], Any] | str, limit_s: float = 240) -> None:
+def wait_until(
+    condition: Callable[[], Any], fails: Callable[[], Any] | str, limit_s: float = 240
+) -> None:
     """Until the condition holds; `fails` says what is wrong if that takes too long."""
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -268,11 +314,15 @@ def wait_until(condition: Callable[[], Any], fails: Callable[[], Any] | str, lim
 
 
 def wait_until_idle(server: Server) -> None:
-    wait_until(lambda: not any(server.state_left().values()), lambda: f"state is left: {server.state_left()}")
+    wait_until(
+        lambda: not any(server.state_left().values()),
+        lambda: f"state is left: {server.state_left()}",
+    )
 
 
 def commands_in_session(server: Server) -> list[str]:
-    """The command lines of what runs in the session of a server, which Ray's processes stay in too."""
+    """The command lines of what runs in the session of a server, which Ray's processes stay in
+    too."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
@@ -284,7 +334,10 @@ def commands_in_session(server: Server) -> list[str]:
 
 def wait_until_gone(server: Server) -> None:
     """Until nothing is left of a server that has been told to end."""
-    wait_until(lambda: not commands_in_session(server), lambda: f"left behind: {commands_in_session(server)}")
+    wait_until(
+        lambda: not commands_in_session(server),
+        lambda: f"left behind: {commands_in_session(server)}",
+    )
 
 
 # ---- the oracle ----
@@ -302,17 +355,20 @@ class Wrong(NamedTuple):
 
     @property
     def is_undecidable(self) -> bool:
-        """Whether float32 may as well choose this: one expert for another, closer together than two scores are off."""
+        """Whether float32 may as well choose this: one expert for another, closer together than two
+        scores are off."""
         return self.gap < 2 * self.rounding and len(set(self.got) - set(self.expected)) == 1
 
 
 class Oracle:
-    """The experts that a Hugging Face forward pass of the same weights chooses for the same tokens."""
+    """The experts that a Hugging Face forward pass of the same weights chooses for the same
+    tokens."""
 
     def __init__(self, model: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self.top_k = int(self.model.config.num_experts_per_tok)
-        self.decided = self.undecidable = 0  # answers in which float32 differed and float64 decided, or could not
+        # answers in which float32 differed and float64 decided, or could not
+        self.decided = self.undecidable = 0
         self._known: dict[tuple[int, ...], np.ndarray] = {}
 
     @cached_property
@@ -340,10 +396,11 @@ class Oracle:
         return self._known[key]
 
     def wrong(self, rows: np.ndarray, tokens: Sequence[int], start: int = 0) -> list[Wrong]:
-        """Where `rows` [tokens - start, L, K], their experts in any order, are not what the model chooses for `tokens`.
+        """Where `rows` [tokens - start, L, K], their experts in any order, are not what the model
+        chooses for `tokens`.
 
-        A row that is not that of the model in float32 must be that of the same model in float64, but for what no model
-        in float32 can decide (docs/support.md, Near-ties).
+        A row that is not that of the model in float32 must be that of the same model in float64,
+        but for what no model in float32 can decide (docs/support.md, Near-ties).
         """
         assert len(rows) == len(tokens) - start
         rows = np.sort(rows, axis=2)
@@ -360,8 +417,11 @@ class Oracle:
             self.undecidable += bool(differing)
         return wrong
 
-    def weights(self, rows: np.ndarray, tokens: Sequence[int], start: int = 0, exact: bool = False) -> np.ndarray:
-        """The router's weights of the experts in `rows`, in their order: the softmax over the chosen scores."""
+    def weights(
+        self, rows: np.ndarray, tokens: Sequence[int], start: int = 0, exact: bool = False
+    ) -> np.ndarray:
+        """The router's weights of the experts in `rows`, in their order: the softmax over the
+        chosen scores."""
         scores = torch.from_numpy(self.logits(tokens, exact)[start:]).double()
         return scores.gather(2, torch.from_numpy(rows.astype(np.int64))).softmax(2).numpy()
 
@@ -375,7 +435,12 @@ def differences(
     """Where sorted rows are not the expected ones."""
     return [
         Wrong(
-            *(int(row) + start, int(layer), rows[row, layer].tolist(), expected[row, layer].tolist()),
+            *(
+                int(row) + start,
+                int(layer),
+                rows[row, layer].tolist(),
+                expected[row, layer].tolist(),
+            ),
             *(float(gaps[row, layer]), float(rounding[row, layer])),
         )
         for row, layer in np.argwhere((rows != expected).any(axis=2))
@@ -384,19 +449,26 @@ def differences(
 
 def scores_of(output: Any) -> np.ndarray:
     """Router scores [tokens, L, experts] of a forward pass of one sequence."""
-    return torch.stack([layer.reshape(-1, layer.shape[-1]) for layer in output.router_logits], dim=1).numpy()
+    return torch.stack(
+        [layer.reshape(-1, layer.shape[-1]) for layer in output.router_logits], dim=1
+    ).numpy()
 
 
 def _rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+    return module.weight * (
+        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+    )
 
 
 # ---- answers ----
 
 
 def decode(array: dict[str, Any]) -> np.ndarray:
-    """The decoder of the documentation, written out again: the oracle must not use the code under test."""
-    rows = np.frombuffer(base64.b64decode(array["data"]), dtype=array["dtype"]).reshape(array["shape"])
+    """The decoder of the documentation, written out again: the oracle must not use the code under
+    test."""
+    rows = np.frombuffer(base64.b64decode(array["data"]), dtype=array["dtype"]).reshape(
+        array["shape"]
+    )
     unknown = np.isnan(rows) if rows.dtype == np.float32 else rows == -1
     assert array["missing"] == int(unknown.any(axis=(1, 2)).sum())
     return rows
@@ -436,36 +508,48 @@ def check(answer: Answer, oracle: Oracle, num_experts: int = 16) -> None:
     assert (ordered[:, :, 1:] != ordered[:, :, :-1]).all(), "an expert twice in a row"
     tokens = [*answer.prompt, *answer.tokens[:-1]]
     wrong = oracle.wrong(rows, tokens, answer.start)
-    assert not wrong, f"{len(wrong)} layers of rows are not the oracle's, such as {wrong[:3]}, of tokens {tokens}"
+    assert not wrong, (
+        f"{len(wrong)} layers of rows are not the oracle's, such as {wrong[:3]}, of tokens {tokens}"
+    )
 
 
 def check_weights(
     weights: np.ndarray, rows: np.ndarray, tokens: Sequence[int], oracle: Oracle, start: int = 0
 ) -> float:
-    """That `weights` are those of the experts in `rows`; returns the largest difference to the model in float32.
+    """That `weights` are those of the experts in `rows`; returns the largest difference to the
+    model in float32.
 
-    If that is `WEIGHTS_OFF` or more, float64 decides: a weight may be off by what scores of float32 are off. They move
-    it by half of that at most, but those of the engine are off, too.
+    If that is `WEIGHTS_OFF` or more, float64 decides: a weight may be off by what scores of float32
+    are off. They move it by half of that at most, but those of the engine are off, too.
     """
     assert (weights.dtype, weights.shape) == (np.float32, rows.shape)
     assert np.isfinite(weights).all()
     assert np.abs(weights.sum(axis=2, dtype=np.float64) - 1).max(initial=0) < 1e-5
     off = float(np.abs(weights - oracle.weights(rows, tokens, start)).max(initial=0))
     if off >= WEIGHTS_OFF:
-        rounding = np.abs(oracle.logits(tokens) - oracle.logits(tokens, exact=True))[start:].max(axis=2, keepdims=True)
+        rounding = np.abs(oracle.logits(tokens) - oracle.logits(tokens, exact=True))[start:].max(
+            axis=2, keepdims=True
+        )
         from_exact = np.abs(weights - oracle.weights(rows, tokens, start, exact=True))
         wrong = np.argwhere(from_exact >= np.maximum(rounding, WEIGHTS_OFF))
-        assert len(wrong) == 0, f"{len(wrong)} weights are off, by up to {from_exact.max()}, as at {wrong[:3].tolist()}"
+        assert len(wrong) == 0, (
+            f"{len(wrong)} weights are off, by up to {from_exact.max()}, as at {wrong[:3].tolist()}"
+        )
     return off
 
 
 def with_weights_as_rows(body: dict[str, Any]) -> dict[str, Any]:
-    """A response or a chunk of one with the arrays of weights in place of those of ids, which they must be beside."""
+    """A response or a chunk of one with the arrays of weights in place of those of ids, which they
+    must be beside."""
 
     def replaced(holder: dict[str, Any]) -> dict[str, Any]:
         for name in ("routed_experts", "prompt_routed_experts"):
-            assert (name in holder) == (name.replace("experts", "expert_weights") in holder), f"only one of {name}"
-        kept = {name: value for name, value in holder.items() if not name.endswith("routed_experts")}
+            assert (name in holder) == (name.replace("experts", "expert_weights") in holder), (
+                f"only one of {name}"
+            )
+        kept = {
+            name: value for name, value in holder.items() if not name.endswith("routed_experts")
+        }
         return {name.replace("expert_weights", "experts"): value for name, value in kept.items()}
 
     return {**replaced(body), "choices": [replaced(choice) for choice in body["choices"]]}
@@ -481,7 +565,8 @@ def unknown(answer: Answer, oracle: Oracle) -> list[int]:
 
 
 def answers_of(response: dict[str, Any], start: int = 0) -> list[Answer]:
-    """The choices of an unstreamed completion in the default form, asked for with `return_token_ids`."""
+    """The choices of an unstreamed completion in the default form, asked for with
+    `return_token_ids`."""
     prompts = response["prompt_routed_experts"]
     prompts = prompts if isinstance(prompts, list) else [prompts]
     per_prompt = len(response["choices"]) // len(prompts)
@@ -500,7 +585,9 @@ def answers_of(response: dict[str, Any], start: int = 0) -> list[Answer]:
 
 def rows_in(array: dict[str, Any]) -> np.ndarray:
     """The rows of an array in the default form, or by reference in an answer that is `located`."""
-    return fetch(array, base_url=array["base_url"]).swapaxes(0, 1) if "url" in array else decode(array)
+    return (
+        fetch(array, base_url=array["base_url"]).swapaxes(0, 1) if "url" in array else decode(array)
+    )
 
 
 def located(value: Any, base_url: str) -> Any:
@@ -516,9 +603,11 @@ def located(value: Any, base_url: str) -> Any:
 def answers_of_stream(
     chunks: list[dict[str, Any]], start: int = 0, per_prompt: int = 1, at_end: bool = False
 ) -> list[Answer]:
-    """The choices of a streamed completion, checking on the way that each chunk carries the rows it should.
+    """The choices of a streamed completion, checking on the way that each chunk carries the rows it
+    should.
 
-    Rows that take more than one line come in pieces, on chunks without tokens before the one that they belong to.
+    Rows that take more than one line come in pieces, on chunks without tokens before the one that
+    they belong to.
 
     Args:
         at_end: whether all rows come with the last chunk of each choice.
@@ -536,12 +625,16 @@ def answers_of_stream(
         if "prompt_routed_experts" in chunk:
             array = chunk["prompt_routed_experts"]
             rows, before = rows_in(array), prompts.get(prompt_index)
-            assert array["start"] == start + (0 if before is None else len(before)), "rows twice, or not in order"
+            assert array["start"] == start + (0 if before is None else len(before)), (
+                "rows twice, or not in order"
+            )
             prompts[prompt_index] = rows if before is None else np.concatenate([before, rows])
         assert at_end or prompt_index in prompts, "the first chunk of a prompt has no prompt rows"
         no_rows = prompts.get(prompt_index, NO_ROWS)[:0]
         answer = answers.setdefault(index, Answer([], [], start, no_rows, no_rows))
-        answer.prompt = answer.prompt or choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or []
+        answer.prompt = (
+            answer.prompt or choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or []
+        )
         answer.tokens += choice.get("token_ids") or []
         answer.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
@@ -549,11 +642,15 @@ def answers_of_stream(
             array = choice["routed_experts"]
             assert array["shape"][0] > 0 or "url" in array, "an empty array in a chunk"
             assert array["start"] == firsts.setdefault(index, array["start"]) + len(answer.rows)
-            answer.rows = np.concatenate([*([answer.rows] if len(answer.rows) else []), rows_in(array)])
+            answer.rows = np.concatenate(
+                [*([answer.rows] if len(answer.rows) else []), rows_in(array)]
+            )
         is_due = not at_end or answer.finish_reason is not None
         known, has = max(len(answer.tokens) - 1, 0) if is_due else 0, len(answer.rows)
         is_piece = not choice.get("token_ids") and answer.finish_reason is None
-        assert has == known or (is_piece and has > known), f"{has} rows after {len(answer.tokens)} tokens"
+        assert has == known or (is_piece and has > known), (
+            f"{has} rows after {len(answer.tokens)} tokens"
+        )
     for index, answer in answers.items():
         answer.prompt_rows = prompts[index // per_prompt]
         answer.rows = answer.rows if len(answer.rows) else answer.prompt_rows[:0]
@@ -569,7 +666,12 @@ def answer_of(got: Any) -> Answer:
 
 def same(a: Answer, b: Answer) -> None:
     """Bit-equality of two answers to one request."""
-    assert (a.prompt, a.tokens, a.text, a.finish_reason) == (b.prompt, b.tokens, b.text, b.finish_reason)
+    assert (a.prompt, a.tokens, a.text, a.finish_reason) == (
+        b.prompt,
+        b.tokens,
+        b.text,
+        b.finish_reason,
+    )
     assert np.array_equal(a.prompt_rows, b.prompt_rows)
     assert np.array_equal(a.rows, b.rows)
 
@@ -586,12 +688,14 @@ def one(server: Server, start: int = 0, path: str = COMPLETIONS, **body: Any) ->
 
 
 def cached_tokens(response: dict[str, Any]) -> int:
-    """Tokens of the prompt that were hit; the server has to run with `--enable-prompt-tokens-details`."""
+    """Tokens of the prompt that were hit; the server has to run with
+    `--enable-prompt-tokens-details`."""
     return (response["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
 
 
 def at_once(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
-    """The answers to completions that run at the same time: chunks of the streamed ones, bodies of the others."""
+    """The answers to completions that run at the same time: chunks of the streamed ones, bodies of
+    the others."""
 
     async def run(client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
         payload = {"model": "tiny", "temperature": 0, **body, "stream": bool(body.get("stream"))}
@@ -614,7 +718,14 @@ def check_mix(server: Server, oracle: Oracle, seed: int) -> None:
     prompts = [[*prompt_of(70, seed=seed), *prompt_of(1 + 9 * i, seed=seed + i)] for i in range(12)]
     bodies = [{**ASK, "prompt": prompt, "max_tokens": 20} for prompt in prompts]
     cold, warm = (
-        [*map(answer_of, at_once(server, [{**body, "stream": i % 2 == turn} for i, body in enumerate(bodies)]))]
+        [
+            *map(
+                answer_of,
+                at_once(
+                    server, [{**body, "stream": i % 2 == turn} for i, body in enumerate(bodies)]
+                ),
+            )
+        ]
         for turn in range(2)
     )
     for a, b in zip(cold, warm, strict=True):
@@ -623,16 +734,20 @@ def check_mix(server: Server, oracle: Oracle, seed: int) -> None:
 
 
 def vllm_fails(server: Server, path: str, body: dict[str, Any]) -> bool:
-    """Whether a vLLM older than the newest supported one fails a request by itself, without routed experts."""
+    """Whether a vLLM older than the newest supported one fails a request by itself, without routed
+    experts."""
     if vllm.__version__.split("+")[0] == INSTALLED_VLLM:
         return False
     plain = {name: value for name, value in body.items() if "routed_experts" not in name}
     with server.client() as client:
-        return client.post(path, json={"model": "tiny", **plain, "stream": False}).status_code >= 500
+        return (
+            client.post(path, json={"model": "tiny", **plain, "stream": False}).status_code >= 500
+        )
 
 
 def check_held_back(server: Server, oracle: Oracle, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """With token ids in every chunk, and as most clients ask: then a parser may keep whole chunks back."""
+    """With token ids in every chunk, and as most clients ask: then a parser may keep whole chunks
+    back."""
     (answer,) = answers_of_stream(server.stream(CHAT, **ASK, **body))
     check(answer, oracle)
     (other,) = answers_of(server.chat(**ASK, **body))
@@ -640,7 +755,12 @@ def check_held_back(server: Server, oracle: Oracle, body: dict[str, Any]) -> lis
     assert np.array_equal(other.rows, answer.rows)
     chunks = server.stream(CHAT, return_routed_experts=True, **body)
     assert len(chunks) < len(answer.tokens)  # by how many depends on the reader too
-    arrays = [choice["routed_experts"] for chunk in chunks for choice in chunk["choices"] if "routed_experts" in choice]
+    arrays = [
+        choice["routed_experts"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+        if "routed_experts" in choice
+    ]
     lengths = np.cumsum([0, *(array["shape"][0] for array in arrays[:-1])])
     assert [array["start"] for array in arrays] == (len(answer.prompt) + lengths).tolist()
     assert np.array_equal(np.concatenate([decode(array) for array in arrays]), answer.rows)

@@ -1,12 +1,18 @@
-"""vLLM's `OffloadingConnector` on a CPU: what vLLM has for it takes CUDA, so that this copies KV from one place in the
-host's memory to another. Everything else is vLLM's own.
+"""vLLM's `OffloadingConnector` on a CPU: what vLLM has for it takes CUDA, so that this copies KV
+from one place in the host's memory to another. Everything else is vLLM's own.
 """
 
 import random
 from typing import Any
 
 import torch
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
@@ -18,12 +24,16 @@ def kv_transfer_config(num_bytes: int, **extra: Any) -> dict[str, Any]:
     about = {"cpu_bytes_to_use": num_bytes, "offload_prompt_only": False, **extra}
     if not ON_GPU:
         about |= {"spec_name": "OffloadingOnCpu", "spec_module_path": __name__}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": about}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": about,
+    }
 
 
 class LateWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies as late as it may, and in no order: until it reports a copy nothing may touch its blocks. `chance` is how
-    likely a copy is done the next time that the worker is asked."""
+    """Copies as late as it may, and in no order: until it reports a copy nothing may touch its
+    blocks. `chance` is how likely a copy is done the next time that the worker is asked."""
 
     def __init__(self, chance: float) -> None:
         self._chance = chance
@@ -35,7 +45,9 @@ class LateWorker(OffloadingWorker):  # type: ignore[misc]
     def copy(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, is_load: bool) -> None:
         raise NotImplementedError
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
         assert isinstance(dst_spec, CPULoadStoreSpec)
         self._underway[job_id] = src_spec, dst_spec, False
         self.num_stored += len(dst_spec.chunk_ids)
@@ -74,7 +86,9 @@ class CopyingWorker(LateWorker):
 
     def copy(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, is_load: bool) -> None:
         size = self._blocks_per_chunk
-        places = (torch.tensor(cpu.chunk_ids).long()[:, None] * size + torch.arange(size)).reshape(-1)
+        places = (torch.tensor(cpu.chunk_ids).long()[:, None] * size + torch.arange(size)).reshape(
+            -1
+        )
         blocks = torch.tensor(gpu.block_ids).long()
         places = places[gpu.block_indices[0] % size :][: len(blocks)]
         for index, tensor in enumerate(self.tensors):

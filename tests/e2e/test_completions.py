@@ -1,8 +1,8 @@
-"""One server with a real engine, asynchronous scheduling and a KV cache too small for its load: every row of every
-answer against a Hugging Face forward pass.
+"""One server with a real engine, asynchronous scheduling and a KV cache too small for its load:
+every row of every answer against a Hugging Face forward pass.
 
-A test of another situation on it is a call of `one` and of `check`. What needs no real model is in `tests/contract`,
-where no server has to be started.
+A test of another situation on it is a call of `one` and of `check`. What needs no real model is in
+`tests/contract`, where no server has to be started.
 """
 
 import json
@@ -40,13 +40,15 @@ from tests.e2e.torture import REQUESTS, Torture
 
 pytestmark = pytest.mark.e2e
 
-USER: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me something about experts."}]}
+USER: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Tell me something about experts."}]
+}
 FULL: dict[str, Any] = {**ASK, "ignore_eos": True}
 
 
 def test_a_mix_of_everything(server: Server, oracle: Oracle) -> None:
-    """Starts in a prompt, one new token, stop strings, echo, grammars, clients that leave, hits on prefixes and on
-    generated tokens, preemption and so on: each of `SITUATIONS` must occur."""
+    """Starts in a prompt, one new token, stop strings, echo, grammars, clients that leave, hits on
+    prefixes and on generated tokens, preemption and so on: each of `SITUATIONS` must occur."""
     assert Torture(server, oracle, "async", REQUESTS).run() == []
 
 
@@ -65,7 +67,9 @@ def test_same_answer_with_and_without_routing(server: Server) -> None:
         for answer in (plain, routed, referred):
             del answer["id"], answer["created"]
         for inline, reference in zip(arrays_of(routed), arrays_of(referred), strict=True):
-            assert np.array_equal(fetch(reference, base_url=f"{server.url}/v1"), decode(inline).swapaxes(0, 1))
+            assert np.array_equal(
+                fetch(reference, base_url=f"{server.url}/v1"), decode(inline).swapaxes(0, 1)
+            )
         assert plain == routed == referred
 
 
@@ -80,16 +84,32 @@ def arrays_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
 TOOL_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("asked", [{"structured_outputs": {"choice": [TOOL_CALL]}}, {"tool_choice": "required"}])
-def test_tool_call_that_the_parser_holds_back(server: Server, oracle: Oracle, asked: dict[str, Any]) -> None:
-    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-    body = {**USER, "max_tokens": 120, "tools": [{"type": "function", "function": function}], **asked}
+@pytest.mark.parametrize(
+    "asked", [{"structured_outputs": {"choice": [TOOL_CALL]}}, {"tool_choice": "required"}]
+)
+def test_tool_call_that_the_parser_holds_back(
+    server: Server, oracle: Oracle, asked: dict[str, Any]
+) -> None:
+    function = {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    body = {
+        **USER,
+        "max_tokens": 120,
+        "tools": [{"type": "function", "function": function}],
+        **asked,
+    }
     if vllm_fails(server, CHAT, body):
         pytest.skip(f"vLLM {vllm.__version__} fails a required tool call with this tokenizer")
     chunks = check_held_back(server, oracle, body)
     if "structured_outputs" in asked:
         deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-        arguments = [call["function"].get("arguments") for delta in deltas for call in delta.get("tool_calls") or []]
+        arguments = [
+            call["function"].get("arguments")
+            for delta in deltas
+            for call in delta.get("tool_calls") or []
+        ]
         assert json.loads("".join(filter(None, arguments))) == {"city": "Rome"}
 
 
@@ -134,4 +154,7 @@ def test_any_values_in_any_fields(server: Server, asked: tuple[str, dict[str, An
 
 
 def test_rows_are_exact_after_such_requests(server: Server, oracle: Oracle) -> None:
-    check(one(server, prompt=prompt_of(40, time.monotonic_ns()), max_tokens=5, ignore_eos=True), oracle)
+    check(
+        one(server, prompt=prompt_of(40, time.monotonic_ns()), max_tokens=5, ignore_eos=True),
+        oracle,
+    )

@@ -1,4 +1,5 @@
-"""The programs that build engines of their own: `examples/engine_*.py`, run as they are, against the oracle."""
+"""The programs that build engines of their own: `examples/engine_*.py`, run as they are, against
+the oracle."""
 
 import importlib.util
 import json
@@ -13,13 +14,16 @@ from tests.e2e.harness import FULL_PRECISION, ON_GPU, OPTIONS, ROOT, Oracle, run
 pytestmark = pytest.mark.e2e
 
 PROGRAMS = sorted((ROOT / "examples").glob("engine_*.py"))
-# Engines with processes first: those without leave threads behind, which a process that is forked then waits for.
+# Engines with processes first: those without leave threads behind, which a process that is forked
+# then waits for.
 TOGETHER = ["engine_llm", "engine_async", "engine_workers"]
 DECODER_LAYERS, MOE_LAYERS = 6, [1, 2, 3, 4, 5]
 Answers = dict[str, list[tuple[list[int], np.ndarray]]]
 
 
-def run(model: Path, out: Path, *names: str, launcher: tuple[str, ...] = (), **env: str) -> list[Answers]:
+def run(
+    model: Path, out: Path, *names: str, launcher: tuple[str, ...] = (), **env: str
+) -> list[Answers]:
     """The answers of the programs `names`, from each process that ran them."""
     programs = [str(ROOT / "examples" / f"{name}.py") for name in names]
     arguments = (str(out), str(model), json.dumps(OPTIONS), *programs)
@@ -28,7 +32,8 @@ def run(model: Path, out: Path, *names: str, launcher: tuple[str, ...] = (), **e
 
 
 def check(tokens: list[int], rows: np.ndarray, oracle: Oracle) -> None:
-    """`rows` are those of the tokens before the last, laid out as vLLM's own capture does, in uint8."""
+    """`rows` are those of the tokens before the last, laid out as vLLM's own capture does, in
+    uint8."""
     assert rows.dtype == np.uint8
     assert rows.shape[1:] == (DECODER_LAYERS, oracle.top_k)
     assert rows.flags.writeable
@@ -42,7 +47,9 @@ def together(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answ
     return answers
 
 
-@pytest.mark.parametrize(("name", "count"), [("engine_llm", 9), ("engine_async", 4), ("engine_workers", 2)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("engine_llm", 9), ("engine_async", 4), ("engine_workers", 2)]
+)
 def test_programs_in_one_process(together: Answers, oracle: Oracle, name: str, count: int) -> None:
     assert len(together[name]) == count
     for tokens, rows in together[name]:

@@ -1,4 +1,5 @@
-"""Prompts with images on a real engine: every row against a Hugging Face forward pass, or the routers' own scores."""
+"""Prompts with images on a real engine: every row against a Hugging Face forward pass, or the
+routers' own scores."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,8 +43,22 @@ pytestmark = [pytest.mark.e2e, needs_torchvision]
 
 GENERATE = "/inference/v1/generate"
 BLOCK, CHUNK = 32, 64
-FLAGS = (*FLOAT32, "--kv-cache-memory-bytes", str(16 << 20), "--max-model-len", "1024", "--block-size", str(BLOCK))
-FLAGS += ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--enable-prompt-tokens-details")
+FLAGS = (
+    *FLOAT32,
+    "--kv-cache-memory-bytes",
+    str(16 << 20),
+    "--max-model-len",
+    "1024",
+    "--block-size",
+    str(BLOCK),
+)
+FLAGS += (
+    "--max-num-batched-tokens",
+    str(CHUNK),
+    "--max-num-seqs",
+    "8",
+    "--enable-prompt-tokens-details",
+)
 FLAGS += ("--limit-mm-per-prompt", '{"image": 3, "video": 0}', *ONE_PROCESS)
 FLAGS += ("--enable-scale-out",) if HAS_SCALE_OUT_FLAG else ()
 LARGE = 100
@@ -64,7 +79,9 @@ def vision(model: Path) -> VisionOracle:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(model, tmp_path_factory.mktemp("server") / "log", *FLAGS, env=WITH_TORCHVISION) as running:
+    with serving(
+        model, tmp_path_factory.mktemp("server") / "log", *FLAGS, env=WITH_TORCHVISION
+    ) as running:
         yield running
 
 
@@ -85,13 +102,18 @@ def large(seed: int) -> Image:
 def test_layers(server: Server) -> None:
     """Those of the decoder, of which the first is dense: there are none of the vision tower."""
     assert server.info()["layer_ids"] == list(SHAPE.layer_ids)
-    rows = server.chat(**ASK, **body_of(turn(make_image(0))), routed_experts_layers="all")["prompt_routed_experts"]
+    rows = server.chat(**ASK, **body_of(turn(make_image(0))), routed_experts_layers="all")[
+        "prompt_routed_experts"
+    ]
     assert rows["shape"][1] == 1 + len(SHAPE.layer_ids)
     assert (decode(rows)[:, 0] == 0).all()
 
 
-def test_an_image_in_several_chunks_and_its_prefix_hits(server: Server, vision: VisionOracle) -> None:
-    """The rows of a hit are those of the same image, and another image's equal placeholders are no hit."""
+def test_an_image_in_several_chunks_and_its_prefix_hits(
+    server: Server, vision: VisionOracle
+) -> None:
+    """The rows of a hit are those of the same image, and another image's equal placeholders are no
+    hit."""
     first, other = large(1), large(2)
     body = body_of(turn("Look: ", first, " What is it?"))
     cold = server.chat(**ASK, **body)
@@ -102,7 +124,11 @@ def test_an_image_in_several_chunks_and_its_prefix_hits(server: Server, vision: 
     assert len(answer.prompt) == cold["usage"]["prompt_tokens"] > 2 * CHUNK - 1
     assert cached_tokens(cold) == 0
     warm = server.chat(**ASK, **body)
-    assert cached_tokens(warm) == (len(answer.prompt) - 1) // BLOCK * BLOCK > answer.prompt.index(pad) + LARGE
+    assert (
+        cached_tokens(warm)
+        == (len(answer.prompt) - 1) // BLOCK * BLOCK
+        > answer.prompt.index(pad) + LARGE
+    )
     same(answer_of(warm), answer)
     same(answer_of(server.stream(CHAT, **ASK, **body)), answer)
     changed = server.chat(**ASK, **body_of(turn("Look: ", other, " What is it?")))
@@ -132,7 +158,11 @@ def test_rendered_prompts(server: Server, vision: VisionOracle) -> None:
     shown = large(11)
     message = turn("Look: ", shown, "?")
     expected = one(server, path=CHAT, **body_of(message))
-    forms = {"routed_experts_format": "object", "routed_experts_layout": "split", "routed_experts_layers": "moe"}
+    forms = {
+        "routed_experts_format": "object",
+        "routed_experts_layout": "split",
+        "routed_experts_layers": "moe",
+    }
     params = {"max_tokens": 9, "ignore_eos": True, "temperature": 0}
     rendered = server.post("/v1/chat/completions/render", {"model": "tiny", **body_of(message)})
     assert rendered["token_ids"] == expected.prompt
@@ -159,5 +189,7 @@ def test_rendered_prompts(server: Server, vision: VisionOracle) -> None:
 def test_every_row_in_16_bits(model: Path) -> None:
     """In process, in chunks that no image fits, without a cache of processed images."""
     limit = {"image": 1, "video": 0}
-    counts = run_in_little_space(model, WITH_TORCHVISION, images=3, mm_processor_cache_gb=0, limit_mm_per_prompt=limit)
+    counts = run_in_little_space(
+        model, WITH_TORCHVISION, images=3, mm_processor_cache_gb=0, limit_mm_per_prompt=limit
+    )
     assert counts["hits on images"] > 200

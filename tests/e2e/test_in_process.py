@@ -1,4 +1,5 @@
-"""A program's own engine, built with vLLM's argument: every row against a Hugging Face forward pass."""
+"""A program's own engine, built with vLLM's argument: every row against a Hugging Face forward
+pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,12 +50,22 @@ class OwnScheduler(Scheduler):
         return super().schedule(*args, **kwargs)
 
 
-OWN = {"worker_cls": "OwnWorker", "worker_extension_cls": "Extension", "scheduler_cls": "OwnScheduler"}
+OWN = {
+    "worker_cls": "OwnWorker",
+    "worker_extension_cls": "Extension",
+    "scheduler_cls": "OwnScheduler",
+}
 
 
 @contextmanager
 def program(model: Path, **options: Any) -> Iterator[LLM]:
-    made = LLM(str(model), max_num_batched_tokens=64, enable_return_routed_experts=True, **OPTIONS, **options)
+    made = LLM(
+        str(model),
+        max_num_batched_tokens=64,
+        enable_return_routed_experts=True,
+        **OPTIONS,
+        **options,
+    )
     yield made
     made.llm_engine.engine_core.shutdown()
 
@@ -72,15 +83,20 @@ def check(output: RequestOutput, oracle: Oracle) -> None:
         assert oracle.wrong(routed.astype(np.int16), tokens) == []
 
 
-def test_every_row_of_chunked_prompts_choices_and_prefix_hits(tiny_model: Path, oracle: Oracle) -> None:
+def test_every_row_of_chunked_prompts_choices_and_prefix_hits(
+    tiny_model: Path, oracle: Oracle
+) -> None:
     """With classes of the program's own, which the capture is mixed into."""
     first = [prompt_of(length, seed=length) for length in (1, 63, 64, 65, 200)]
-    second = [prompt[: len(prompt) // 2] + prompt_of(40, seed=7) for prompt in first]  # hits half of each
+    # hits half of each
+    second = [prompt[: len(prompt) // 2] + prompt_of(40, seed=7) for prompt in first]
     params = SamplingParams(n=2, max_tokens=24, temperature=1.0, ignore_eos=True)
     own = {name: f"{__name__}.{value}" for name, value in OWN.items()}
     with program(tiny_model, async_scheduling=False, **own) as llm:
         for prompts in (first, first, second):
-            for output in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False):
+            for output in llm.generate(
+                [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False
+            ):
                 assert len(output.outputs) == 2
                 check(output, oracle)
         assert llm.collective_rpc("how_many")[0] >= 3 * 24
@@ -90,7 +106,8 @@ def test_every_row_of_chunked_prompts_choices_and_prefix_hits(tiny_model: Path, 
 def test_a_runner_that_runs_fewer_drafts_than_were_scheduled(
     tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM's does with drafts that were found on the GPU: it takes what is no draft out of a copy of the step."""
+    """As vLLM's does with drafts that were found on the GPU: it takes what is no draft out of a
+    copy of the step."""
     run, dropped = GPUModelRunner.execute_model, 0
 
     def run_fewer(runner: GPUModelRunner, step: SchedulerOutput, *more: Any, **options: Any) -> Any:
@@ -113,7 +130,9 @@ def test_a_runner_that_runs_fewer_drafts_than_were_scheduled(
         return run(runner, fewer, *more, **options)
 
     monkeypatch.setattr(GPUModelRunner, "execute_model", run_fewer)
-    prompts: list[Any] = [{"prompt_token_ids": prompt_of(3, seed) * 6 + prompt_of(seed, seed)} for seed in range(1, 7)]
+    prompts: list[Any] = [
+        {"prompt_token_ids": prompt_of(3, seed) * 6 + prompt_of(seed, seed)} for seed in range(1, 7)
+    ]
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     with program(tiny_model, speculative_config=NGRAM) as llm:
         try:

@@ -1,6 +1,8 @@
-"""Weights that change under a running server, through each of vLLM's endpoints for it, and answers under way meanwhile.
+"""Weights that change under a running server, through each of vLLM's endpoints for it, and answers
+under way meanwhile.
 
-On a CPU all in this process, with the experts' weights kept; `tests/gpu/test_sleep.py` is about GPUs.
+On a CPU all in this process, with the experts' weights kept; `tests/gpu/test_sleep.py` is about
+GPUs.
 """
 
 import json
@@ -11,12 +13,28 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
-from tests.e2e.changes import LONG, Across, Paused, Running, Weights, make_weights, reload_weights, roll_out
+from tests.e2e.changes import (
+    LONG,
+    Across,
+    Paused,
+    Running,
+    Weights,
+    make_weights,
+    reload_weights,
+    roll_out,
+)
 from tests.e2e.harness import ON_GPU, Server, check, rows_of
 
 pytestmark = pytest.mark.e2e
@@ -106,7 +124,9 @@ def test_weight_transfer(server: Server, both: list[Weights]) -> None:
     for weights, before in ((both[1], both[0]), (both[0], both[1])):
         paused = Paused(server, "/pause?mode=keep", seed=9)
         server.post("/start_weight_update")
-        server.post("/update_weights", {"update_info": {"path": str(weights.update / "model.safetensors")}})
+        server.post(
+            "/update_weights", {"update_info": {"path": str(weights.update / "model.safetensors")}}
+        )
         server.post("/finish_weight_update", {"weight_version": str(weights.model)})
         server.post("/resume")
         paused.check(before.oracle, weights.oracle)
@@ -115,7 +135,8 @@ def test_weight_transfer(server: Server, both: list[Weights]) -> None:
 
 
 def test_sleep_without_memory_to_give_back(server: Server, both: list[Weights]) -> None:
-    """What vLLM's engine does about requests when it sleeps; memory is `tests/gpu/test_sleep.py`'s."""
+    """What vLLM's engine does about requests when it sleeps; memory is
+    `tests/gpu/test_sleep.py`'s."""
     for turn, (mode, level) in enumerate((("keep", 1), ("wait", 2), ("abort", 2), ("keep", 2))):
         before, after = both[turn % 2], both[1 - turn % 2]
         paused = Paused(server, f"/sleep?level={level}&mode={mode}", seed=20 + turn)

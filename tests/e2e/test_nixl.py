@@ -1,8 +1,9 @@
-"""Prefill and decode in two servers, with vLLM's NIXL connector between them and a proxy in front: `examples/`.
+"""Prefill and decode in two servers, with vLLM's NIXL connector between them and a proxy in front:
+`examples/`.
 
-On a CPU, on a GPU each, or on one. Both engines compute the same, so that nobody could tell the prefill engine's rows
-from the decode engine's. So the tests relay some requests themselves, and make each id of what is handed over another,
-which must arrive as that.
+On a CPU, on a GPU each, or on one. Both engines compute the same, so that nobody could tell the
+prefill engine's rows from the decode engine's. So the tests relay some requests themselves, and
+make each id of what is handed over another, which must arrive as that.
 """
 
 import base64
@@ -78,10 +79,19 @@ def lease(seconds: int) -> tuple[str, str]:
     return "--kv-transfer-config", json.dumps(nixl(seconds))
 
 
-FLAGS = (*SMALL_KV, "--served-model-name", "tiny", "--block-size", str(BLOCK), "--max-model-len", "512")
+FLAGS = (
+    *SMALL_KV,
+    "--served-model-name",
+    "tiny",
+    "--block-size",
+    str(BLOCK),
+    "--max-model-len",
+    "512",
+)
 FLAGS += ("--max-num-batched-tokens", "64", "--max-num-seqs", "8")
 FLAGS += ("--enable-prompt-tokens-details", WEIGHTS_FLAG)
-# However busy the machine is. What nobody pulls, as of all choices of a prompt but one, stays as long: there is room.
+# However busy the machine is. What nobody pulls, as of all choices of a prompt but one, stays as
+# long: there is room.
 FLAGS += (*lease(180), "--kv-cache-memory-bytes", str(256 << 20))
 
 
@@ -106,7 +116,11 @@ class Legs:
         return params
 
     def second(
-        self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None, **fields: Any
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None = None,
+        **fields: Any,
     ) -> dict[str, Any]:
         """The decode leg's answer."""
         body = {**ASK, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
@@ -121,7 +135,9 @@ class Legs:
         """The processes of a server, stopped."""
         started = psutil.Process(self.proxy.process.pid).children()
         port = leg.url.rpartition(":")[2]
-        (found,) = (one for one in started if one.cmdline()[one.cmdline().index("--port") + 1] == port)
+        (found,) = (
+            one for one in started if one.cmdline()[one.cmdline().index("--port") + 1] == port
+        )
         everyone = [found, *found.children(recursive=True)]
         for process in everyone:
             process.suspend()
@@ -133,19 +149,35 @@ class Legs:
 
 
 def devices(flags: Sequence[str]) -> tuple[str, str]:
-    """The first GPUs and the last, one for each tensor-parallel rank of prefill and decode. If few, they share some."""
+    """The first GPUs and the last, one for each tensor-parallel rank of prefill and decode. If few,
+    they share some."""
     gpus = [str(gpu) for gpu in range(torch.cuda.device_count())]
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    prefill, decode = (2 if (leg, TENSOR) in pairwise(flags) else 1 for leg in ("--prefill", "--decode"))
+    prefill, decode = (
+        2 if (leg, TENSOR) in pairwise(flags) else 1 for leg in ("--prefill", "--decode")
+    )
     return ",".join(gpus[:prefill]), ",".join(gpus[-decode:])
 
 
 @contextmanager
 def running(model: Path, log: Path, *flags: str) -> Iterator[Legs]:
-    port = free_port(1, 2, 1001, 1002)  # of the instances, and where they tell each other of their KV
-    command = [sys.executable, "examples/prefill_decode.py", str(model), "--port", str(port), *FLAGS, *flags]
-    command += ["--devices", *devices(flags)] if ON_GPU else ["--worker-extension-cls", "tests.e2e.nixl_on_cpu.Patient"]
+    # of the instances, and where they tell each other of their KV
+    port = free_port(1, 2, 1001, 1002)
+    command = [
+        sys.executable,
+        "examples/prefill_decode.py",
+        str(model),
+        "--port",
+        str(port),
+        *FLAGS,
+        *flags,
+    ]
+    command += (
+        ["--devices", *devices(flags)]
+        if ON_GPU
+        else ["--worker-extension-cls", "tests.e2e.nixl_on_cpu.Patient"]
+    )
     command += () if TENSOR in flags else ONE_PROCESS
     env = {**os.environ, **FULL_PRECISION}
     with log.open("wb") as out:
@@ -176,7 +208,8 @@ def _tags(seed: int, count: int) -> np.ndarray:
 
 
 def tagged(params: dict[str, Any], seed: int = 0) -> dict[str, Any]:
-    """The same with other ids, which say of each row which hand-over (`seed`) and which position it is of."""
+    """The same with other ids, which say of each row which hand-over (`seed`) and which position it
+    is of."""
     handed = params["routed_experts"]
     ids = np.frombuffer(base64.b64decode(handed["data"]), handed["dtype"]).reshape(handed["shape"])
     ids = (ids + _tags(seed, len(ids))) % EXPERTS
@@ -185,7 +218,8 @@ def tagged(params: dict[str, Any], seed: int = 0) -> dict[str, Any]:
 
 
 def untagged(answer: Answer, positions: slice, seed: int = 0) -> Answer:
-    """An answer whose rows at `positions` are of the hand-over `seed`, with the ids that they had."""
+    """An answer whose rows at `positions` are of the hand-over `seed`, with the ids that they
+    had."""
     rows = rows_of(answer)
     rows[positions] = (rows[positions] - _tags(seed, len(rows))[positions]) % EXPERTS
     p = len(answer.prompt)
@@ -194,9 +228,13 @@ def untagged(answer: Answer, positions: slice, seed: int = 0) -> Answer:
 
 @pytest.mark.parametrize("length", [31, 32, 170])
 def test_rows_go_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> None:
-    """Ids and weights of all that is pulled are those that were handed over, whatever they are; from the last token of
-    the prompt on, they are the decode engine's."""
-    prompt, pulled, computed = prompt_of(length, seed=length), slice(0, length - 1), slice(length - 1, None)
+    """Ids and weights of all that is pulled are those that were handed over, whatever they are;
+    from the last token of the prompt on, they are the decode engine's."""
+    prompt, pulled, computed = (
+        prompt_of(length, seed=length),
+        slice(0, length - 1),
+        slice(length - 1, None),
+    )
     params = tagged(legs.first(prompt, **WEIGHTS), seed=length)
     handed = params["routed_experts"]
     weights = np.frombuffer(base64.b64decode(handed["weights"]), "<f4").reshape(handed["shape"])
@@ -212,7 +250,8 @@ def test_rows_go_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> None:
 
 
 def test_kv_of_a_shorter_prompt_is_not_pulled(legs: Legs, oracle: Oracle) -> None:
-    """NIXL's worker would end the engine: it needs more blocks, whatever number of tokens is given."""
+    """NIXL's worker would end the engine: it needs more blocks, whatever number of tokens is
+    given."""
     for seed, said in enumerate(({}, {"remote_num_tokens": None}, {"remote_num_tokens": 1000000})):
         params = {**legs.first_without_rows(prompt_of(40, seed=987)), **said}
         check(answer_of(legs.second(prompt_of(150, seed=980 + seed), 4, params)), oracle)
@@ -221,7 +260,11 @@ def test_kv_of_a_shorter_prompt_is_not_pulled(legs: Legs, oracle: Oracle) -> Non
 def test_a_prefill_leg_with_blocks_to_read_does_not_wait(legs: Legs, oracle: Oracle) -> None:
     """Without `bidirectional_kv_xfer`, vLLM waits for KV that nobody fetches."""
     prompt = prompt_of(40, seed=700)
-    params = {**legs.first_without_rows(prompt), "do_remote_prefill": False, "do_remote_decode": True}
+    params = {
+        **legs.first_without_rows(prompt),
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+    }
     inline = {"routed_experts_delivery": "inline"}  # not only in its kv_transfer_params
     check(answer_of(legs.second(prompt, 4, params, **inline)), oracle)
 
@@ -232,7 +275,12 @@ def test_a_prefill_leg_with_blocks_to_read_does_not_wait(legs: Legs, oracle: Ora
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("n", "start"), [(1, 0), (2, 40)])
 def test_completions(legs: Legs, oracle: Oracle, stream: bool, start: int, n: int) -> None:
-    body = {"prompt": prompt_of(100, seed=800 + stream + start + n), "max_tokens": 12, "ignore_eos": True, "n": n}
+    body = {
+        "prompt": prompt_of(100, seed=800 + stream + start + n),
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "n": n,
+    }
     body |= {**ASK, "routed_experts_prompt_start": start, "temperature": n - 1}
     answers = (
         answers_of_stream(legs.proxy.stream(**body), start, n)
@@ -248,8 +296,9 @@ def test_completions(legs: Legs, oracle: Oracle, stream: bool, start: int, n: in
 
 
 def test_a_prefill_server_that_dies_during_the_pull(legs: Legs, oracle: Oracle) -> None:
-    # It is stopped first, so that the pull begins, and usually fails: then no row that was handed over is left. Or UCX
-    # has read the KV without it, and reports that once it has died: then the rows that were handed over are right.
+    # It is stopped first, so that the pull begins, and usually fails: then no row that was handed
+    # over is left. Or UCX has read the KV without it, and reports that once it has died: then the
+    # rows that were handed over are right.
     legs.nothing_is_left()
     prompts = [prompt_of(110, seed=994), prompt_of(90, seed=995)]
     during, before = (tagged(legs.first(prompt)) for prompt in prompts)
@@ -292,20 +341,32 @@ def beside_offloading(nixl_first: bool) -> tuple[str, ...]:
         pytest.param(("--prefill", TENSOR), id="tensor parallel 2 to 1"),
     ],
 )
-def test_other_instances(tiny_model: Path, tmp_path: Path, oracle: Oracle, flags: tuple[str, ...]) -> None:
+def test_other_instances(
+    tiny_model: Path, tmp_path: Path, oracle: Oracle, flags: tuple[str, ...]
+) -> None:
     with running(tiny_model, tmp_path / "log", *flags) as legs:
         for length in (5, 32, 33, 170):
-            check(legs.through_both((prompt_of(5, seed=960 + length) * length)[:length], 60), oracle)
-        bodies = [{"prompt": prompt_of(7, seed=970 + i) * (i + 1), "max_tokens": 40, **ASK} for i in range(8)]
+            check(
+                legs.through_both((prompt_of(5, seed=960 + length) * length)[:length], 60), oracle
+            )
+        bodies = [
+            {"prompt": prompt_of(7, seed=970 + i) * (i + 1), "max_tokens": 40, **ASK}
+            for i in range(8)
+        ]
         with ThreadPoolExecutor(len(bodies)) as threads:
-            for chunks in threads.map(lambda body: legs.proxy.stream(**body, ignore_eos=True), bodies):
+            for chunks in threads.map(
+                lambda body: legs.proxy.stream(**body, ignore_eos=True), bodies
+            ):
                 check(answer_of(chunks), oracle)
         if "--num-gpu-blocks-override" in flags:
-            for seed in range(2 * BLOCKS * BLOCK // 400):  # other prompts take the blocks of what was pulled
+            # other prompts take the blocks of what was pulled
+            for seed in range(2 * BLOCKS * BLOCK // 400):
                 legs.decode.complete(prompt=prompt_of(400, seed=10_000 + seed), max_tokens=1)
             again = answer_of(legs.second(prompt := (prompt_of(5, seed=1130) * 170)[:170], 9))
             check(untagged(again, slice(0, len(prompt) // BLOCK * BLOCK)), oracle)
-            assert legs.decode.metric("vllm:prompt_tokens_cached_by_source_total", source="host") > 0
+            assert (
+                legs.decode.metric("vllm:prompt_tokens_cached_by_source_total", source="host") > 0
+            )
         if "--speculative-config" in flags:
             drafted, accepted = (legs.decode.metric(name) for name in DRAFTS)
             assert 0 < accepted < drafted
@@ -314,8 +375,9 @@ def test_other_instances(tiny_model: Path, tmp_path: Path, oracle: Oracle, flags
 
 @pytest.mark.slow
 def test_pulls_after_the_lease(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
-    """The prefill server waits a few seconds only: other prompts have a prompt's blocks by the time of its decode leg;
-    of another, the server is stopped during the pull, and does not see heartbeats."""
+    """The prefill server waits a few seconds only: other prompts have a prompt's blocks by the time
+    of its decode leg; of another, the server is stopped during the pull, and does not see
+    heartbeats."""
     flags = (*lease(6), "--kv-cache-memory-bytes", str(4 << 20))
     with running(tiny_model, tmp_path / "log", *flags) as legs:
         prompt = prompt_of(170, seed=980)

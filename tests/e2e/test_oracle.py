@@ -1,4 +1,5 @@
-"""The oracle by which rows are judged: what it calls wrong, and what it leaves to rounding. No engine runs."""
+"""The oracle by which rows are judged: what it calls wrong, and what it leaves to rounding. No
+engine runs."""
 
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def test_every_expert_that_is_not_chosen_is_wrong(oracle: Oracle) -> None:
 def test_only_what_float32_cannot_tell_apart_is_left_to_it(tiny_model: Path) -> None:
     """Two experts with the same router weights have the same score, and any other two do not."""
     twins = Oracle(tiny_model)
-    gate = next(tensor for name, tensor in twins.model.named_parameters() if name.endswith("gate.weight"))
+    gate = next(
+        tensor for name, tensor in twins.model.named_parameters() if name.endswith("gate.weight")
+    )
     with torch.no_grad():
         gate[TWINS[1]] = gate[TWINS[0]]
     ranked = ranking(twins)
@@ -55,8 +58,11 @@ def test_float64_computes_the_same_model(oracle: Oracle) -> None:
     assert 0 < np.abs(single - exact).max() < 1e-4 < np.abs(exact).max()
 
 
-def test_a_weight_that_is_not_its_experts_is_wrong(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are held against those that add up to 1 of all experts' softmax, for experts in any order."""
+def test_a_weight_that_is_not_its_experts_is_wrong(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are held against those that add up to 1 of all experts' softmax, for experts in any
+    order."""
     every = torch.from_numpy(oracle.logits(TOKENS)).double().softmax(2).numpy()
     rows = ranking(oracle)[:, :, [2, 0, 3, 1]].astype(np.int16)
     chosen = np.take_along_axis(every, rows.astype(np.int64), 2)

@@ -1,4 +1,5 @@
-"""Models of many shapes on a real engine: every row against a Hugging Face forward pass of the same weights."""
+"""Models of many shapes on a real engine: every row against a Hugging Face forward pass of the same
+weights."""
 
 import re
 from pathlib import Path
@@ -32,14 +33,23 @@ FLAGS = (*FLOAT32, "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", 
 FLAGS += ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--enable-prefix-caching")
 
 
-LIKE_OTHERS = {"olmoe", "deepseek-v2, plain attention", "deepseek-v3, plain attention", "qwen3-moe, top 1"}
+LIKE_OTHERS = {
+    "olmoe",
+    "deepseek-v2, plain attention",
+    "deepseek-v3, plain attention",
+    "qwen3-moe, top 1",
+}
 """Their routers are those of Mixtral, of the same models with latent attention, and of Llama 4."""
 
 
 def as_param(shape: Shape) -> Any:
     reason = shape.needs_cpu if ON_GPU else shape.needs_gpu
     marks = [pytest.mark.skip(reason=reason)] if reason else []
-    return pytest.param(shape, id=shape.name, marks=[*marks, pytest.mark.slow] if shape.name in LIKE_OTHERS else marks)
+    return pytest.param(
+        shape,
+        id=shape.name,
+        marks=[*marks, pytest.mark.slow] if shape.name in LIKE_OTHERS else marks,
+    )
 
 
 @pytest.mark.parametrize("shape", [as_param(shape) for shape in SHAPES])
@@ -49,7 +59,9 @@ def test_exact(shape: Shape, tmp_path: Path) -> None:
     oracle = HookOracle(model, shape)
     if shape.repeats_logits:
         tokens = prompt_of(50, seed=0)
-        assert np.array_equal(oracle.rows(tokens), Oracle(model).rows(tokens)), "the oracles do not agree"
+        assert np.array_equal(oracle.rows(tokens), Oracle(model).rows(tokens)), (
+            "the oracles do not agree"
+        )
     with serving_quickly(model, tmp_path / "log", *FLAGS, *shape.flags, env=shape.env) as server:
         info = server.info()
         assert info["layer_ids"] == list(shape.layer_ids)
@@ -58,7 +70,9 @@ def test_exact(shape: Shape, tmp_path: Path) -> None:
         hits = server.metric("vllm:prefix_cache_hits_total")
         # One token, less than a chunk, several chunks, and the next turn after that.
         for length in (1, 40, CHUNK + 1, 5 * CHUNK + 7):
-            answer = one(server, prompt=prompt_of(length, seed=length), max_tokens=9, ignore_eos=True)
+            answer = one(
+                server, prompt=prompt_of(length, seed=length), max_tokens=9, ignore_eos=True
+            )
             check(answer, oracle, shape.num_experts)
         turn = [*answer.prompt, *answer.tokens, *prompt_of(90, seed=1)]
         check(one(server, prompt=turn, max_tokens=70, ignore_eos=True), oracle, shape.num_experts)
@@ -75,14 +89,20 @@ def test_exact(shape: Shape, tmp_path: Path) -> None:
 
 
 def check_replay(model: Path, shape: Shape, scored: dict[str, Any]) -> None:
-    """A trainer in another precision, whose routers choose otherwise here and there, takes the experts of the rows.
+    """A trainer in another precision, whose routers choose otherwise here and there, takes the
+    experts of the rows.
 
-    If only its routers are in bfloat16, then its log-probabilities are closer to the server's where experts differed.
+    If only its routers are in bfloat16, then its log-probabilities are closer to the server's where
+    experts differed.
     """
     rows = np.sort([answer.prompt_rows for answer in answers_of(scored)], axis=3)
     tokens = torch.tensor([answer.prompt for answer in answers_of(scored)])
     theirs = [
-        [entry[str(token)]["logprob"] for token, entry in zip(of, choice["prompt_logprobs"], strict=True) if entry]
+        [
+            entry[str(token)]["logprob"]
+            for token, entry in zip(of, choice["prompt_logprobs"], strict=True)
+            if entry
+        ]
         for of, choice in zip(tokens.tolist(), scored["choices"], strict=True)
     ]
 
@@ -122,7 +142,9 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize(("shape", "said"), REFUSED, ids=lambda value: value.name if isinstance(value, Shape) else "")
+@pytest.mark.parametrize(
+    ("shape", "said"), REFUSED, ids=lambda value: value.name if isinstance(value, Shape) else ""
+)
 def test_models_that_are_refused(shape: Shape, said: str, tmp_path: Path) -> None:
     make_model(shape, tmp_path / "model")
     flags = (tmp_path / "model", tmp_path / "log", *FLAGS)

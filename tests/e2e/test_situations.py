@@ -1,4 +1,5 @@
-"""Situations that need engines of other configurations than the shared one: a server each, with as much as fits on it.
+"""Situations that need engines of other configurations than the shared one: a server each, with as
+much as fits on it.
 
 Every answer is checked against the oracle, and no server may hold state when its tests are done.
 """
@@ -40,7 +41,15 @@ from tests.e2e.harness import (
 pytestmark = pytest.mark.e2e
 
 # 23 blocks for 16 requests, of which one alone may take 16.
-TINY_KV = (*SMALL_KV, "--block-size", "32", "--num-gpu-blocks-override", "24", "--max-model-len", "512")
+TINY_KV = (
+    *SMALL_KV,
+    "--block-size",
+    "32",
+    "--num-gpu-blocks-override",
+    "24",
+    "--max-model-len",
+    "512",
+)
 TINY_KV += ("--max-num-seqs", "16", "--enable-prompt-tokens-details")
 RECORDS = "tests/e2e/test_situations.py::test_what_two_api_servers_recorded"
 
@@ -54,9 +63,12 @@ def check_at_rest(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def in_processes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two API processes that record, and where no GPU is needed for each, two tensor-parallel ranks."""
+    """Two API processes that record, and where no GPU is needed for each, two tensor-parallel
+    ranks."""
     folder = tmp_path_factory.mktemp("processes")
-    _, _, _, *recording = shlex.split(run_by(RECORDS)[0].splitlines()[0].replace("FOLDER", str(folder / "recorded")))
+    _, _, _, *recording = shlex.split(
+        run_by(RECORDS)[0].splitlines()[0].replace("FOLDER", str(folder / "recorded"))
+    )
     flags = ("--api-server-count", "2", *(() if ON_GPU else ("-tp", "2")), *recording)
     with serving(tiny_model, folder / "log", *TINY_KV, *flags) as server:
         yield server
@@ -69,8 +81,12 @@ def test_tensor_parallel(in_processes: Server, oracle: Oracle) -> None:
 
 
 def _at_rest(server: Server, metric: str, least: float = 0) -> float:
-    """Once it does not change, and is so much: one of the API processes has the engine's numbers, and may be behind."""
-    wait_until(lambda: server.metric(metric) >= least, lambda: f"{metric}: {server.metric(metric)}, not {least}")
+    """Once it does not change, and is so much: one of the API processes has the engine's numbers,
+    and may be behind."""
+    wait_until(
+        lambda: server.metric(metric) >= least,
+        lambda: f"{metric}: {server.metric(metric)}, not {least}",
+    )
     seen = [server.metric(metric)]
     while len(seen) < 9 or len(set(seen[-9:])) > 1:
         time.sleep(0.5)
@@ -84,14 +100,21 @@ def test_two_api_servers(in_processes: Server, oracle: Oracle) -> None:
     for seed in (700, 720, 740):
         check_mix(server, oracle, seed)
     captured = _at_rest(server, "routed_experts_rows_captured_total")
-    returned = server.metric("routed_experts_rows_returned_total")  # which a stream counts when it has ended
+    # which a stream counts when it has ended
+    returned = server.metric("routed_experts_rows_returned_total")
     for seed in range(750, 762):  # whichever of the two answers
         one(server, prompt=prompt_of(20, seed=seed), max_tokens=4, ignore_eos=True)  # twice
     wait_until_idle(server)
     now = _at_rest(server, "routed_experts_rows_captured_total", captured + 24 * 23)
     assert 24 * 23 <= now - captured <= 24 * 24
     assert server.metric("routed_experts_rows_returned_total") - returned == 24 * (20 + 3)
-    body = {"model": "tiny", **ASK, "prompt": prompt_of(30, seed=760), "max_tokens": 300, "stream": True}
+    body = {
+        "model": "tiny",
+        **ASK,
+        "prompt": prompt_of(30, seed=760),
+        "max_tokens": 300,
+        "stream": True,
+    }
     for _ in range(6):  # clients that leave
         with server.client() as client, client.stream("POST", COMPLETIONS, json=body) as response:
             assert next(response.iter_lines())
@@ -105,12 +128,16 @@ def test_each_of_two_api_servers_returns_what_the_other_stored(in_processes: Ser
     ask = {"prompt": prompt_of(40, seed=770), "max_tokens": 4, **ASK}
     rows = decode(in_processes.complete(**ask)["prompt_routed_experts"])
     for _ in range(6):
-        reference = in_processes.complete(**ask, routed_experts_delivery="reference")["prompt_routed_experts"]
+        reference = in_processes.complete(**ask, routed_experts_delivery="reference")[
+            "prompt_routed_experts"
+        ]
         found = [fetch(reference, base_url=f"{in_processes.url}/v1") for _ in range(6)]
         assert all(np.array_equal(each.swapaxes(0, 1), rows) for each in found)
 
 
-def test_what_two_api_servers_recorded(in_processes: Server, oracle: Oracle, documented: list[str]) -> None:
+def test_what_two_api_servers_recorded(
+    in_processes: Server, oracle: Oracle, documented: list[str]
+) -> None:
     """The last test of this server, which ends: each process then has one whole file."""
     server, folder = in_processes, in_processes.log.parent / "recorded"
     prompts = [prompt_of(20, seed=780 + index) for index in range(12)]
@@ -123,7 +150,9 @@ def test_what_two_api_servers_recorded(in_processes: Server, oracle: Oracle, doc
     files = sorted(map(str, folder.iterdir()))
     assert all(file.endswith(".jsonl") for file in files)
     assert len({re.split("[-.]", Path(file).name)[1] for file in files}) == len(files) == 2
-    found = [routing for answer in read(opened(files), ModelInfo()) for routing in answer.routings()]
+    found = [
+        routing for answer in read(opened(files), ModelInfo()) for routing in answer.routings()
+    ]
     own = [routing for routing in found if list(routing.prompt_token_ids or ()) in prompts]
     assert len(own) == 12
     for routing in own:
@@ -137,7 +166,9 @@ def test_what_two_api_servers_recorded(in_processes: Server, oracle: Oracle, doc
 
 
 @pytest.mark.skipif(ON_GPU, reason="the layers that skip steps there are bound in another way")
-def test_a_layer_that_skips_some_steps_is_found_at_start(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_skips_some_steps_is_found_at_start(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layers that go around their routers in all but small batches, as some kernels do."""
     set_capture_fn = BaseRouter.set_capture_fn
 
@@ -146,5 +177,8 @@ def test_a_layer_that_skips_some_steps_is_found_at_start(tiny_model: Path, monke
 
     monkeypatch.setattr(BaseRouter, "set_capture_fn", set_for_small_batches)
     said = r"MoE layers \[0, 1, 2, 3, 4\] wrote no ids for some tokens"
-    with pytest.raises(SelfTestError, match=said), serving_weights(tiny_model, *SMALL_KV, "--max-model-len", "512"):
+    with (
+        pytest.raises(SelfTestError, match=said),
+        serving_weights(tiny_model, *SMALL_KV, "--max-model-len", "512"),
+    ):
         pass

@@ -1,5 +1,5 @@
-"""A server that is told to stop, or whose engine dies: responses under way are finished, or end with an error, and no
-process is left."""
+"""A server that is told to stop, or whose engine dies: responses under way are finished, or end
+with an error, and no process is left."""
 
 import asyncio
 import os
@@ -55,7 +55,12 @@ class Request(threading.Thread):
     def __init__(self, server: Server, index: int, max_tokens: int) -> None:
         super().__init__(daemon=True)
         self.url, self.stream = f"{server.url}{COMPLETIONS}", index % 2 == 0
-        self.body = {"model": "tiny", "prompt": prompt_of(40, index), "max_tokens": max_tokens, "stream": self.stream}
+        self.body = {
+            "model": "tiny",
+            "prompt": prompt_of(40, index),
+            "max_tokens": max_tokens,
+            "stream": self.stream,
+        }
         self.body |= {"ignore_eos": True, "temperature": 0, **ASK}
         self.has_begun = threading.Event()
         self.lines: list[str] = []
@@ -65,7 +70,9 @@ class Request(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", self.url, json=self.body, timeout=LIMIT_S, verify=False) as response:
+        with httpx.stream(
+            "POST", self.url, json=self.body, timeout=LIMIT_S, verify=False
+        ) as response:
             self.status = response.status_code
             self.retry_after = response.headers.get("Retry-After", "")
             for line in filter(None, response.iter_lines()):
@@ -79,7 +86,8 @@ class Request(threading.Thread):
         return self
 
     def refused(self) -> None:
-        """By 503 if nothing was sent before, or else an event in the stream, which ends as others do."""
+        """By 503 if nothing was sent before, or else an event in the stream, which ends as others
+        do."""
         self.ended()
         if self.stream:
             assert (self.status, self.lines.pop()) == (200, "data: [DONE]")
@@ -92,7 +100,8 @@ class Request(threading.Thread):
 @contextmanager
 def under_way(server: Server, count: int, max_tokens: int) -> Iterator[list[Request]]:
     """So many requests, half of them streamed, that have reached the engine and generate or did."""
-    # Counts every prompt once, when its first token comes: unlike the number of running requests, it never falls.
+    # Counts every prompt once, when its first token comes: unlike the number of running requests,
+    # it never falls.
     prefilled = server.metric("vllm:prompt_tokens_total")
     requests = [Request(server, index, max_tokens) for index in range(count)]
     prefilled += sum(len(request.body["prompt"]) for request in requests)
@@ -100,7 +109,9 @@ def under_way(server: Server, count: int, max_tokens: int) -> Iterator[list[Requ
         assert request.has_begun.wait(LIMIT_S), "a stream does not begin"
     wait_until(
         lambda: server.metric("vllm:prompt_tokens_total") >= prefilled,
-        lambda: f"a request does not begin: {[(request.status, request.lines[-1:]) for request in requests]}",
+        lambda: (
+            f"a request does not begin: {[(request.status, request.lines[-1:]) for request in requests]}"
+        ),
     )
     yield requests
     for request in requests:
@@ -108,11 +119,12 @@ def under_way(server: Server, count: int, max_tokens: int) -> Iterator[list[Requ
 
 
 class Visitors(threading.Thread):
-    """New clients of a server, twenty a second until its first process has ended, each on a connection of its own.
+    """New clients of a server, twenty a second until its first process has ended, each on a
+    connection of its own.
 
     Attributes:
-        outcomes: of requests in the order in which they began: a status, the name of an error, or none yet.
-        waits: the seconds that those took which were not served, and what they got.
+        outcomes: of requests in the order in which they began: a status, the name of an error, or
+        none yet. waits: the seconds that those took which were not served, and what they got.
     """
 
     def __init__(self, server: Server) -> None:
@@ -134,7 +146,10 @@ class Visitors(threading.Thread):
             asyncio.TaskGroup() as visits,
         ):
             while self.server.process.poll() is None:
-                for path, body in (("/health", None), (COMPLETIONS, {"model": "tiny", "prompt": "a", "max_tokens": 1})):
+                for path, body in (
+                    ("/health", None),
+                    (COMPLETIONS, {"model": "tiny", "prompt": "a", "max_tokens": 1}),
+                ):
                     self.outcomes.append(None)
                     request = client.build_request("POST" if body else "GET", path, json=body)
                     visits.create_task(self._note(len(self.outcomes) - 1, client.send(request)))
@@ -156,7 +171,8 @@ class Visitors(threading.Thread):
     def check(self, most_seconds: float = LIMIT_S, most_cut: int = 1) -> None:
         """Each was answered, then refused by a 503, then not let in.
 
-        On a busy machine, a client may take longer for its request than a server whose port is closed waits for it.
+        On a busy machine, a client may take longer for its request than a server whose port is
+        closed waits for it.
         """
         self.join(LIMIT_S)
         assert not self.is_alive(), "a client is not answered"
@@ -191,14 +207,18 @@ def check_end(server: Server, status: int = 0) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(SEVERAL, marks=pytest.mark.slow)])
-def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """On SIGTERM to the first process, as container engines send it; after a disk that was full for a while.
+def test_responses_under_way_are_finished(
+    tiny_model: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """On SIGTERM to the first process, as container engines send it; after a disk that was full for
+    a while.
 
     New clients get 503 until nothing is under way, and then no connection; the store's folder goes.
     """
     every = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
     with serving(tiny_model, tmp_path / "log", *every) as server:
-        if not flags:  # several processes keep vLLM's metrics in files, which nobody can read if the disk was full
+        # several processes keep vLLM's metrics in files, which nobody can read if the disk was full
+        if not flags:
             check_full_disk(server)
         wait_for_every_process(server, flags)
         folder = default_folder(str(urlsplit(server.url).port))
@@ -213,14 +233,20 @@ def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flag
                 refused(client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a"}))
                 refused(client.post(CHAT, json={"nothing": "that is read"}))
                 assert client.get("/metrics").status_code == 200
-            assert any(request.is_alive() for request in requests), "they ended before anything was tried"
+            assert any(request.is_alive() for request in requests), (
+                "they ended before anything was tried"
+            )
         check_end(server)
         assert not folder.exists()
         visitors.check()
     oracle = Oracle(tiny_model)
     for request in requests:
         assert request.status == 200
-        answer = answer_of([*read_events(iter(request.lines))] if request.stream else orjson.loads(request.lines[0]))
+        answer = answer_of(
+            [*read_events(iter(request.lines))]
+            if request.stream
+            else orjson.loads(request.lines[0])
+        )
         assert (answer.finish_reason, len(answer.tokens)) == ("length", MAX_TOKENS)
         check(answer, oracle)
 
@@ -231,11 +257,14 @@ def check_full_disk(server: Server) -> None:
     while server.log.stat().st_size != full:  # something is logged meanwhile
         full = server.log.stat().st_size
         for process in processes:
-            process.rlimit(psutil.RLIMIT_FSIZE, (full, psutil.RLIM_INFINITY))  # writes fail, as on a full disk
+            # writes fail, as on a full disk
+            process.rlimit(psutil.RLIMIT_FSIZE, (full, psutil.RLIM_INFINITY))
     with server.client() as client:
         response = client.post(COMPLETIONS, json={"model": "tiny", "routed_experts_format": "npy"})
     assert response.status_code == 400
-    assert server.complete(prompt="abc", max_tokens=2, return_routed_experts=True)["prompt_routed_experts"]
+    assert server.complete(prompt="abc", max_tokens=2, return_routed_experts=True)[
+        "prompt_routed_experts"
+    ]
     assert server.log.stat().st_size == full
     for process in processes:
         process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
@@ -284,9 +313,18 @@ def test_a_process_of_the_engine_is_killed(
         assert log.count("Traceback") <= (1 if victim == "EngineCore" else 5)  # of vLLM's
 
 
-def played(tiny_model: Path, log: Path, flags: tuple[str, ...], step_ms: int = 20) -> AbstractContextManager[Server]:
-    """A server around an engine without a model, whose steps take so long and leave the CPU to others."""
-    engine = ("--distributed-executor-backend", PLAYED, "--enforce-eager", "--max-model-len", "8192")
+def played(
+    tiny_model: Path, log: Path, flags: tuple[str, ...], step_ms: int = 20
+) -> AbstractContextManager[Server]:
+    """A server around an engine without a model, whose steps take so long and leave the CPU to
+    others."""
+    engine = (
+        "--distributed-executor-backend",
+        PLAYED,
+        "--enforce-eager",
+        "--max-model-len",
+        "8192",
+    )
     return serving(tiny_model, log, *engine, *flags, env={PLAYED_STEP_MS: str(step_ms)})
 
 
@@ -336,8 +374,17 @@ def test_sixty_requests_learn_within_two_seconds_that_the_engine_was_killed(
 def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, tmp_path / "log", *FLAGS, "--shutdown-timeout", "3") as server:
         stuck = httpx.Client(base_url=server.url, timeout=LIMIT_S, verify=False)
-        body = {"model": "tiny", "prompt": prompt_of(40, 1), "max_tokens": 8000, "ignore_eos": True, "stream": True}
-        with under_way(server, 4, max_tokens=8000) as requests, stuck.stream("POST", COMPLETIONS, json=body):
+        body = {
+            "model": "tiny",
+            "prompt": prompt_of(40, 1),
+            "max_tokens": 8000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with (
+            under_way(server, 4, max_tokens=8000) as requests,
+            stuck.stream("POST", COMPLETIONS, json=body),
+        ):
             os.killpg(server.process.pid, signal.SIGINT)
             with suppress(httpx.TransportError):  # it may be over before anybody looks
                 wait_until_draining(server)
@@ -346,13 +393,18 @@ def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_p
             check_end(server)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("Ctrl-C", marks=pytest.mark.slow), "Ctrl-C again and again"])
+@pytest.mark.parametrize(
+    "how", ["SIGTERM", pytest.param("Ctrl-C", marks=pytest.mark.slow), "Ctrl-C again and again"]
+)
 def test_stopped_while_it_starts(tiny_model: Path, tmp_path: Path, how: str) -> None:
     log = tmp_path / "log"
     process = start(tiny_model, log, *FLAGS, "--port", str(free_port()))
     server = Server(tiny_model, "", process, log)
     try:
-        wait_until(lambda: "(EngineCore pid=" in log.read_text() or process.poll() is not None, "no engine is started")
+        wait_until(
+            lambda: "(EngineCore pid=" in log.read_text() or process.poll() is not None,
+            "no engine is started",
+        )
         assert process.poll() is None, log.read_text()
         if how == "SIGTERM":
             process.send_signal(signal.SIGTERM)

@@ -1,6 +1,8 @@
-"""A real engine with vLLM's ExampleConnector, a store of KV on disk that does not say which computation it kept.
+"""A real engine with vLLM's ExampleConnector, a store of KV on disk that does not say which
+computation it kept.
 
-It loads in the step that needs the KV, and all blocks of a prompt, over those that the prefix cache has.
+It loads in the step that needs the KV, and all blocks of a prompt, over those that the prefix cache
+has.
 """
 
 import json
@@ -26,21 +28,34 @@ pytestmark = pytest.mark.e2e
 
 BLOCK, BLOCKS = 32, 24
 # It stores a prompt in one piece.
-FLAGS = (*SMALL_KV, "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--no-enable-chunked-prefill")
+FLAGS = (
+    *SMALL_KV,
+    "--block-size",
+    str(BLOCK),
+    "--num-gpu-blocks-override",
+    str(BLOCKS),
+    "--no-enable-chunked-prefill",
+)
 FLAGS += ("--max-model-len", "256", "--max-num-batched-tokens", "256", "--max-num-seqs", "4")
 
 
-@pytest.fixture(scope="module", params=["recompute", pytest.param("missing", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["recompute", pytest.param("missing", marks=pytest.mark.slow)]
+)
 def policy(request: pytest.FixtureRequest) -> str:
     policy: str = request.param
     return policy
 
 
 @pytest.fixture(scope="module")
-def server(policy: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    policy: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("store")
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    config = json.dumps({**connector, "kv_connector_extra_config": {"shared_storage_path": str(folder / "kv")}})
+    config = json.dumps(
+        {**connector, "kv_connector_extra_config": {"shared_storage_path": str(folder / "kv")}}
+    )
     flags = (*FLAGS, "--kv-transfer-config", config, "--routed-experts-on-load", policy)
     with serving_quickly(tiny_model, folder / "log", *flags) as server:
         yield server
@@ -65,7 +80,9 @@ def evicted(server: Server, seed: int) -> float:
 UNKNOWN = {"recompute": [], "missing": list(range(3 * BLOCK))}
 
 
-def test_who_asks_for_rows_has_those_of_what_was_computed(server: Server, policy: str, oracle: Oracle) -> None:
+def test_who_asks_for_rows_has_those_of_what_was_computed(
+    server: Server, policy: str, oracle: Oracle
+) -> None:
     prompt = prompt_of(100, seed=1)
     check(ask(server, prompt, 5), oracle)
     before = evicted(server, 100)

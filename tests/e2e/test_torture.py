@@ -1,6 +1,7 @@
 """The torture test, short, and for thousands of requests in the long run (see `tests.e2e.torture`).
 
-`tests/e2e/test_completions.py` has the profile of asynchronous scheduling, on the server that it shares.
+`tests/e2e/test_completions.py` has the profile of asynchronous scheduling, on the server that it
+shares.
 """
 
 import time
@@ -24,14 +25,18 @@ def profile(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(profile: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def engine(
+    profile: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     with serving_profile(tiny_model, tmp_path_factory.mktemp(profile) / "log", profile) as server:
         yield server
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("load_profile", PROFILES)
-def test_torture_by_random_load(load_profile: str, tiny_model: Path, tmp_path: Path, cases: Cases) -> None:
+def test_torture_by_random_load(
+    load_profile: str, tiny_model: Path, tmp_path: Path, cases: Cases
+) -> None:
     seed = time.time_ns() % 1_000_000
     print(f"profile {load_profile}, seed {seed}")
     with serving_profile(tiny_model, tmp_path / "log", load_profile) as server:
@@ -46,7 +51,8 @@ def test_torture(engine: Server, profile: str, tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("profile", ["ngram"], indirect=True, scope="module")
 def test_stop_string_inside_an_accepted_group(engine: Server, oracle: Oracle) -> None:
-    """Of n-gram drafts: the rows end with the token that completes the stop string, not with the group."""
+    """Of n-gram drafts: the rows end with the token that completes the stop string, not with the
+    group."""
     cut = 0
     for seed in range(410, 440):
         body = {"prompt": prompt_of(4, seed=seed) * 9, "max_tokens": 150, "ignore_eos": True}
@@ -58,8 +64,15 @@ def test_stop_string_inside_an_accepted_group(engine: Server, oracle: Oracle) ->
             if len(group) < 2 or len(free.text) != len(free.tokens):
                 continue
             # The shortest text that ends with the group's first token and is not found before.
-            stop = next(s for k in range(begin, -1, -1) if free.text.index(s := free.text[k : begin + 1]) == k)
-            for ending, reason in (({"stop": [stop]}, "stop"), ({"max_tokens": begin + 1}, "length")):
+            stop = next(
+                s
+                for k in range(begin, -1, -1)
+                if free.text.index(s := free.text[k : begin + 1]) == k
+            )
+            for ending, reason in (
+                ({"stop": [stop]}, "stop"),
+                ({"max_tokens": begin + 1}, "length"),
+            ):
                 answer = one(engine, **{**body, **ending})
                 assert (answer.finish_reason, answer.tokens) == (reason, free.tokens[: begin + 1])
                 check(answer, oracle)

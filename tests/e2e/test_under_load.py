@@ -1,4 +1,5 @@
-"""A busy server that is told to stop, or whose engine is killed: nobody waits for ever, and nothing is left."""
+"""A busy server that is told to stop, or whose engine is killed: nobody waits for ever, and nothing
+is left."""
 
 import os
 import signal
@@ -50,7 +51,9 @@ def test_sigterm_under_load(tiny_model: Path, tmp_path: Path, cases: Cases, proc
         for request in requests:
             assert request.status == 200
             lines = iter(request.lines)
-            answer = answer_of([*read_events(lines)] if request.stream else orjson.loads(request.lines[0]))
+            answer = answer_of(
+                [*read_events(lines)] if request.stream else orjson.loads(request.lines[0])
+            )
             assert (answer.finish_reason, len(answer.tokens)) == ("length", 300)
             check(answer, oracle)
         cases.add(CLIENTS)
@@ -58,13 +61,18 @@ def test_sigterm_under_load(tiny_model: Path, tmp_path: Path, cases: Cases, proc
 
 @pytest.mark.parametrize("victim", ["EngineCore", "server"])
 def test_kill_9_under_load(tiny_model: Path, tmp_path: Path, cases: Cases, victim: str) -> None:
-    """Clients of a killed engine are told; those of a killed server lose their connections. No process stays."""
+    """Clients of a killed engine are told; those of a killed server lose their connections. No
+    process stays."""
     for index in range(ROUNDS):
         with serving(tiny_model, tmp_path / f"log-{index}", *FLAGS) as server:
             assert server.complete(prompt="abc", max_tokens=2)["choices"]
             with under_way(server, CLIENTS, max_tokens=5000) as requests:
                 processes = processes_of(server)
-                killed = processes[0] if victim == "server" else next(p for p in processes if victim in p.name())
+                killed = (
+                    processes[0]
+                    if victim == "server"
+                    else next(p for p in processes if victim in p.name())
+                )
                 killed.kill()
                 begun = time.monotonic()
                 for request in requests:

@@ -1,12 +1,15 @@
-"""A seeded random mix of all that can share an engine, driven against a real server, every answer checked.
+"""A seeded random mix of all that can share an engine, driven against a real server, every answer
+checked.
 
     python -m tests.e2e.torture --requests 5000 --profile async
 
-Prints how often each situation really occurred, from vLLM's metrics and from what the clients saw, and fails if one
-that the profile means to provoke did not occur, if a row is wrong or missing, or if the server holds state at the end.
+Prints how often each situation really occurred, from vLLM's metrics and from what the clients saw,
+and fails if one that the profile means to provoke did not occur, if a row is wrong or missing, or
+if the server holds state at the end.
 
-Equality with the oracle is never loosened: what it says about near-ties holds, and too many of them fail the run.
-Forms and layouts of the arrays are another matter (`tests/contract/test_api.py`); here all are in the default one.
+Equality with the oracle is never loosened: what it says about near-ties holds, and too many of them
+fail the run. Forms and layouts of the arrays are another matter (`tests/contract/test_api.py`);
+here all are in the default one.
 """
 
 import argparse
@@ -58,8 +61,22 @@ LONGEST_KNOWN = MAX_MODEL_LEN - 200
 CONCURRENCY = 24
 END_TOKEN = 258
 FLAGS = (
-    *(*SMALL_KV, "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "28", "--max-num-batched-tokens", "64"),
-    *("--max-num-seqs", "16", "--max-model-len", str(MAX_MODEL_LEN), "--enable-prompt-tokens-details"),
+    *(
+        *SMALL_KV,
+        "--block-size",
+        str(BLOCK_SIZE),
+        "--num-gpu-blocks-override",
+        "28",
+        "--max-num-batched-tokens",
+        "64",
+    ),
+    *(
+        "--max-num-seqs",
+        "16",
+        "--max-model-len",
+        str(MAX_MODEL_LEN),
+        "--enable-prompt-tokens-details",
+    ),
     *("--enable-return-routed-expert-weights", *ONE_PROCESS),
 )
 REQUESTS = 100
@@ -73,16 +90,29 @@ COUNTERS = {
     "tokens loaded again": "vllm:external_prefix_cache_hits_total",
 }
 FIELDS = {
-    **{"echo": "echo", "several choices": "n", "structured output": "structured_outputs", "logit bias": "logit_bias"},
+    **{
+        "echo": "echo",
+        "several choices": "n",
+        "structured output": "structured_outputs",
+        "logit bias": "logit_bias",
+    },
     **{"min_tokens": "min_tokens", "stream_interval": "stream_interval", "chat": "messages"},
-    **{"weights asked for": "return_routed_expert_weights", "by reference": "routed_experts_delivery"},
+    **{
+        "weights asked for": "return_routed_expert_weights",
+        "by reference": "routed_experts_delivery",
+    },
     "at the end": "routed_experts_stream",
 }
 """Situations that a request's field makes."""
 SITUATIONS = (
     *("weights checked, streamed", "weights checked, not streamed"),
     *("opted in", "not opted in", "streamed", "not streamed", "preemptions", *FIELDS),
-    *("prefix hits, requests", "prefix hits, tokens", "turns of a conversation", "repeated requests"),
+    *(
+        "prefix hits, requests",
+        "prefix hits, tokens",
+        "turns of a conversation",
+        "repeated requests",
+    ),
     *("choices that ended early", "lists of prompts", "max_tokens 1"),
     *("start in a block", "start at P - 1", "start at P"),
     *("ended by a stop string", "ended by a stop token", "ended by the end token"),
@@ -94,7 +124,8 @@ TIES = "answers that float32 cannot decide"
 
 @dataclass(frozen=True)
 class Profile:
-    """An engine configuration, and which situations the mix must provoke in it beyond or unlike `SITUATIONS`."""
+    """An engine configuration, and which situations the mix must provoke in it beyond or unlike
+    `SITUATIONS`."""
 
     flags: tuple[str, ...]
     is_async: bool
@@ -112,12 +143,13 @@ PROFILES = {
         ("--speculative-config", json.dumps(NGRAM)),
         is_async=False,
         must=("drafts accepted", "drafts rejected", "chunks with several tokens"),
-        # vLLM 0.32 has no logit bias with drafts, and ends structured output with an error now and then ("grammar
-        # rejected tokens"), without the capture too.
+        # vLLM 0.32 has no logit bias with drafts, and ends structured output with an error now and
+        # then ("grammar rejected tokens"), without the capture too.
         without=("logit bias", "structured output"),
     ),
     "offload": Profile(
-        ("--async-scheduling", "--kv-transfer-config", json.dumps(kv_transfer_config(6 << 20))),  # 60 blocks
+        # 60 blocks
+        ("--async-scheduling", "--kv-transfer-config", json.dumps(kv_transfer_config(6 << 20))),
         is_async=True,
         must=("tokens loaded again", "resets of what was offloaded"),
         # vLLM 0.32 cannot preempt requests by a reset while others are loaded.
@@ -166,12 +198,15 @@ class Task:
         return "routed_experts_delivery" in self.body or "routed_experts_stream" in self.body
 
     def __str__(self) -> str:
-        body = {name: value for name, value in self.body.items() if name not in ("prompt", "messages")}
+        body = {
+            name: value for name, value in self.body.items() if name not in ("prompt", "messages")
+        }
         return f"{self.path} prompts of {[len(prompt) for prompt in self.prompts]} tokens, {body} {self.headers}"
 
 
 class Mix:
-    """Makes the requests. The same seed makes the same choices, but answers to build on come as they come."""
+    """Makes the requests. The same seed makes the same choices, but answers to build on come as
+    they come."""
 
     def __init__(self, seed: int, counts: Counter[str], profile: Profile) -> None:
         self._seed, self._counts, self._profile = seed, counts, profile
@@ -220,14 +255,21 @@ class Mix:
             prompts = [[*rng.choice(self.answered), *self._tokens(rng, rng.randrange(1, 40))]]
         elif kind < 0.65:
             prefix = rng.choice(self._prefixes)
-            prompts = [[*prefix[: rng.randrange(1, len(prefix) + 1)], *self._tokens(rng, rng.randrange(0, 60))]]
+            prompts = [
+                [
+                    *prefix[: rng.randrange(1, len(prefix) + 1)],
+                    *self._tokens(rng, rng.randrange(0, 60)),
+                ]
+            ]
             if rng.random() < 0.5:
                 prompts = [[*prefix, *self._tokens(rng, rng.randrange(1, 60))]]
         elif is_list:
             self._counts["lists of prompts"] += 1
             prompts = [self._tokens(rng, rng.randrange(1, 70)) for _ in range(rng.randrange(1, 4))]
         else:
-            prompts = [self._tokens(rng, rng.choice([1, 2, 31, 32, 33, 63, 64, 65, rng.randrange(3, 200)]))]
+            prompts = [
+                self._tokens(rng, rng.choice([1, 2, 31, 32, 33, 63, 64, 65, rng.randrange(3, 200)]))
+            ]
         prompts = [prompt[: MAX_MODEL_LEN - 150] for prompt in prompts]
         task = Task({"prompt": prompts if is_list else prompts[0]}, prompts)
         if rng.random() < 0.06:
@@ -244,7 +286,9 @@ class Mix:
     def _sampling(self, task: Task, rng: random.Random) -> None:
         body, without = task.body, self._profile.without
         body["temperature"] = rng.choice([0, 0, 1])
-        body["max_tokens"] = rng.choice([2, rng.randrange(2, 60), rng.randrange(20, 110), rng.randrange(20, 110)])
+        body["max_tokens"] = rng.choice(
+            [2, rng.randrange(2, 60), rng.randrange(20, 110), rng.randrange(20, 110)]
+        )
         body["ignore_eos"] = rng.random() < 0.5
         if rng.random() < 0.06:
             self._counts["max_tokens 1"] += 1
@@ -252,13 +296,18 @@ class Mix:
         elif rng.random() < 0.12:
             body |= {"n": rng.randrange(2, 4), "temperature": 1}
         if rng.random() < 0.08 and "structured output" not in without:
-            body["structured_outputs"] = rng.choice([{"choice": ["yes", "no", "perhaps"]}, {"regex": "[a-f]{3,30}x"}])
+            body["structured_outputs"] = rng.choice(
+                [{"choice": ["yes", "no", "perhaps"]}, {"regex": "[a-f]{3,30}x"}]
+            )
             return  # what follows would contradict it
         if task.n > 1:  # so that one ends before the other
             body["stop"] = [chr(rng.randrange(33, 127)) for _ in range(4)]
             body["max_tokens"] = max(body["max_tokens"], 20)
         elif rng.random() < 0.15:
-            body["stop"] = ["".join(chr(rng.randrange(33, 127)) for _ in range(rng.choice([1, 1, 2]))) for _ in "1234"]
+            body["stop"] = [
+                "".join(chr(rng.randrange(33, 127)) for _ in range(rng.choice([1, 1, 2])))
+                for _ in "1234"
+            ]
         if rng.random() < 0.2:
             body["stop_token_ids"] = [rng.randrange(33, 94) for _ in range(10)]
         if rng.random() < 0.1 and "logit bias" not in without:
@@ -290,8 +339,14 @@ class Mix:
         if task.prompts and rng.random() < 0.3:
             shortest = min(map(len, task.prompts))
             where = rng.choice(["start in a block", "start at P - 1", "start at P"])
-            in_block = rng.randrange(shortest) // BLOCK_SIZE * BLOCK_SIZE + rng.randrange(1, BLOCK_SIZE)
-            starts = {"start in a block": in_block, "start at P - 1": shortest - 1, "start at P": shortest}
+            in_block = rng.randrange(shortest) // BLOCK_SIZE * BLOCK_SIZE + rng.randrange(
+                1, BLOCK_SIZE
+            )
+            starts = {
+                "start in a block": in_block,
+                "start at P - 1": shortest - 1,
+                "start at P": shortest,
+            }
             if starts[where] <= shortest:
                 self._counts[where] += 1
                 task.body["routed_experts_prompt_start"] = starts[where]
@@ -307,11 +362,14 @@ class Mix:
 class Torture:
     """Drives the mix and checks what comes back."""
 
-    def __init__(self, server: Server, oracle: Oracle, profile: str, requests: int, seed: int = 1) -> None:
+    def __init__(
+        self, server: Server, oracle: Oracle, profile: str, requests: int, seed: int = 1
+    ) -> None:
         self._server, self._oracle, self._requests = server, oracle, requests
         self._profile = PROFILES[profile]
         self.counts: Counter[str] = Counter()  # how often each situation occurred
-        # A sentence for each answer that was not as it should be, and each error in the server's log.
+        # A sentence for each answer that was not as it should be, and each error in the server's
+        # log.
         self.failures: list[str] = []
         self.weights_off = 0.0  # the largest difference of a weight to the oracle's
         self._mix = Mix(seed, self.counts, self._profile)
@@ -337,12 +395,16 @@ class Torture:
         problems = self.failures[:10]
         if counts[TIES] > 1 + counts["rows checked"] // 100_000:
             problems.append(f"too many answers that float32 cannot decide: {counts[TIES]}")
-        return problems + [f"did not occur: {name}" for name in self._profile.situations if not counts[name]]
+        return problems + [
+            f"did not occur: {name}" for name in self._profile.situations if not counts[name]
+        ]
 
     async def _drive(self) -> None:
         # No connection is used twice: the server may close one just as it is.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=self._server.url, timeout=300, verify=False, limits=limits) as client:
+        async with httpx.AsyncClient(
+            base_url=self._server.url, timeout=300, verify=False, limits=limits
+        ) as client:
             await asyncio.gather(*(self._work(client) for _ in range(CONCURRENCY)))
 
     async def _work(self, client: httpx.AsyncClient) -> None:
@@ -360,14 +422,16 @@ class Torture:
                 print(self.failures[-1], flush=True)
 
     async def _reset_prefix_cache(self, client: httpx.AsyncClient, index: int) -> None:
-        """Without running requests it is granted only when the engine is idle, so it waits for that. What was offloaded
-        is forgotten in any case."""
+        """Without running requests it is granted only when the engine is idle, so it waits for
+        that. What was offloaded is forgotten in any case."""
         running = index % 60 != 59 and "resets with running requests" not in self._profile.without
         external = index % 40 == 19 and "resets of what was offloaded" in self._profile.must
         flags = {"reset_running_requests": running, "reset_external": external}
         response = await client.post("/reset_prefix_cache", params=flags)
         assert response.status_code == 200, response.text
-        self.counts["resets with running requests" if running else "prefix cache resets asked for"] += 1
+        self.counts[
+            "resets with running requests" if running else "prefix cache resets asked for"
+        ] += 1
         self.counts["resets of what was offloaded"] += external
         self.counts["prefix cache resets"] += bool(response.json()["success"])
 
@@ -393,7 +457,9 @@ class Torture:
         finally:
             self._ids_in_flight[request_id] -= 1
 
-    async def _exchange(self, client: httpx.AsyncClient, task: Task) -> tuple[list[dict[str, Any]], bool]:
+    async def _exchange(
+        self, client: httpx.AsyncClient, task: Task
+    ) -> tuple[list[dict[str, Any]], bool]:
         """What was received, and whether that is all: the client may have gone away before."""
         body = {"model": "tiny", **task.body}
         lines: list[str] = []
@@ -408,7 +474,10 @@ class Torture:
                 async for line in response.aiter_lines():
                     if line:
                         lines.append(line)
-                    if task.leave_after_chunks is not None and len(lines) >= task.leave_after_chunks:
+                    if (
+                        task.leave_after_chunks is not None
+                        and len(lines) >= task.leave_after_chunks
+                    ):
                         break
         except TimeoutError:
             pass
@@ -427,7 +496,9 @@ class Torture:
         if not complete:
             begun = any(choice.get("token_ids") for choice in choices)
             counts["aborts in mid-stream" if begun else "aborts before the first token"] += 1
-        fields = {key for holder in (*received, *choices) for key in holder if "routed_expert" in key}
+        fields = {
+            key for holder in (*received, *choices) for key in holder if "routed_expert" in key
+        }
         assert task.weights or not any("weights" in key for key in fields)
         if not task.opted_in:
             assert not fields
@@ -436,28 +507,40 @@ class Torture:
                 self._remember([*task.prompts[0], *choices[0]["token_ids"]])
             return
         if task.stream and "stream_interval" not in task.body:
-            counts["chunks with several tokens"] += sum(len(choice.get("token_ids") or []) > 1 for choice in choices)
+            counts["chunks with several tokens"] += sum(
+                len(choice.get("token_ids") or []) > 1 for choice in choices
+            )
         if task.at_end and not complete:
             return
         answers = self._answers(task, received)
-        weights = self._answers(task, [*map(with_weights_as_rows, received)]) if task.weights else []
+        weights = (
+            self._answers(task, [*map(with_weights_as_rows, received)]) if task.weights else []
+        )
         if complete:
             assert len(answers) == max(len(task.prompts), 1) * task.n
             self._check_answers(task, answers, weights)
-            reasons = [choice.get("stop_reason") for choice in choices if choice.get("finish_reason")]
+            reasons = [
+                choice.get("stop_reason") for choice in choices if choice.get("finish_reason")
+            ]
             counts["ended by a stop string"] += sum(isinstance(reason, str) for reason in reasons)
             counts["ended by a stop token"] += sum(isinstance(reason, int) for reason in reasons)
-        elif task.n == 1 and len(task.prompts) < 2:  # else it is not known here which choice is which
+        # else it is not known here which choice is which
+        elif task.n == 1 and len(task.prompts) < 2:
             self._check_answers(task, answers, weights)
 
     @staticmethod
     def _answers(task: Task, received: list[dict[str, Any]]) -> list[Answer]:
         if task.stream:
-            return [each for each in answers_of_stream(received, task.start, task.n, task.at_end) if each.tokens]
+            return [
+                each
+                for each in answers_of_stream(received, task.start, task.n, task.at_end)
+                if each.tokens
+            ]
         return answers_of(received[0], task.start)
 
     def _check_answers(self, task: Task, answers: list[Answer], weights: list[Answer]) -> None:
-        """Each of `weights` has the weights of the answer at its place as its rows; empty if none were asked for."""
+        """Each of `weights` has the weights of the answer at its place as its rows; empty if none
+        were asked for."""
         counts = self.counts
         assert len(weights) == len(answers) * task.weights
         for index, answer in enumerate(answers):
@@ -467,13 +550,19 @@ class Torture:
             counts["rows checked"] += len(rows_of(answer))
             if weights:
                 rows, tokens = rows_of(answer), [*answer.prompt, *answer.tokens[:-1]]
-                off = check_weights(rows_of(weights[index]), rows, tokens, self._oracle, answer.start)
+                off = check_weights(
+                    rows_of(weights[index]), rows, tokens, self._oracle, answer.start
+                )
                 self.weights_off = max(self.weights_off, off)
                 how = "streamed" if task.stream else "not streamed"
                 counts[f"weights checked, {how}"] += rows.size
                 counts["answers whose weights float64 decided"] += off >= WEIGHTS_OFF
-            counts["ended by the end token"] += answer.finish_reason == "stop" and answer.tokens[-1] == END_TOKEN
-        counts["choices that ended early"] += task.n > 1 and len({len(answer.tokens) for answer in answers}) > 1
+            counts["ended by the end token"] += (
+                answer.finish_reason == "stop" and answer.tokens[-1] == END_TOKEN
+            )
+        counts["choices that ended early"] += (
+            task.n > 1 and len({len(answer.tokens) for answer in answers}) > 1
+        )
         if len(answers) == 1 and answers[0].finish_reason is not None:
             self._remember([*answers[0].prompt, *answers[0].tokens])
             if task.body["temperature"] == 0:
@@ -494,7 +583,9 @@ def serving_profile(model: Path, log: Path, profile: str) -> Iterator[Server]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--profile", choices=sorted(PROFILES), default="async")
     parser.add_argument("--seed", type=int, default=1)

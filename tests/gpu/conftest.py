@@ -21,24 +21,32 @@ LIMIT_S = 500
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+        if (
+            Path(__file__).parent in item.path.parents
+            and item.get_closest_marker("timeout") is None
+        ):
             item.add_marker(pytest.mark.timeout(LIMIT_S))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Skips a configuration that this version of vLLM cannot have, and that its server refused with a sentence."""
+    """Skips a configuration that this version of vLLM cannot have, and that its server refused with
+    a sentence."""
     report = yield
     said = str(call.excinfo.value) if report.failed and call.excinfo is not None else ""
     for refusal in REFUSALS:
         if "vLLM 0." in refusal.message and refusal.message in said:
-            report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {refusal.message}")
+            report.outcome, report.longrepr = (
+                "skipped",
+                (str(item.path), 0, f"Skipped: {refusal.message}"),
+            )
     return report
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where NCCL lacks the functions, one that has them, as errors: data parallelism does not start without."""
+    """Where NCCL lacks the functions, one that has them, as errors: data parallelism does not start
+    without."""
     from vllm.utils.nccl import find_nccl_library
 
     try:
@@ -51,15 +59,31 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_NCCL_SO_PATH", str(_shim(compiler, _path_of(library), tmp_path_factory.mktemp("nccl"))))
+        patch.setenv(
+            "VLLM_NCCL_SO_PATH",
+            str(_shim(compiler, _path_of(library), tmp_path_factory.mktemp("nccl"))),
+        )
         yield
 
 
 def _shim(compiler: str, nccl: Path, folder: Path) -> Path:
     """A library that is `nccl` with the new functions, all of which fail."""
     source, shim = folder / "shim.c", folder / "libnccl-shim.so"
-    source.write_text("".join(f"int {name}(void) {{ return 3; /* ncclInternalError */ }}\n" for name in NEW_FUNCTIONS))
-    command = [compiler, "-shared", "-fPIC", "-o", str(shim), str(source), "-Wl,--no-as-needed", str(nccl)]
+    source.write_text(
+        "".join(
+            f"int {name}(void) {{ return 3; /* ncclInternalError */ }}\n" for name in NEW_FUNCTIONS
+        )
+    )
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(shim),
+        str(source),
+        "-Wl,--no-as-needed",
+        str(nccl),
+    ]
     subprocess.run([*command, f"-Wl,-rpath,{nccl.parent}"], check=True)
     return shim
 

@@ -1,23 +1,26 @@
-"""An engine in this process whose routers' scores are recorded, and whose every row is held against them.
+"""An engine in this process whose routers' scores are recorded, and whose every row is held against
+them.
 
 python -m tests.gpu.recorded MODEL ['{"dtype": "bfloat16", ...}']
 
 The second argument is of vLLM's own arguments. Prints what was counted, as JSON.
 
-What each layer hands to its experts, ids and weights, is recorded too, and weights are held against that bit for bit.
+What each layer hands to its experts, ids and weights, is recorded too, and weights are held against
+that bit for bit.
 
-Where each MoE layer hands its router's scores on, a copy is written into a buffer that stays where it is. That is
-inside of vLLM's MoE operator and before the choice, whether the gate is in the layer or in front of it, and whether
-the experts' kernel routes by itself or not. So it holds eagerly and, as the copy is recorded with them, in CUDA graphs
-and under torch.compile, where no hook of a module runs (on a CPU the operator is traced: `enforce_eager` is needed).
-Which tokens a step computed, and where their KV is, comes from the model runner: V1's, on CPU and CUDA, or V2's, whose
-drafts and asynchronous scheduling leave positions and ids on the GPU alone. Reading them makes each step wait.
+Where each MoE layer hands its router's scores on, a copy is written into a buffer that stays where
+it is. That is inside of vLLM's MoE operator and before the choice, whether the gate is in the layer
+or in front of it, and whether the experts' kernel routes by itself or not. So it holds eagerly and,
+as the copy is recorded with them, in CUDA graphs and under torch.compile, where no hook of a module
+runs (on a CPU the operator is traced: `enforce_eager` is needed). Which tokens a step computed, and
+where their KV is, comes from the model runner: V1's, on CPU and CUDA, or V2's, whose drafts and
+asynchronous scheduling leave positions and ids on the GPU alone. Reading them makes each step wait.
 
-Holds for one worker that sees all tokens and layers, or tensor parallelism, whose workers all do: not for pipeline
-parallelism. For data parallelism, where each rank routes its own tokens: each rank is such a program, with vLLM's
-VLLM_DP_RANK, VLLM_DP_SIZE and so on in its environment and an engine in a process of its own, and ends when its input
-does, as the others need it until they are done. A step in microbatches (dual-batch overlap) has its scores where vLLM's
-own slices say.
+Holds for one worker that sees all tokens and layers, or tensor parallelism, whose workers all do:
+not for pipeline parallelism. For data parallelism, where each rank routes its own tokens: each rank
+is such a program, with vLLM's VLLM_DP_RANK, VLLM_DP_SIZE and so on in its environment and an engine
+in a process of its own, and ends when its input does, as the others need it until they are done. A
+step in microbatches (dual-batch overlap) has its scores where vLLM's own slices say.
 """
 
 import json
@@ -31,7 +34,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if "VLLM_DP_RANK" in os.environ else "0"  # before vLLM reads it
+# before vLLM reads it
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if "VLLM_DP_RANK" in os.environ else "0"
 
 import cloudpickle
 import numpy as np
@@ -55,8 +59,17 @@ else:
 
 RANK = os.environ.get("VLLM_DP_RANK")
 KINDS = ("steps in full graphs", "steps in microbatches", "steps of both")
-OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
-OPTIONS |= {"max_num_batched_tokens": 64, "max_num_seqs": 8, "disable_log_stats": False, "cudagraph_metrics": True}
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_model_len": 512,
+}
+OPTIONS |= {
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "disable_log_stats": False,
+    "cudagraph_metrics": True,
+}
 # Of a GPU's memory only what is free is held against it: the KV cache has a size of its own.
 OPTIONS |= {"enforce_eager": True} if current_platform.is_cpu() else {"gpu_memory_utilization": 0.3}
 
@@ -83,12 +96,15 @@ class Recorder(Worker):
             layer._apply_quant_method = _recording(layer._apply_quant_method, row, self.firsts)
         if captures_weights(self.vllm_config):
             (top_k,) = {layer.router.top_k - _fused_shared(layer) for layer in layers.values()}
-            self.handed = torch.full((2, len(layers), shape[1], top_k), -1, dtype=torch.int32, device=self.device)
+            self.handed = torch.full(
+                (2, len(layers), shape[1], top_k), -1, dtype=torch.int32, device=self.device
+            )
             for index, layer_id in enumerate(sorted(layers)):
                 method = layers[layer_id].routed_experts.quant_method
                 method.apply = _recording_choice(method.apply, self.handed[:, index], self.firsts)
         self.recording = Recording(sorted(layers))
-        self.shown: dict[str, set[tuple[int, int, int]]] = {}  # by request, images: first position, length, number
+        # by request, images: first position, length, number
+        self.shown: dict[str, set[tuple[int, int, int]]] = {}
         self.seen = Counter(dict.fromkeys(KINDS, 0))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -125,7 +141,11 @@ class Recorder(Worker):
         n = sum(scheduled.values())
         if self.use_v2_model_runner:
             batch, tables = runner.execute_model_state.input_batch, runner.block_tables
-            tokens, positions, block_size = batch.input_ids, batch.positions, tables.block_sizes[self.group]
+            tokens, positions, block_size = (
+                batch.input_ids,
+                batch.positions,
+                tables.block_sizes[self.group],
+            )
             blocks = tables.input_block_tables[self.group][: batch.num_reqs].cpu().numpy()
         else:
             batch, table = runner.input_batch, runner.input_batch.block_table[self.group]
@@ -144,21 +164,28 @@ class Recorder(Worker):
             first = own.stop
         assert first == n
         is_graph = runner.execute_model_state.cudagraph_stats.runtime_mode == "FULL"
-        for kind, is_so in zip(KINDS, (is_graph, bool(self.firsts), is_graph and bool(self.firsts)), strict=True):
+        for kind, is_so in zip(
+            KINDS, (is_graph, bool(self.firsts), is_graph and bool(self.firsts)), strict=True
+        ):
             self.seen[kind] += is_so
         if hasattr(self, "handed"):
-            self.recording.handed.extend(self.handed[:, :, :n].permute(2, 0, 1, 3).cpu().numpy().copy())
+            self.recording.handed.extend(
+                self.handed[:, :, :n].permute(2, 0, 1, 3).cpu().numpy().copy()
+            )
         self.recording.step(self.scores[:, :n].transpose(0, 1).cpu().numpy().copy(), parts)
 
     def recorded(self) -> bytes:
-        """The record, and how many steps were one CUDA graph each, or ran in microbatches; pickled."""
+        """The record, and how many steps were one CUDA graph each, or ran in microbatches;
+        pickled."""
         pickled: bytes = cloudpickle.dumps((self.recording, self.seen))
         return pickled
 
 
-def _recording(apply: Callable[..., Any], into: torch.Tensor, firsts: Sequence[int]) -> Callable[..., Any]:
-    """`apply`, which is given a layer's scores, copying them `into` [tokens, experts] first. `firsts` are the first
-    tokens of the step's microbatches, where it runs in them."""
+def _recording(
+    apply: Callable[..., Any], into: torch.Tensor, firsts: Sequence[int]
+) -> Callable[..., Any]:
+    """`apply`, which is given a layer's scores, copying them `into` [tokens, experts] first.
+    `firsts` are the first tokens of the step's microbatches, where it runs in them."""
 
     def recording_apply(*, router_logits: torch.Tensor, **others: Any) -> Any:
         first = firsts[dbo_current_ubatch_id()] if dbo_enabled() else 0
@@ -173,10 +200,14 @@ def _fused_shared(layer: MoERunner) -> int:
     return int(getattr(layer.router, "num_fused_shared_experts", 0))
 
 
-def _recording_choice(apply: Callable[..., Any], into: torch.Tensor, firsts: Sequence[int]) -> Callable[..., Any]:
+def _recording_choice(
+    apply: Callable[..., Any], into: torch.Tensor, firsts: Sequence[int]
+) -> Callable[..., Any]:
     """`apply`, which is given a layer's choice, copying it `into` [2, tokens, K] first."""
 
-    def recording_apply(*, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **others: Any) -> Any:
+    def recording_apply(
+        *, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **others: Any
+    ) -> Any:
         first, top_k = firsts[dbo_current_ubatch_id()] if dbo_enabled() else 0, into.shape[2]
         rows = slice(first, first + len(topk_ids))
         into[0, rows].copy_(topk_ids[:, :top_k])
@@ -186,15 +217,19 @@ def _recording_choice(apply: Callable[..., Any], into: torch.Tensor, firsts: Seq
     return recording_apply
 
 
-def mix(dice: random.Random, turn: int, images: int = 0) -> list[tuple[dict[str, Any], SamplingParams]]:
-    """Prompts that share prefixes or not, of one token to several chunks, some for several choices. Each has one of so
-    many `images` after the prefix; their names are their numbers."""
+def mix(
+    dice: random.Random, turn: int, images: int = 0
+) -> list[tuple[dict[str, Any], SamplingParams]]:
+    """Prompts that share prefixes or not, of one token to several chunks, some for several choices.
+    Each has one of so many `images` after the prefix; their names are their numbers."""
     requests: list[tuple[dict[str, Any], SamplingParams]] = []
     for index in range(6):
         stem = prompt_of(200, seed=dice.randrange(4))[: dice.choice([0, 31, 64, 130, 200])]
         own = prompt_of(dice.choice([1, 2, 33, 90]), seed=100 * turn + index)
         n = dice.choice([1, 1, 1, 2, 3])
-        params = SamplingParams(n=n, max_tokens=dice.randrange(1, 50), temperature=float(n > 1), ignore_eos=True)
+        params = SamplingParams(
+            n=n, max_tokens=dice.randrange(1, 50), temperature=float(n > 1), ignore_eos=True
+        )
         if images:
             number = dice.randrange(images) + 1
             prompt: dict[str, Any] = {"prompt_token_ids": [*stem, *PLACE, *own]}
@@ -226,16 +261,25 @@ def main(
         sys.stdin.read()
 
 
-def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str], images: int = 0) -> dict[str, int]:
+def counted(
+    llm: LLM, model: Path, turns: int, adapters: Sequence[str], images: int = 0
+) -> dict[str, int]:
     """Every prompt is also asked of each of the `adapters`, whose folders these are."""
-    loras = [None, *(LoRARequest(path, number, path) for number, path in enumerate(adapters, start=1))]
+    loras = [
+        None,
+        *(LoRARequest(path, number, path) for number, path in enumerate(adapters, start=1)),
+    ]
     dice, outputs, shown = random.Random(int(RANK or 0)), [], []
     for turn in range(turns):
-        requests = [(prompt, params, lora) for prompt, params in mix(dice, turn, images) for lora in loras]
+        requests = [
+            (prompt, params, lora) for prompt, params in mix(dice, turn, images) for lora in loras
+        ]
         prompts: Any = [prompt for prompt, _, _ in requests]
         shown += [int(prompt.get("multi_modal_uuids", {"image": 0})["image"]) for prompt in prompts]
         params, asked = [params for _, params, _ in requests], [lora for _, _, lora in requests]
-        outputs += llm.generate(prompts, params, lora_request=asked if adapters else None, use_tqdm=False)
+        outputs += llm.generate(
+            prompts, params, lora_request=asked if adapters else None, use_tqdm=False
+        )
         if turn == turns // 2:
             llm.reset_prefix_cache()
     recording: Recording
@@ -245,9 +289,14 @@ def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str], images: 
     counts: Counter[str] = Counter({"steps": recording.steps, **seen})
     counts["asynchronous"] = int(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
     for metric in llm.get_metrics():
-        if metric.name in ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"):
+        if metric.name in (
+            "vllm:spec_decode_num_draft_tokens",
+            "vllm:spec_decode_num_accepted_tokens",
+        ):
             counts[metric.name.split("num_")[1]] += metric.value
-    loaded = [recording.adapters[owner] for owner in recording.owners if owner in recording.adapters]
+    loaded = [
+        recording.adapters[owner] for owner in recording.owners if owner in recording.adapters
+    ]
     counts["swaps of adapters"] = sum(number != before for before, number in pairwise(loaded))
     of_base: dict[tuple[int, ...], np.ndarray] = {}
     for output, number in zip(outputs, shown, strict=True):
@@ -261,8 +310,15 @@ def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str], images: 
             tokens = [*prompt, *choice.token_ids][:-1]
             counts.update(judge(recording, rule, name, tokens, rows, len(prompt), names))
             if number:
-                owners = [{recording.owners[by] for by in found} for found in recording.computations(name, tokens)]
-                hits = [by for token, by in zip(tokens, owners, strict=True) if token < 0 and by and name not in by]
+                owners = [
+                    {recording.owners[by] for by in found}
+                    for found in recording.computations(name, tokens)
+                ]
+                hits = [
+                    by
+                    for token, by in zip(tokens, owners, strict=True)
+                    if token < 0 and by and name not in by
+                ]
                 counts["hits on images"] += len(hits)
             counts.update(_if_misplaced(recording, rule, name, tokens, rows))
             if recording.handed:
@@ -272,13 +328,17 @@ def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str], images: 
             sets = np.sort(rows[: len(prompt)], axis=2)
             if name in recording.adapters:
                 counts["prompts' rows of adapters"] += len(sets)
-                counts["unlike the base's"] += int((sets != of_base[tuple(prompt)]).any(axis=(1, 2)).sum())
+                counts["unlike the base's"] += int(
+                    (sets != of_base[tuple(prompt)]).any(axis=(1, 2)).sum()
+                )
             else:
                 of_base[tuple(prompt)] = sets
     return dict(counts)
 
 
-def _if_misplaced(recording: Recording, rule: Rule, request: str, tokens: list[int], rows: np.ndarray) -> Counter[str]:
+def _if_misplaced(
+    recording: Recording, rule: Rule, request: str, tokens: list[int], rows: np.ndarray
+) -> Counter[str]:
     """How many rows would be right at the next position, or with their layers one further on."""
     found: Counter[str] = Counter()
     for axis, name in enumerate(("right at the next position", "right in the next layer")):

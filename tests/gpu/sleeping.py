@@ -14,8 +14,8 @@ class Memory:
     _capturer: Any
 
     def memory_of_tests(self) -> dict[str, int]:
-        """In bytes: in use on the device, mapped by vLLM's allocator for sleep mode in all and of ours (and how much of
-        that there is), and in use by this process on the host."""
+        """In bytes: in use on the device, mapped by vLLM's allocator for sleep mode in all and of
+        ours (and how much of that there is), and in use by this process on the host."""
         from vllm.device_allocator.cumem import CuMemAllocator
 
         free, total = torch.cuda.mem_get_info()
@@ -34,11 +34,19 @@ class Memory:
         from vllm.device_allocator.cumem import CuMemAllocator
 
         allocations = CuMemAllocator.get_instance().pointer_to_data.items()
-        pool = [(ptr, ptr + data.handle[1]) for ptr, data in allocations if data.tag == "routed_experts"]
+        pool = [
+            (ptr, ptr + data.handle[1]) for ptr, data in allocations if data.tag == "routed_experts"
+        ]
         pipeline = self._capturer.pipeline
-        tensors = {"device cache": self._capturer.cache.ids, "staging": pipeline._copier._device_words}
+        tensors = {
+            "device cache": self._capturer.cache.ids,
+            "staging": pipeline._copier._device_words,
+        }
         return [
             name
             for name, tensor in tensors.items()
-            if not any(first <= tensor.data_ptr() <= tensor.data_ptr() + tensor.nbytes <= end for first, end in pool)
+            if not any(
+                first <= tensor.data_ptr() <= tensor.data_ptr() + tensor.nbytes <= end
+                for first, end in pool
+            )
         ]

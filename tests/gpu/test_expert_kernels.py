@@ -1,7 +1,8 @@
-"""Expert-parallel kernels, whose ranks route their own tokens only; and dual-batch overlap, for which vLLM needs them.
+"""Expert-parallel kernels, whose ranks route their own tokens only; and dual-batch overlap, for
+which vLLM needs them.
 
-With NIXL's, which come with its Python package. Two ranks with a GPU each, in 16 bits, by the scores that the routers
-were given.
+With NIXL's, which come with its Python package. Two ranks with a GPU each, in 16 bits, by the
+scores that the routers were given.
 """
 
 import json
@@ -55,11 +56,19 @@ MODES = (
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-@pytest.mark.skipif(find_spec("nixl_ep") is None, reason="NIXL's expert-parallel kernels (nixl_ep) are not installed")
+@pytest.mark.skipif(
+    find_spec("nixl_ep") is None,
+    reason="NIXL's expert-parallel kernels (nixl_ep) are not installed",
+)
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_own_tokens_only(mode: Mode, tmp_path: Path) -> None:
     make_model(SHAPE, tmp_path / "model")
-    options = {"enable_expert_parallel": True, "all2all_backend": "nixl_ep", "block_size": 32, **mode.options}
+    options = {
+        "enable_expert_parallel": True,
+        "all2all_backend": "nixl_ep",
+        "block_size": 32,
+        **mode.options,
+    }
     for counts in of_ranks(2, tmp_path, options, mode.env):
         print(counts)
         assert counts["wrong"] == counts["not recorded"] == counts["wrong weights"] == 0
@@ -71,19 +80,45 @@ def test_own_tokens_only(mode: Mode, tmp_path: Path) -> None:
         if "enable_dbo" in mode.options:
             assert 0 < counts["steps in microbatches"] < counts["steps"]
         if "enforce_eager" not in mode.options:
-            assert counts["steps of both" if "enable_dbo" in mode.options else "steps in full graphs"] > 10
+            assert (
+                counts["steps of both" if "enable_dbo" in mode.options else "steps in full graphs"]
+                > 10
+            )
 
 
-def of_ranks(ranks: int, folder: Path, options: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[dict[str, int]]:
+def of_ranks(
+    ranks: int, folder: Path, options: Mapping[str, Any], env: Mapping[str, str]
+) -> Iterator[dict[str, int]]:
     """What each data-parallel rank counted, in a program of its own."""
-    command = [sys.executable, "-m", "tests.gpu.recorded", str(folder / "model"), json.dumps(options)]
-    group = {"VLLM_DP_SIZE": str(ranks), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
+    command = [
+        sys.executable,
+        "-m",
+        "tests.gpu.recorded",
+        str(folder / "model"),
+        json.dumps(options),
+    ]
+    group = {
+        "VLLM_DP_SIZE": str(ranks),
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(free_port()),
+    }
     with ExitStack() as stack:
         processes = []
         for rank in range(ranks):
             log = stack.enter_context((folder / f"rank{rank}").open("w"))
-            own = {**os.environ, **env, **group, "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)}
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+            own = {
+                **os.environ,
+                **env,
+                **group,
+                "VLLM_DP_RANK": str(rank),
+                "VLLM_DP_RANK_LOCAL": str(rank),
+            }
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": log,
+                "text": True,
+            }
             process = subprocess.Popen(command, cwd=ROOT, env=own, **pipes)
             stack.callback(process.kill)
             processes.append(process)

@@ -1,4 +1,5 @@
-"""Engines that are more than one machine's: Ray as executor, and two nodes that share a host, with a GPU each."""
+"""Engines that are more than one machine's: Ray as executor, and two nodes that share a host, with
+a GPU each."""
 
 import os
 import time
@@ -37,32 +38,59 @@ def test_ray(parallel: str, tiny_model: Path, oracle: Oracle, tmp_path: Path) ->
     flags = (*SERVER_FLAGS, parallel, "2", "--distributed-executor-backend", "ray")
     with serving(tiny_model, tmp_path / "log", *flags) as server:
         exact(server, oracle, requests=500)
-        assert any("raylet" in command for command in commands_in_session(server)), "no process of Ray's"
+        assert any("raylet" in command for command in commands_in_session(server)), (
+            "no process of Ray's"
+        )
         end(server)
         wait_until_gone(server)
 
 
 @pytest.mark.parametrize("parallel", ["-tp", "-pp"])
-def test_one_engine_on_two_nodes(parallel: str, tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """Tensor parallel ranks, or pipeline stages, of which the last, that sends the rows, is not where they go."""
+def test_one_engine_on_two_nodes(
+    parallel: str, tiny_model: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    """Tensor parallel ranks, or pipeline stages, of which the last, that sends the rows, is not
+    where they go."""
     together = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     flags = (*SERVER_FLAGS, *APART, parallel, "2", *together)
     two_nodes(flags, ("--node-rank", "0"), ("--node-rank", "1"), tiny_model, oracle, tmp_path)
 
 
-@pytest.mark.parametrize("expert_parallel", [(), ("--enable-expert-parallel",)], ids=["alone", "expert parallel"])
+@pytest.mark.parametrize(
+    "expert_parallel", [(), ("--enable-expert-parallel",)], ids=["alone", "expert parallel"]
+)
 def test_data_parallel_on_two_nodes(
     expert_parallel: tuple[str, ...], tiny_model: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
-    together = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
-    flags = (*SERVER_FLAGS, *APART, *expert_parallel, "-dp", "2", "--data-parallel-size-local", "1", *together)
+    together = (
+        "--data-parallel-address",
+        "127.0.0.1",
+        "--data-parallel-rpc-port",
+        str(free_port()),
+    )
+    flags = (
+        *SERVER_FLAGS,
+        *APART,
+        *expert_parallel,
+        "-dp",
+        "2",
+        "--data-parallel-size-local",
+        "1",
+        *together,
+    )
     two_nodes(flags, (), ("--data-parallel-start-rank", "1"), tiny_model, oracle, tmp_path)
 
 
 def two_nodes(
-    flags: Sequence[str], first: Sequence[str], second: Sequence[str], model: Path, oracle: Oracle, folder: Path
+    flags: Sequence[str],
+    first: Sequence[str],
+    second: Sequence[str],
+    model: Path,
+    oracle: Oracle,
+    folder: Path,
 ) -> None:
-    """A server whose engine is on two nodes with a GPU each: exact, and gone when both were told to end."""
+    """A server whose engine is on two nodes with a GPU each: exact, and gone when both were told to
+    end."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
 
     def env(node: int) -> dict[str, str]:

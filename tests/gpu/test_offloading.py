@@ -1,4 +1,5 @@
-"""Offloading as vLLM does it, with its own copies between the GPU and the host: each row against the oracle."""
+"""Offloading as vLLM does it, with its own copies between the GPU and the host: each row against
+the oracle."""
 
 import json
 from pathlib import Path
@@ -22,7 +23,9 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_every_row_is_exact(flags: tuple[str, ...], tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
+def test_every_row_is_exact(
+    flags: tuple[str, ...], tiny_model: Path, oracle: Oracle, tmp_path: Path
+) -> None:
     few = ("--num-gpu-blocks-override", "20")
     with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, *few, *flags) as server:
         for _ in range(3):

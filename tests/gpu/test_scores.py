@@ -1,4 +1,5 @@
-"""Rows in 16 bits, held against the scores that the routers were given; and that oracle's own tests, without engine.
+"""Rows in 16 bits, held against the scores that the routers were given; and that oracle's own
+tests, without engine.
 
 On a CPU these run too, with one engine; the shapes there only with `-m slow`.
 """
@@ -54,7 +55,9 @@ def with_last(ranked: np.ndarray, expert: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "shape", {shape.model_type: shape for shape in (*SHAPES, *SIXTEEN_BIT)}.values(), ids=lambda shape: shape.name
+    "shape",
+    {shape.model_type: shape for shape in (*SHAPES, *SIXTEEN_BIT)}.values(),
+    ids=lambda shape: shape.name,
 )
 def test_the_rule_is_that_of_hugging_face(shape: Shape, tmp_path: Path) -> None:
     """What its routers are given, in float32, and what they hand to their experts."""
@@ -62,7 +65,9 @@ def test_the_rule_is_that_of_hugging_face(shape: Shape, tmp_path: Path) -> None:
     oracle = HookOracle(tmp_path, shape)
     seen: list[torch.Tensor] = []
 
-    def see(module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+    def see(
+        module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]
+    ) -> None:
         x = (args[0] if args else kwargs["hidden_states"]).float()
         weight, bias = module.weight, getattr(module, "bias", None)
         seen.append(torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), weight.float(), bias))
@@ -111,7 +116,11 @@ def test_ties_of_groups() -> None:
     scores = np.full((1, 1, EXPERTS), -5.0, dtype=np.float32)
     scores[0, 0, [0, 1, 4, 5, 8, 9]] = [3, 3, 2, 1, 2, 1]  # of three of the four groups
     rule = Rule(K, "softmax", groups=4, top_groups=2, group_best=1)
-    cases = (([0, 1, 4, 5], Verdict.TIE), ([0, 1, 8, 9], Verdict.TIE), ([0, 1, 4, 8], Verdict.WRONG))
+    cases = (
+        ([0, 1, 4, 5], Verdict.TIE),
+        ([0, 1, 8, 9], Verdict.TIE),
+        ([0, 1, 4, 8], Verdict.WRONG),
+    )
     for chosen, verdict in (*cases, ([0, 1, 4, 6], Verdict.WRONG), ([0, 1, 4, 12], Verdict.WRONG)):
         assert rule.judge(scores, np.array([[chosen]])).item() == verdict, chosen
 
@@ -135,7 +144,8 @@ BLOCK = 4
 
 
 class Steps:
-    """Forward passes of requests whose block tables are given, and the rows of every computation."""
+    """Forward passes of requests whose block tables are given, and the rows of every
+    computation."""
 
     def __init__(self, **blocks: list[int]) -> None:
         self.recording, self.rule = Recording(list(range(LAYERS))), Rule(K)
@@ -143,7 +153,9 @@ class Steps:
 
     def run(self, *parts: tuple[str, int, list[int]]) -> list[np.ndarray]:
         """A step of (request, first position, its tokens there); the rows of each part."""
-        scores = random_scores(sum(len(tokens) for _, _, tokens in parts), seed=len(self.recording.owners))
+        scores = random_scores(
+            sum(len(tokens) for _, _, tokens in parts), seed=len(self.recording.owners)
+        )
         made = []
         for request, first, tokens in parts:
             every = np.arange(first + len(tokens))
@@ -165,7 +177,12 @@ def test_chunks_and_a_prefix_hit_in_the_same_step() -> None:
     b1, a2 = steps.run(("b", 4, [9, 9]), ("a", 3, [4, 5, 6]))  # b reads what a computes beside it
     assert steps.wrong("a", tokens, a1, a2) == 0
     counts = steps.judge("b", [1, 2, 3, 4, 9, 9], a1, a2[:1], b1)
-    assert [counts[name] for name in ("wrong", "hits", "not recorded", "layers")] == [0, 4, 0, 6 * LAYERS]
+    assert [counts[name] for name in ("wrong", "hits", "not recorded", "layers")] == [
+        0,
+        4,
+        0,
+        6 * LAYERS,
+    ]
     assert steps.wrong("b", [1, 2, 3, 4, 9, 9], a1, a2[:2], b1[1:]) == 1
     assert steps.wrong("a", tokens, a2, a1) == 6
     shifted = np.concatenate([a1, a2])
@@ -217,12 +234,15 @@ def test_prompt_rows_of_another_choice() -> None:
         ((first,), 1, 2),
         ((first[:1], second[1:]), 1, 0),
     ):
-        judged = judge(steps.recording, steps.rule, "1_a", tokens, np.concatenate(rows), 2, ["0_a", "1_a"])
+        judged = judge(
+            steps.recording, steps.rule, "1_a", tokens, np.concatenate(rows), 2, ["0_a", "1_a"]
+        )
         assert (judged["wrong"], judged["by another choice"]) == (wrong, by_another)
 
 
 def test_drafts_that_were_rejected() -> None:
-    """The second draft is what was sampled in the end, but it was computed after the wrong first one."""
+    """The second draft is what was sampled in the end, but it was computed after the wrong first
+    one."""
     steps = Steps(a=[1, 2])
     (before,) = steps.run(("a", 0, [1, 2]))
     (draft,) = steps.run(("a", 2, [3, 8, 5]))
@@ -234,9 +254,11 @@ def test_drafts_that_were_rejected() -> None:
 # ---- engines ----
 
 
-def run(model: Path, env: Mapping[str, str], misplaced: float = 0.2, **options: Any) -> dict[str, int]:
-    """What the run counted, in which no row was wrong. The share of rows that would be right in another place must be
-    less than `misplaced`: random models repeat themselves."""
+def run(
+    model: Path, env: Mapping[str, str], misplaced: float = 0.2, **options: Any
+) -> dict[str, int]:
+    """What the run counted, in which no row was wrong. The share of rows that would be right in
+    another place must be less than `misplaced`: random models repeat themselves."""
     counts = counts_of("tests.gpu.recorded", str(model), json.dumps(options), env=env, limit_s=1200)
     assert counts["wrong"] == counts["not recorded"] == 0
     if options.get("weights", True):
@@ -244,7 +266,8 @@ def run(model: Path, env: Mapping[str, str], misplaced: float = 0.2, **options: 
     assert counts["rows"] > 2000
     assert counts["right at the next position"] < misplaced * counts["rows"]
     assert counts["right in the next layer"] < misplaced * counts["rows"]
-    assert counts["ties in layers"] < 0.15 * counts["layers"]  # the more experts, the more share a score of 16 bits
+    # the more experts, the more share a score of 16 bits
+    assert counts["ties in layers"] < 0.15 * counts["layers"]
     assert counts["roundings in layers"] == 0 or ON_GPU
     return counts
 
@@ -271,7 +294,9 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("mode", [pytest.param(name, marks=needs_gpu if "graphs" in name else ()) for name in MODES])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(name, marks=needs_gpu if "graphs" in name else ()) for name in MODES]
+)
 def test_every_row_in_16_bits(mode: str, tiny_model: Path) -> None:
     options, env = MODES[mode]
     run_in_little_space(tiny_model, env, **options)
@@ -280,11 +305,17 @@ def test_every_row_in_16_bits(mode: str, tiny_model: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     "is_eager",
-    [pytest.param(True, id="eager", marks=pytest.mark.slow), pytest.param(False, id="graphs", marks=needs_gpu)],
+    [
+        pytest.param(True, id="eager", marks=pytest.mark.slow),
+        pytest.param(False, id="graphs", marks=needs_gpu),
+    ],
 )
 @pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle"])
-def test_drafts_of_a_model_in_16_bits(method: str, is_eager: bool, tiny_model: Path, tmp_path: Path) -> None:
-    """A draft model and the layer for multi-token prediction have routers too, of which there must be no rows."""
+def test_drafts_of_a_model_in_16_bits(
+    method: str, is_eager: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A draft model and the layer for multi-token prediction have routers too, of which there must
+    be no rows."""
     model, drafter = tmp_path / "model", tmp_path / "drafter"
     speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
     env: Mapping[str, str] = {}
@@ -297,8 +328,11 @@ def test_drafts_of_a_model_in_16_bits(method: str, is_eager: bool, tiny_model: P
         make_eagle_models(model, drafter)
     if method != "mtp":
         speculative["model"] = str(drafter)
-    # With four letters to choose from, they repeat themselves more: 0.198 for multi-token prediction on a CPU.
-    counts = run(model, env, 0.3, **LITTLE_SPACE, speculative_config=speculative, enforce_eager=is_eager)
+    # With four letters to choose from, they repeat themselves more: 0.198 for multi-token
+    # prediction on a CPU.
+    counts = run(
+        model, env, 0.3, **LITTLE_SPACE, speculative_config=speculative, enforce_eager=is_eager
+    )
     assert counts["hits"] > 300
     assert counts["recomputed"] > 50
     assert 0 < counts["accepted_tokens"] < counts["draft_tokens"]
@@ -315,7 +349,14 @@ def test_adapters_in_16_bits(tiny_model: Path, tmp_path: Path) -> None:
         write_adapter(AutoConfig.from_pretrained(tiny_model), adapter, seed=seed)
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
     lora |= {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-    counts = run(tiny_model, {}, **LITTLE_SPACE, **lora, adapters=[str(adapter) for adapter in adapters], turns=3)
+    counts = run(
+        tiny_model,
+        {},
+        **LITTLE_SPACE,
+        **lora,
+        adapters=[str(adapter) for adapter in adapters],
+        turns=3,
+    )
     assert counts["hits"] > 500
     assert counts["recomputed"] > 0
     assert counts["swaps of adapters"] >= 3
@@ -340,7 +381,9 @@ def test_experts_of_4_bits_whose_kernel_routes_by_itself_are_refused(tmp_path: P
     if not has_triton_kernels():
         pytest.skip("this build of vLLM has no triton_kernels")
     make_mxfp4_model(tmp_path / "model")
-    with pytest.raises(AssertionError, match=r"OAITritonMxfp4ExpertsMonolithic .* routes by itself"):
+    with pytest.raises(
+        AssertionError, match=r"OAITritonMxfp4ExpertsMonolithic .* routes by itself"
+    ):
         run(tmp_path / "model", {}, **LITTLE_SPACE, moe_backend="triton")
 
 

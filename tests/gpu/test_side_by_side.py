@@ -1,4 +1,5 @@
-"""vLLM's own capture and this one, behind the same argument, on the same requests: the same arrays, bit for bit.
+"""vLLM's own capture and this one, behind the same argument, on the same requests: the same arrays,
+bit for bit.
 
 Each in a process of its own, as one excludes the other.
 """
@@ -14,13 +15,17 @@ import torch
 
 from tests.e2e.harness import FULL_PRECISION, OPTIONS, prompt_of, run_program
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 SIZES = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 64}
 
 
 def generate(model: str, out: str) -> None:
-    """What runs in each process: all prompts at once, and again with a start, when their prefixes are cached."""
+    """What runs in each process: all prompts at once, and again with a start, when their prefixes
+    are cached."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(model, enable_return_routed_experts=True, **{**OPTIONS, **SIZES})
@@ -32,8 +37,12 @@ def generate(model: str, out: str) -> None:
         params = SamplingParams(n=2, max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
         params.routed_experts_prompt_start = start
         for output in llm.generate(prompts, params, use_tqdm=False):
-            answers += [(list(choice.token_ids), choice.routed_experts) for choice in output.outputs]
-    Path(out).write_bytes(pickle.dumps((llm.llm_engine.vllm_config.parallel_config.worker_cls, answers)))
+            answers += [
+                (list(choice.token_ids), choice.routed_experts) for choice in output.outputs
+            ]
+    Path(out).write_bytes(
+        pickle.dumps((llm.llm_engine.vllm_config.parallel_config.worker_cls, answers))
+    )
 
 
 def test_the_same_arrays(tiny_model: Path, tmp_path: Path) -> None:
@@ -48,7 +57,11 @@ def test_the_same_arrays(tiny_model: Path, tmp_path: Path) -> None:
     assert len(vllms) == len(ours) == 28
     for (their_tokens, theirs), (tokens, rows) in zip(vllms, ours, strict=True):
         assert tokens == their_tokens
-        assert (rows.dtype, rows.shape, rows.strides) == (theirs.dtype, theirs.shape, theirs.strides)
+        assert (rows.dtype, rows.shape, rows.strides) == (
+            theirs.dtype,
+            theirs.shape,
+            theirs.strides,
+        )
         assert np.array_equal(rows, theirs)
 
 

@@ -1,7 +1,9 @@
-"""Engines that sleep and whose weights change, in the orders in which trainers have them do it: every row is of the
-weights of its moment, and sleep gives back what it gives back without the capture.
+"""Engines that sleep and whose weights change, in the orders in which trainers have them do it:
+every row is of the weights of its moment, and sleep gives back what it gives back without the
+capture.
 
-Run by hand on a machine with a GPU, on which nothing else runs meanwhile. `tests/gpu_runs.py` says how.
+Run by hand on a machine with a GPU, on which nothing else runs meanwhile. `tests/gpu_runs.py` says
+how.
 """
 
 import asyncio
@@ -23,13 +25,21 @@ from tests.conftest import SERVER_FLAGS
 from tests.e2e.changes import LONG, Across, Paused, Weights, make_weights, roll_out
 from tests.e2e.harness import FULL_PRECISION, OPTIONS, Answer, Server, check, prompt_of, serving
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 CYCLES = int(os.environ.get("ROUTED_EXPERTS_SLEEP_CYCLES", "30"))
 WARM_CYCLES = 10
 """After so many, nothing is used for the first time any more."""
 SLEEPING: dict[str, Any] = {
-    **{**OPTIONS, "kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.5, "max_num_seqs": 16},
+    **{
+        **OPTIONS,
+        "kv_cache_memory_bytes": 64 << 20,
+        "gpu_memory_utilization": 0.5,
+        "max_num_seqs": 16,
+    },
     **{"block_size": 32, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64]}},
     **{"enable_sleep_mode": True, "worker_extension_cls": "tests.gpu.sleeping.Memory"},
 }
@@ -62,7 +72,9 @@ def as_answer(prompt: list[int], tokens: list[int], array: np.ndarray) -> Answer
 def llm_of(model: Path, *, captures: bool) -> Iterator[Any]:
     from vllm import LLM
 
-    llm = LLM(str(model), enable_return_routed_experts=captures, max_num_batched_tokens=4096, **SLEEPING)
+    llm = LLM(
+        str(model), enable_return_routed_experts=captures, max_num_batched_tokens=4096, **SLEEPING
+    )
     try:
         yield llm
     finally:
@@ -81,7 +93,9 @@ class Trained:
     weights: int = 0
 
     def load(self, weights: int) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.both[weights].update)})
+        self.llm.collective_rpc(
+            "reload_weights", kwargs={"weights_path": str(self.both[weights].update)}
+        )
         self.weights = weights
 
     def memory(self) -> dict[str, int]:
@@ -95,7 +109,8 @@ class Trained:
         return memory
 
     def roll_out(self) -> None:
-        """Prompts that share a prefix: for the first nothing may be found that the weights before have left."""
+        """Prompts that share a prefix: for the first nothing may be found that the weights before
+        have left."""
         from vllm import SamplingParams
 
         stem = prompt_of(70, seed=1)
@@ -106,7 +121,9 @@ class Trained:
             assert output.num_cached_tokens == (0 if behind == 1 else 64)
             if self.captures:
                 (choice,) = output.outputs
-                answer = as_answer(list(output.prompt_token_ids), list(choice.token_ids), choice.routed_experts)
+                answer = as_answer(
+                    list(output.prompt_token_ids), list(choice.token_ids), choice.routed_experts
+                )
                 check(answer, self.both[self.weights].oracle)
 
     def cycles(self, first: int, end: int) -> None:
@@ -154,10 +171,15 @@ def awake(engine: Trained, weights: int, level: int) -> None:
 ORDERS = [as_verl_does, as_nemo_rl_does, without_new_weights, kv_cache_first, awake]
 
 
-def test_levels_tags_and_orders_over_and_over(both: list[Weights], capsys: pytest.CaptureFixture[str]) -> None:
+def test_levels_tags_and_orders_over_and_over(
+    both: list[Weights], capsys: pytest.CaptureFixture[str]
+) -> None:
     working: dict[str, dict[str, int]] = {}
     asleep: dict[str, dict[str, int]] = {}
-    for captures, ends in ((True, {"early": WARM_CYCLES, "late": CYCLES}), (False, {"without": WARM_CYCLES})):
+    for captures, ends in (
+        (True, {"early": WARM_CYCLES, "late": CYCLES}),
+        (False, {"without": WARM_CYCLES}),
+    ):
         with llm_of(both[0].model, captures=captures) as llm:
             assert not captures or llm.collective_rpc("tensors_outside_of_tests") == [[]]
             engine = Trained(llm, both, captures)
@@ -171,12 +193,16 @@ def test_levels_tags_and_orders_over_and_over(both: list[Weights], capsys: pytes
 
     more = asleep["early"]["device"] - asleep["without"]["device"]
     with capsys.disabled():
-        print(f"\nbytes while working: {working}\nbytes asleep: {asleep}\nmore on the device asleep: {more}")
+        print(
+            f"\nbytes while working: {working}\nbytes asleep: {asleep}\nmore on the device asleep: {more}"
+        )
     for memory in (working, asleep):
         for what, limit in (("device", 32), ("awake", 0), ("host", 64)):
             assert memory["late"][what] - memory["early"][what] <= limit * MIB, f"{what} grew"
     assert working["late"]["ours_awake"] == working["late"]["ours"] > 0
-    assert asleep["late"]["ours_awake"] == asleep["late"]["awake"] == asleep["without"]["awake"] == 0
+    assert (
+        asleep["late"]["ours_awake"] == asleep["late"]["awake"] == asleep["without"]["awake"] == 0
+    )
     assert more <= 16 * MIB
 
 
@@ -233,7 +259,9 @@ async def run_meanwhile(both: list[Weights]) -> None:
     async def change() -> None:
         nonlocal weights
         weights = 1 - weights
-        await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(both[weights].update)})
+        await engine.collective_rpc(
+            "reload_weights", kwargs={"weights_path": str(both[weights].update)}
+        )
 
     def start(number: int, max_tokens: int = LONG) -> tuple[Rollout, asyncio.Task[None]]:
         prompt: Any = prompt_of(70 + number, seed=number)
@@ -311,17 +339,24 @@ def dev_server(both: list[Weights], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_weights_from_a_trainer(dev_server: Server, both: list[Weights]) -> None:
-    """vLLM's own sender of weights, on the same GPU, into an engine that slept and under an answer."""
+    """vLLM's own sender of weights, on the same GPU, into an engine that slept and under an
+    answer."""
     import httpx
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.ipc_engine import (
+        IPCTrainerInitInfo,
+        IPCTrainerWeightTransferEngine,
+    )
 
     class Checkpoint(WeightSource):
         weights: dict[str, torch.Tensor]
 
         def metadata(self) -> list[ParamMeta]:
-            return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights.items()]
+            return [
+                ParamMeta(name, weight.dtype, tuple(weight.shape))
+                for name, weight in self.weights.items()
+            ]
 
         if isinstance(WeightSource.metadata, property):  # from vLLM 0.33 on
             metadata = cached_property(metadata)
@@ -335,7 +370,9 @@ def test_weights_from_a_trainer(dev_server: Server, both: list[Weights]) -> None
         def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
             httpx.post(f"{self.base_url}/{path}", json=json, timeout=120).raise_for_status()
 
-    checkpoints = [{name: weight.cuda() for name, weight in weights.checkpoint().items()} for weights in both]
+    checkpoints = [
+        {name: weight.cuda() for name, weight in weights.checkpoint().items()} for weights in both
+    ]
     source = Checkpoint()
     source.weights = checkpoints[0]  # vLLM 0.33 reads their names and shapes at once
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,5 @@
-"""The package as users get it: built from a copy of the sources, installed into environments of its own."""
+"""The package as users get it: built from a copy of the sources, installed into environments of its
+own."""
 
 import os
 import shutil
@@ -31,11 +32,17 @@ class Environment:
 
     @property
     def site_packages(self) -> Path:
-        return self.folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        return (
+            self.folder
+            / "lib"
+            / f"python{sys.version_info.major}.{sys.version_info.minor}"
+            / "site-packages"
+        )
 
     def _pip(self, *args: str) -> list[str]:
         """The pip of the tests, on this environment."""
-        return [*PIP, "--python", str(self.python), *args]  # `--python` must come before the command
+        # `--python` must come before the command
+        return [*PIP, "--python", str(self.python), *args]
 
     def install(self, *what: str) -> None:
         run(self._pip("install", "--no-index", *what))
@@ -43,17 +50,27 @@ class Environment:
     def check(self) -> str:
         """What `pip check` says."""
         env = without_pip_settings()
-        return subprocess.run(self._pip("check"), env=env, capture_output=True, text=True, check=False).stdout
+        return subprocess.run(
+            self._pip("check"), env=env, capture_output=True, text=True, check=False
+        ).stdout
 
     def packages(self) -> set[str]:
         """Names and versions of what is installed."""
         return set(run(self._pip("list", "--format=freeze")).split())
 
-    def run(self, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *args: str, cwd: Path | None = None, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         """A program of the environment, without the variables that change what it imports."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+        }
         command, env = [str(self.folder / "bin" / args[0]), *args[1:]], {**kept, **env}
-        return subprocess.run(command, cwd=cwd or self.folder, env=env, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=cwd or self.folder, env=env, capture_output=True, text=True, check=False
+        )
 
     def python_says(self, code: str, **env: str) -> str:
         """What a program prints, which must succeed."""
@@ -64,7 +81,9 @@ class Environment:
 
 def run(command: list[str]) -> str:
     """What a command prints, which must succeed."""
-    done = subprocess.run(command, env=without_pip_settings(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=without_pip_settings(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -76,11 +95,14 @@ def without_pip_settings() -> dict[str, str]:
 
 
 def copy_sources(folder: Path, *more: str) -> Path:
-    """What a distribution is built from. Building leaves files beside the sources, so it happens in a copy."""
+    """What a distribution is built from. Building leaves files beside the sources, so it happens in
+    a copy."""
     folder.mkdir(parents=True)
     for name in (*SOURCES, *more):
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(ROOT / name, folder / name)
     return folder
@@ -100,16 +122,21 @@ def new_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], En
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     offline = ("--no-deps", "--no-build-isolation", "--no-index")
-    run([*PIP, "wheel", *offline, "--wheel-dir", str(folder), str(copy_sources(folder / "sources"))])
+    run(
+        [*PIP, "wheel", *offline, "--wheel-dir", str(folder), str(copy_sources(folder / "sources"))]
+    )
     (built,) = folder.glob("*.whl")
     return built
 
 
 @pytest.fixture(scope="session")
 def wheel_environment(
-    new_environment: Callable[[], Environment], wheel: Path, tmp_path_factory: pytest.TempPathFactory
+    new_environment: Callable[[], Environment],
+    wheel: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Environment:
-    """The wheel with its dependencies, from an index that has nothing else: what a client installs."""
+    """The wheel with its dependencies, from an index that has nothing else: what a client
+    installs."""
     environment = new_environment()
     index = index_of_base(tmp_path_factory)
     environment.install(f"--find-links={index}", str(wheel))
@@ -135,9 +162,12 @@ def index_of_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def beside_vllm(
-    new_environment: Callable[[], Environment], wheel: Path, tmp_path_factory: pytest.TempPathFactory
+    new_environment: Callable[[], Environment],
+    wheel: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Environment:
-    """vLLM and its dependencies, as links to the packages of the tests. Then the wheel is installed."""
+    """vLLM and its dependencies, as links to the packages of the tests. Then the wheel is
+    installed."""
     environment = new_environment()
     (vllm,) = set(packages_distributions()["vllm"])
     for name in sorted({canonicalize_name(vllm), *brought_by(vllm)}):
@@ -153,7 +183,9 @@ def beside_vllm(
     return environment
 
 
-def brought_by(name: str, known: set[str] | None = None, extras: frozenset[str] = frozenset()) -> set[str]:
+def brought_by(
+    name: str, known: set[str] | None = None, extras: frozenset[str] = frozenset()
+) -> set[str]:
     """The names of what an installed distribution requires, of what that requires, and so on."""
     known = set() if known is None else known
     try:
@@ -162,7 +194,10 @@ def brought_by(name: str, known: set[str] | None = None, extras: frozenset[str] 
         return known
     for requirement in requirements:
         name = canonicalize_name(requirement.name)
-        wanted = any(requirement.marker is None or requirement.marker.evaluate({"extra": e}) for e in ("", *extras))
+        wanted = any(
+            requirement.marker is None or requirement.marker.evaluate({"extra": e})
+            for e in ("", *extras)
+        )
         if wanted and (name not in known or requirement.extras):
             known.add(name)
             brought_by(name, known, frozenset(requirement.extras))

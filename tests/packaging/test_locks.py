@@ -27,7 +27,14 @@ def pins(name: str) -> dict[str, str]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the lists, in which `make lock sbom` was run. It asks the package index."""
     folder = tmp_path_factory.mktemp("locks")
-    for name in (CPU, CUDA, "requirements-cpu.txt", "requirements-dev.txt", "pyproject.toml", "Makefile"):
+    for name in (
+        CPU,
+        CUDA,
+        "requirements-cpu.txt",
+        "requirements-dev.txt",
+        "pyproject.toml",
+        "Makefile",
+    ):
         shutil.copy(ROOT / name, folder / name)
     command = ["make", "-o", "setup", f"VENV={sys.prefix}", "lock", "sbom"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

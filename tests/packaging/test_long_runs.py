@@ -29,10 +29,28 @@ def test_that_cannot_run():
 
 
 def test_the_report_has_every_run(tmp_path: Path) -> None:
-    """With its number of cases, its time, and what became of it; also where several processes run them."""
+    """With its number of cases, its time, and what became of it; also where several processes run
+    them."""
     (tmp_path / "test_of_long.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-m", "long", "-p", "tests.long_runs", "--rootdir", str(tmp_path)]
-    command += ["-n2", "-p", "no:cacheprovider", "--long-report", str(tmp_path / "report.md"), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "long",
+        "-p",
+        "tests.long_runs",
+        "--rootdir",
+        str(tmp_path),
+    ]
+    command += [
+        "-n2",
+        "-p",
+        "no:cacheprovider",
+        "--long-report",
+        str(tmp_path / "report.md"),
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     report = (tmp_path / "report.md").read_text()
@@ -47,6 +65,8 @@ def test_the_report_has_every_run(tmp_path: Path) -> None:
 def test_other_targets_run_none_of_them() -> None:
     rules = (ROOT / "Makefile").read_text()
     for target in ("test-fast", "test", "test-release"):
-        (selected,) = re.findall(rf'^{target}: setup\n(?:\t@.*\n)?\t\$\(PYTEST\) -m "(.*)" ', rules, re.MULTILINE)
+        (selected,) = re.findall(
+            rf'^{target}: setup\n(?:\t@.*\n)?\t\$\(PYTEST\) -m "(.*)" ', rules, re.MULTILINE
+        )
         assert re.search(r"not \((\w+ or )*long\)", selected), target
     assert "-m 'not (slow or long)'" in (ROOT / "pyproject.toml").read_text()

@@ -34,7 +34,8 @@ def words_of(times: int) -> list[str]:
 
 
 def weights_of(rows: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Weights of rows [n, L, K], float32: each choice has less than the one before, and unknown ids have none."""
+    """Weights of rows [n, L, K], float32: each choice has less than the one before, and unknown ids
+    have none."""
     shares = np.random.default_rng(seed).dirichlet(np.full(rows.shape[2], 1.5), rows.shape[:2])
     weights = -np.sort(-shares, axis=2).astype(np.float32)
     return np.where(rows < 0, UNKNOWN_WEIGHT, weights)
@@ -52,7 +53,12 @@ def answer(
     count = len(rows) + 1
     texts = (texts or words_of(count // 20 + 1))[:count]
     ids = [sum(map(ord, text)) for text in texts]
-    choice = {"index": 0, "text": "".join(texts[prompt:]), "token_ids": ids[prompt:], "finish_reason": "length"}
+    choice = {
+        "index": 0,
+        "text": "".join(texts[prompt:]),
+        "token_ids": ids[prompt:],
+        "finish_reason": "length",
+    }
     choice |= {"logprobs": {"tokens": texts}, "routed_experts": array(rows[prompt:], prompt)}
     of_prompt = {"prompt_token_ids": ids[:prompt], "prompt_routed_experts": array(rows[:prompt])}
     if weights is not None:
@@ -62,7 +68,8 @@ def answer(
 
 
 def two_that_part(count: int, prompt: int, at: int) -> list[dict[str, Any]]:
-    """Two answers of 24 layers, top 8 of 128, whose experts part at a position and whose tokens one later."""
+    """Two answers of 24 layers, top 8 of 128, whose experts part at a position and whose tokens one
+    later."""
     one, other = rows_of(count, 24, 8, 128, seed=1), rows_of(count, 24, 8, 128, seed=2)
     other[:at] = one[:at]
     other[at, :2] = one[at, :2]

@@ -17,12 +17,15 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.e2e.harness import wait_until
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 LIMIT_S = 120
 
 
-# Gives the place to click in the window, or null if the element is not there (yet). Notes whether the element, or the
-# one that is in its place by then, has a click; if `is_given`, at that place within it.
+# Gives the place to click in the window, or null if the element is not there (yet). Notes whether
+# the element, or the one that is in its place by then, has a click; if `is_given`, at that place
+# within it.
 _LISTENS = """(() => {
   const element = $(%(selector)s);
   if (!element) return null;
@@ -42,7 +45,8 @@ _LISTENS = """(() => {
 
 
 class Tab:
-    """One page. What it says on its console is kept in `console`, and what it loads in `requested`."""
+    """One page. What it says on its console is kept in `console`, and what it loads in
+    `requested`."""
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
@@ -70,7 +74,9 @@ class Tab:
                 self.console.append(str([argument.get("value") for argument in params["args"]]))
             case "Runtime.exceptionThrown":
                 details = params["exceptionDetails"]
-                self.console.append(details.get("exception", {}).get("description", details["text"]))
+                self.console.append(
+                    details.get("exception", {}).get("description", details["text"])
+                )
             case "Log.entryAdded":
                 self.console.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
             case "Network.requestWillBeSent":
@@ -87,13 +93,20 @@ class Tab:
         self.wait("document.readyState === 'complete'")
 
     def prefer(self, theme: str) -> None:
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": theme}],
+        )
 
     def js(self, expression: str) -> Any:
         """The value of an expression, awaited. `$` finds an element, and `$$` all."""
-        find = "const $ = s => document.querySelector(s), $$ = s => [...document.querySelectorAll(s)];"
+        find = (
+            "const $ = s => document.querySelector(s), $$ = s => [...document.querySelectorAll(s)];"
+        )
         script = f"(() => {{ {find} return ({expression}) }})()"
-        done = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        done = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
@@ -101,7 +114,9 @@ class Tab:
         """Waits until an expression is true."""
         wait_until(
             lambda: self.js(f"Boolean({condition})"),
-            lambda: f"not within {limit_s} s: {condition}\n{self.js('document.body.innerText')}\n{self.console}",
+            lambda: (
+                f"not within {limit_s} s: {condition}\n{self.js('document.body.innerText')}\n{self.console}"
+            ),
             limit_s,
         )
 
@@ -140,13 +155,22 @@ class Tab:
     def click(self, selector: str, x: float | None = None, y: float | None = None) -> None:
         """Clicks the middle of an element, or a place within it.
 
-        Until the element has the click: on a busy machine it may move meanwhile, or the page puts another in its place.
+        Until the element has the click: on a busy machine it may move meanwhile, or the page puts
+        another in its place.
         """
-        wait_until(lambda: self._clicked(selector, x, y), lambda: f"no click reaches {selector}", LIMIT_S)
+        wait_until(
+            lambda: self._clicked(selector, x, y), lambda: f"no click reaches {selector}", LIMIT_S
+        )
 
     def _clicked(self, selector: str, x: float | None, y: float | None) -> bool:
-        place, is_given = (f"{'b.width / 2' if x is None else x}, {'b.height / 2' if y is None else y}", x is not None)
-        at = self.js(_LISTENS % {"selector": json.dumps(selector), "place": place, "is_given": json.dumps(is_given)})
+        place, is_given = (
+            f"{'b.width / 2' if x is None else x}, {'b.height / 2' if y is None else y}",
+            x is not None,
+        )
+        at = self.js(
+            _LISTENS
+            % {"selector": json.dumps(selector), "place": place, "is_given": json.dumps(is_given)}
+        )
         if at is None:
             return False
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
@@ -156,9 +180,12 @@ class Tab:
 
     def scroll_to(self, selector: str) -> list[float]:
         """Brings an element into sight; its left and top edge, and its width, in the window."""
-        then = "requestAnimationFrame(() => requestAnimationFrame(done))"  # the page has heard of it
+        # the page has heard of it
+        then = "requestAnimationFrame(() => requestAnimationFrame(done))"
         self.js(f"new Promise(done => {{ $({selector!r}).scrollIntoView(); {then} }})")
-        box: list[float] = self.js(f"(b => [b.x, b.y, b.width])($({selector!r}).getBoundingClientRect())")
+        box: list[float] = self.js(
+            f"(b => [b.x, b.y, b.width])($({selector!r}).getBoundingClientRect())"
+        )
         return box
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
@@ -186,11 +213,22 @@ def browser() -> Iterator[Callable[[], Tab]]:
     """A running Chromium, which makes tabs."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home, ExitStack() as stack:
-        flags = ["--headless=new", "--no-first-run", "--disable-gpu", "--disable-dev-shm-usage", "--mute-audio"]
-        flags += ["--remote-debugging-port=0", f"--user-data-dir={home}", "--disable-background-networking"]
+        flags = [
+            "--headless=new",
+            "--no-first-run",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--mute-audio",
+        ]
+        flags += [
+            "--remote-debugging-port=0",
+            f"--user-data-dir={home}",
+            "--disable-background-networking",
+        ]
         flags += ["--disable-component-update", "--disable-sync", "--no-default-browser-check"]
         flags += ["--no-sandbox"] if os.geteuid() == 0 else []
-        flags += ["--allow-pre-commit-input"]  # else clicks and keys are lost until a page is first drawn
+        # else clicks and keys are lost until a page is first drawn
+        flags += ["--allow-pre-commit-input"]
         log, ports = Path(home) / "log", Path(home) / "DevToolsActivePort"
         with log.open("wb") as out:
             process = subprocess.Popen([CHROMIUM, *flags, "about:blank"], stdout=out, stderr=out)
@@ -205,9 +243,15 @@ def browser() -> Iterator[Callable[[], Tab]]:
         port = ports.read_text().split()[0]
 
         def tab() -> Tab:
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/json/new?about:blank", method="PUT")
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/json/new?about:blank", method="PUT"
+            )
             with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
                 url = json.load(response)["webSocketDebuggerUrl"]
-            return Tab(stack.enter_context(connect(url, max_size=None, open_timeout=LIMIT_S, compression=None)))
+            return Tab(
+                stack.enter_context(
+                    connect(url, max_size=None, open_timeout=LIMIT_S, compression=None)
+                )
+            )
 
         yield tab

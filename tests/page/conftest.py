@@ -1,4 +1,5 @@
-"""A browser, and the page by both who serve it. All tests share the browser, its tab and the two servers."""
+"""A browser, and the page by both who serve it. All tests share the browser, its tab and the two
+servers."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +45,8 @@ def api(tiny_model: Path) -> Iterator[Server]:
 
 @contextmanager
 def viewing(texts: Mapping[str, str], given: ModelInfo | None = None) -> Iterator[str]:
-    """Serves files with these texts by name, as `routed-experts view` does; gives the page's address."""
+    """Serves files with these texts by name, as `routed-experts view` does; gives the page's
+    address."""
     with TemporaryDirectory() as folder:
         files = []
         for place, (name, text) in enumerate(texts.items()):
@@ -62,8 +64,12 @@ def viewed() -> Iterator[Viewed]:
     """Serves a file with answers, or files with these texts by name."""
     with ExitStack() as stack:
 
-        def serve(*answers: Any, texts: Mapping[str, str] | None = None, given: ModelInfo | None = None) -> str:
+        def serve(
+            *answers: Any, texts: Mapping[str, str] | None = None, given: ModelInfo | None = None
+        ) -> str:
             lines = "".join(json.dumps(one) + "\n" for one in answers)
-            return stack.enter_context(viewing({"answers.jsonl": lines} if texts is None else texts, given))
+            return stack.enter_context(
+                viewing({"answers.jsonl": lines} if texts is None else texts, given)
+            )
 
         yield serve

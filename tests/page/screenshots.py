@@ -1,4 +1,5 @@
-"""Makes the pictures of the page in the documentation: python -m tests.page.screenshots docs/images"""
+"""Makes the pictures of the page in the documentation: python -m tests.page.screenshots
+docs/images"""
 
 import io
 import json
@@ -30,14 +31,18 @@ def main(folder: Path) -> None:
                 tab.wait_for_text("#summary", "finish reason")
                 tab.click("#tokens-a [data-i='80']")
                 take(tab, folder / f"page-chat-{width}-{theme}.png")
-        with viewing({"two.jsonl": "\n".join(map(json.dumps, two_that_part(299, 60, at=110)))}) as url:
+        with viewing(
+            {"two.jsonl": "\n".join(map(json.dumps, two_that_part(299, 60, at=110)))}
+        ) as url:
             compare(tab, url, height=1160, theme="dark")
             tab.click("#go")
             take(tab, folder / "page-two-1440-dark.png")
 
 
 def take(tab: Tab, path: Path) -> None:
-    tab.js("document.activeElement.blur(), scrollTo(0, 0), new Promise(done => setTimeout(done, 500))")
+    tab.js(
+        "document.activeElement.blur(), scrollTo(0, 0), new Promise(done => setTimeout(done, 500))"
+    )
     with Image.open(io.BytesIO(tab.screenshot())) as shot:  # fewer colours would change the scales
         shot.convert("RGB").quantize(256).save(path, optimize=True)
 

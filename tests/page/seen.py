@@ -49,7 +49,8 @@ def selected(tab: Tab, token: int) -> None:
 
 
 def choose(tab: Tab, token: int) -> None:
-    """Clicks a token until it is the selected one: what a response that has just ended adds may move it meanwhile."""
+    """Clicks a token until it is the selected one: what a response that has just ended adds may
+    move it meanwhile."""
 
     def is_selected() -> bool:
         tab.click(f"#tokens-a [data-i='{token}']")
@@ -62,18 +63,28 @@ def shows(tab: Tab, rows: np.ndarray, column: int = 1) -> None:
     """Waits until the token in full is `rows` [L, K]; all of it is filled in when the keys rest."""
     chips = f"$$('#detail tbody tr').map(row => [...(row.children[{column}]?.querySelectorAll('.chip') ?? [])])"
     ids = f"{chips}.map(row => row.map(c => c.firstChild.data === '?' ? -1 : Number(c.firstChild.data)))"
-    wait_until(lambda: tab.js(ids) == rows.tolist(), lambda: f"{tab.js(ids)}\nnot\n{rows.tolist()}", 60)
+    wait_until(
+        lambda: tab.js(ids) == rows.tolist(), lambda: f"{tab.js(ids)}\nnot\n{rows.tolist()}", 60
+    )
 
 
 def shows_weights(tab: Tab, weights: np.ndarray) -> None:
-    """The same for its weights [L, K], about: `test_weights_are_written_whole` has how they are written."""
-    small = "$$('#detail tbody tr').map(row => [...row.children[1].querySelectorAll('.chip small')])"
+    """The same for its weights [L, K], about: `test_weights_are_written_whole` has how they are
+    written."""
+    small = (
+        "$$('#detail tbody tr').map(row => [...row.children[1].querySelectorAll('.chip small')])"
+    )
     texts = f"{small}.map(row => row.map(c => c.textContent.trim()))"
 
     @np.errstate(invalid="ignore")  # some tests have any bits as weights
     def is_shown() -> bool:
-        found = np.array([["nan" if text == "?" else text for text in row] for row in tab.js(texts)], dtype=np.float64)
-        return found.shape == weights.shape and np.allclose(found, weights, rtol=0.051, atol=0.00051, equal_nan=True)
+        found = np.array(
+            [["nan" if text == "?" else text for text in row] for row in tab.js(texts)],
+            dtype=np.float64,
+        )
+        return found.shape == weights.shape and np.allclose(
+            found, weights, rtol=0.051, atol=0.00051, equal_nan=True
+        )
 
     wait_until(is_shown, lambda: f"{tab.js(texts)}\nnot\n{weights}", 60)
 
@@ -83,13 +94,17 @@ def tips(tab: Tab, elements: str) -> list[tuple[str, list[list[tuple[str, str | 
     chips = "[...row.querySelectorAll('.chip')].map(c => [c.firstChild.data, c.children[0]?.textContent ?? null])"
     tip = f"[$('#tip strong').textContent, $$('#tip tr').slice(1).map(row => {chips})]"
     move = "e.dispatchEvent(new MouseEvent('mousemove', {bubbles: true}))"
-    found: list[tuple[str, list[list[tuple[str, str | None]]]]] = tab.js(f"$$({elements!r}).map(e => ({move}, {tip}))")
+    found: list[tuple[str, list[list[tuple[str, str | None]]]]] = tab.js(
+        f"$$({elements!r}).map(e => ({move}, {tip}))"
+    )
     return found
 
 
 def cells(tab: Tab, table: str) -> list[list[str]]:
     """The texts of a table's cells."""
-    found: list[list[str]] = tab.js(f"$$('{table} tbody tr').map(r => [...r.cells].map(c => c.textContent))")
+    found: list[list[str]] = tab.js(
+        f"$$('{table} tbody tr').map(r => [...r.cells].map(c => c.textContent))"
+    )
     return found
 
 

@@ -65,7 +65,8 @@ def test_without_the_page(tiny_model: Path) -> None:
 
 
 def test_view_serves_it(viewed: Viewed) -> None:
-    """At its own address only: a site elsewhere can have its name lead here, and would read the file."""
+    """At its own address only: a site elsewhere can have its name lead here, and would read the
+    file."""
     rows = rows_of(9, 2, 2, 8)
     url = viewed(answer(rows, 3))
     check_page(url)
@@ -79,7 +80,8 @@ def test_view_serves_it(viewed: Viewed) -> None:
 
 
 def test_both_read_files_that_the_page_opens(api: Server, viewed: Viewed) -> None:
-    """One after the other, as commands do: what the first says about its model applies to the next."""
+    """One after the other, as commands do: what the first says about its model applies to the
+    next."""
     rows = rows_of(9, 2, 2, 8)
     files = [["a/info.json", '{"layer_ids": [1, 3]}'], ["b.json", json.dumps(answer(rows, 3))]]
     for url in (api.url, viewed(answer(rows, 3)).removesuffix("/routed_experts")):
@@ -88,12 +90,23 @@ def test_both_read_files_that_the_page_opens(api: Server, viewed: Viewed) -> Non
             return httpx.post(url, json=body, timeout=300)
 
         (line,) = map(json.loads, post(files).text.splitlines())
-        assert (line["file"], line["name"], line["info"]) == ("b.json", "b.json, line 1", {"layer_ids": [1, 3]})
+        assert (line["file"], line["name"], line["info"]) == (
+            "b.json",
+            "b.json, line 1",
+            {"layer_ids": [1, 3]},
+        )
         assert np.array_equal(decode(line["rows"]), rows)
-        assert post([["c", "{]"]]).json()["error"]["message"].startswith("c, line 1 is not valid JSON")
+        assert (
+            post([["c", "{]"]]).json()["error"]["message"].startswith("c, line 1 is not valid JSON")
+        )
         for wrong in ([["c"]], [["c", 3]], {"prompt": "a", "return_routed_experts": True}, 3):
-            assert (post(wrong).status_code, "[name, text]" in post(wrong).json()["error"]["message"]) == (400, True)
-    large = httpx.post(f"{api.url}/v1/routed_experts/saved", content=b" " * (MAX_BYTES + 1), timeout=300)
+            assert (
+                post(wrong).status_code,
+                "[name, text]" in post(wrong).json()["error"]["message"],
+            ) == (400, True)
+    large = httpx.post(
+        f"{api.url}/v1/routed_experts/saved", content=b" " * (MAX_BYTES + 1), timeout=300
+    )
     assert large.status_code == 413
     assert "routed-experts view" in large.json()["error"]["message"]
 
@@ -102,9 +115,13 @@ def test_every_file_is_used_and_nothing_is_loaded_from_elsewhere() -> None:
     texts = {name: content.decode() for name, (content, _) in page_files().items()}
     for name, text in texts.items():
         text = text.replace("http://www.w3.org/2000/svg", "")
-        found = re.search(r"https?:|//[a-z]+\.[a-z]|innerHTML|outerHTML|insertAdjacentHTML|\beval\b", text)
+        found = re.search(
+            r"https?:|//[a-z]+\.[a-z]|innerHTML|outerHTML|insertAdjacentHTML|\beval\b", text
+        )
         assert not found, name
-        assert name == "index.html" or any(name in text for other, text in texts.items() if other != name), name
+        assert name == "index.html" or any(
+            name in text for other, text in texts.items() if other != name
+        ), name
 
 
 @pytest.fixture
@@ -121,7 +138,10 @@ def test_the_documented_commands(saved: Path, documented: list[str]) -> None:
         (saved.parent / folder).mkdir()
         shutil.copy(saved, saved.parent / folder)
     (text,) = documented
-    said = [said_by(command, saved.parent) for command in map(partial(shlex.split, comments=True), text.splitlines())]
+    said = [
+        said_by(command, saved.parent)
+        for command in map(partial(shlex.split, comments=True), text.splitlines())
+    ]
     assert [len(lines) for lines in said] == [2, 1, 2]
     for line in itertools.chain(*said):
         assert re.search(r"http://127\.0\.0\.1:\d+/routed_experts\b", line)
@@ -136,13 +156,15 @@ def said_by(command: list[str], folder: Path) -> list[str]:
         env={**os.environ, "BROWSER": "echo opened %s"},
         stdout=subprocess.PIPE,
         text=True,
-        # Shells have what they run in the background ignore interrupts, and these tests may be that.
+        # Shells have what they run in the background ignore interrupts, and these tests may be
+        # that.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
-        get(re.findall(r"http\S+", first)[0])  # answered once the browser, if any, has come and gone
+        # answered once the browser, if any, has come and gone
+        get(re.findall(r"http\S+", first)[0])
         process.send_signal(signal.SIGINT)
         assert process.wait(300) == 0
         return [first, *(line for line in process.stdout if line.strip())]
@@ -150,7 +172,9 @@ def said_by(command: list[str], folder: Path) -> list[str]:
         process.kill()
 
 
-def test_view_needs_a_free_port(capsys: pytest.CaptureFixture[str], saved: Path, viewed: Viewed) -> None:
+def test_view_needs_a_free_port(
+    capsys: pytest.CaptureFixture[str], saved: Path, viewed: Viewed
+) -> None:
     port = httpx.URL(viewed(answer(rows_of(9, 2, 2, 8), 3))).port
     assert main(["view", str(saved), "--no-browser", "--port", str(port)]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
@@ -172,8 +196,12 @@ def test_view_reads_folders(tmp_path: Path, saved: Path) -> None:
 
 
 def test_f3_view_reads_a_response_at_a_time(tmp_path: Path) -> None:
-    """F3: neither at the start nor while it is asked does it hold a file: recordings have gigabytes."""
-    info, line = {"layer_ids": [1, 3], "num_layers": 2, "num_experts": 8}, json.dumps(answer(rows_of(2000, 2, 2, 8), 3))
+    """F3: neither at the start nor while it is asked does it hold a file: recordings have
+    gigabytes."""
+    info, line = (
+        {"layer_ids": [1, 3], "num_layers": 2, "num_experts": 8},
+        json.dumps(answer(rows_of(2000, 2, 2, 8), 3)),
+    )
     peaks = []
     for count in (5, 100):
         folder = tmp_path / str(count)

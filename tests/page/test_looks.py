@@ -16,9 +16,13 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.parametrize("width", [1440, 1101, 1024, 390])
 def test_light_dark_and_every_width(tab: Tab, viewed: Viewed, width: int) -> None:
-    """page: as the system has it, unless the switch says otherwise; nothing is wider than the window, or cut off."""
+    """page: as the system has it, unless the switch says otherwise; nothing is wider than the
+    window, or cut off."""
     compare(tab, viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
-    background, pixel = "getComputedStyle(document.body).backgroundColor", "$('#load-scale canvas').toDataURL()"
+    background, pixel = (
+        "getComputedStyle(document.body).backgroundColor",
+        "$('#load-scale canvas').toDataURL()",
+    )
     dark, dark_pixel = tab.js(background), tab.js(pixel)
     tab.prefer("light")
     tab.wait(f"{background} !== '{dark}'")
@@ -54,10 +58,18 @@ def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, theme: str) -> None
             tab.wait("$('#experts tbody tr')")
             nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
             named = {
-                (each["role"]["value"], each.get("name", {}).get("value")) for each in nodes if not each["ignored"]
+                (each["role"]["value"], each.get("name", {}).get("value"))
+                for each in nodes
+                if not each["ignored"]
             }
-            assert {("application", "Experts by token and layer"), ("application", "Load by layer and expert")} <= named
-            assert {("listbox", "Tokens of the response"), ("listbox", "Tokens of the compared response")} <= named
+            assert {
+                ("application", "Experts by token and layer"),
+                ("application", "Load by layer and expert"),
+            } <= named
+            assert {
+                ("listbox", "Tokens of the response"),
+                ("listbox", "Tokens of the compared response"),
+            } <= named
         tab.call("Runtime.evaluate", expression=axe)
         result = tab.js(
             "axe.run({resultTypes: ['violations']})"
@@ -73,17 +85,23 @@ IN_SIGHT = "(b => b.top >= -1 && b.bottom <= innerHeight + 1)($({!r}).getBoundin
 
 @pytest.mark.parametrize("width", [1440, 390])
 def test_what_a_click_changes_comes_into_sight(tab: Tab, viewed: Viewed, width: int) -> None:
-    """The tokens at the first difference; an expert that was chosen elsewhere on the page; an error."""
+    """The tokens at the first difference; an expert that was chosen elsewhere on the page; an
+    error."""
     compare(tab, viewed(*two_that_part(149, 20, 70)), width=width, height=800)
     tab.wait_for_text("#parting", "149")
     tab.click("#go")
     tab.wait(IN_SIGHT.format("#text-title"), 10)
-    tab.wait(f"$('#tokens-a .selected').dataset.i === '70' && {IN_SIGHT.format('#tokens-a .selected')}", 10)
+    tab.wait(
+        f"$('#tokens-a .selected').dataset.i === '70' && {IN_SIGHT.format('#tokens-a .selected')}",
+        10,
+    )
     tab.click("#detail tbody tr:nth-child(3) .chip")
     tab.wait_for_text("#expert-title", "Expert ")
     tab.wait(IN_SIGHT.format("#expert-title"), 10)
     tab.js("scrollTo(0, 1e9)")
-    tab.js("document.dispatchEvent(Object.assign(new Event('drop'), {dataTransfer: {files: [], items: []}}))")
+    tab.js(
+        "document.dispatchEvent(Object.assign(new Event('drop'), {dataTransfer: {files: [], items: []}}))"
+    )
     tab.wait(f"!$('#error').hidden && {IN_SIGHT.format('#error')}", 10)
     tab.console.clear()
 
@@ -102,14 +120,16 @@ MIXED = """(() => {
 def test_fit_keeps_layers_apart(tab: Tab, viewed: Viewed) -> None:
     """page: tokens that share a pixel are averaged where experts differ, layers are not."""
     rows = rows_of(5000, 8, 2, 16)
-    other = np.where(np.arange(8)[:, None] % 2, rows, (rows + 1) % 16)  # differs in every other layer
+    # differs in every other layer
+    other = np.where(np.arange(8)[:, None] % 2, rows, (rows + 1) % 16)
     compare(tab, viewed(answer(rows, 1), answer(other, 1)))
     tab.wait_for_text("#parting-text", "5000 positions \u00d7 8 layers")
     assert tab.js("$('#map').scrollWidth > 2 * $('#map').clientWidth")
     tab.click("#fit")
     tab.wait("$('#map').scrollWidth <= $('#map').clientWidth")
     tab.click("#map", GUTTER + (tab.js("$('#map').clientWidth") - 42) * 3000.5 / 5001, 25)
-    tab.wait("Math.abs($('#detail-token').textContent.split(' ')[1] - 3000) < 8")  # as exact as a pixel is
+    # as exact as a pixel is
+    tab.wait("Math.abs($('#detail-token').textContent.split(' ')[1] - 3000) < 8")
     tab.click("#map", 41, 25)  # the selected token at the left edge
     tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
     tab.wait("Number($('#map-status').textContent.split(' ')[1]) < 8")

@@ -20,7 +20,17 @@ from tests.e2e.harness import ASK, Oracle, Server, answers_of
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab
 from tests.page.conftest import Viewed
-from tests.page.seen import PROMPT, TOKENS, ask, choose, download, ended, error_in, shows, shows_weights
+from tests.page.seen import (
+    PROMPT,
+    TOKENS,
+    ask,
+    choose,
+    download,
+    ended,
+    error_in,
+    shows,
+    shows_weights,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -40,11 +50,14 @@ def shown_tokens(tab: Tab) -> list[str]:
 def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) -> None:
     """With weights; what Save writes has the same, and opens as the same.
 
-    page: texts come with the stream, those of the prompt in one request, below /v1, which every proxy passes.
+    page: texts come with the stream, those of the prompt in one request, below /v1, which every
+    proxy passes.
     """
     body: dict[str, Any] = {**ASK, "max_tokens": 40}
     chat = {"messages": [{"role": "user", "content": PROMPT}]}
-    (said,) = answers_of(api.chat(**body, **chat) if kind == "chat" else api.complete(**body, prompt=PROMPT))
+    (said,) = answers_of(
+        api.chat(**body, **chat) if kind == "chat" else api.complete(**body, prompt=PROMPT)
+    )
     tab.open(f"{api.url}/routed_experts")
     start = time.monotonic()
     ask(tab, kind=kind)
@@ -55,7 +68,10 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
     rows = np.concatenate([said.prompt_rows, said.rows])
     tab.wait("!$('#tokens-a .number')")  # the texts are asked for in addition
     assert shown_tokens(tab) == texts_of([*said.prompt, *said.tokens])
-    assert f"{len(said.prompt)} prompt and 40 generated tokens, {len(rows)} rows of 8 layers" in tab.text("#summary")
+    assert (
+        f"{len(said.prompt)} prompt and 40 generated tokens, {len(rows)} rows of 8 layers"
+        in tab.text("#summary")
+    )
     for token in (len(rows) - 1, 3):  # the last row is selected while the answer grows
         if token == 3:
             choose(tab, token)
@@ -64,7 +80,8 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
     assert all(url.startswith(api.url) for url in tab.requested)
     asked = [url for url in tab.requested if url.endswith("texts") or "tokenize" in url]
     assert set(asked) == {f"{api.url}/{TEXTS}"}
-    assert len(asked) <= 2 + time.monotonic() - start  # one a second, where chunks bring several tokens
+    # one a second, where chunks bring several tokens
+    assert len(asked) <= 2 + time.monotonic() - start
 
     download(tab, "#save", "answer.jsonl", tmp_path)
     (saved,) = read(opened([str(tmp_path / "answer.jsonl")]), ModelInfo())
@@ -73,7 +90,9 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
     assert list(routing.token_ids or ()) == said.tokens
     info = api.info()
     about = [info[name] for name in ("num_layers", "top_k", "num_experts")]
-    assert saved.info == ModelInfo(*about, tuple(info["layer_ids"]), weights_scale=tuple(info["weights_scale"]))
+    assert saved.info == ModelInfo(
+        *about, tuple(info["layer_ids"]), weights_scale=tuple(info["weights_scale"])
+    )
     tab.give_file("#file", tmp_path / "answer.jsonl")
     tab.wait("$$('#pick-a option').length === 3")
     tab.choose("#pick-b", "0")
@@ -81,7 +100,8 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
 
 
 def test_stop_ends_the_request(tab: Tab, api: Server) -> None:
-    # By the page itself: with a busy machine, all tokens may be there before a click from outside is.
+    # By the page itself: with a busy machine, all tokens may be there before a click from outside
+    # is.
     stop = f"setInterval(() => $$('{TOKENS}').length > 60 && $('#stop').click(), 5)"
     for _ in range(20):
         tab.open(f"{api.url}/routed_experts")
@@ -96,8 +116,17 @@ def test_stop_ends_the_request(tab: Tab, api: Server) -> None:
 
 def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path) -> None:
     """On a server whose own defaults are others than the page's."""
-    own = {"routed_experts_format": "list", "routed_experts_stream": "at_end", "routed_experts_prompt_start": 1}
-    flags = "--stream-interval", "5", "--routed-experts-default", json.dumps({**own, "return_routed_experts": True})
+    own = {
+        "routed_experts_format": "list",
+        "routed_experts_stream": "at_end",
+        "routed_experts_prompt_start": 1,
+    }
+    flags = (
+        "--stream-interval",
+        "5",
+        "--routed-experts-default",
+        json.dumps({**own, "return_routed_experts": True}),
+    )
     body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 24, "stream": True, **ASK}
     body |= {"routed_experts_format": "object", "routed_experts_prompt_start": 0}
     with serving(tiny_model, *flags) as server:
@@ -109,12 +138,14 @@ def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path) -> None:
         ask(tab, prompt="Hello there", tokens=24)
         ended(tab)
         tab.wait("!$('#tokens-a .number')")
-        assert shown_tokens(tab) == texts_of([*(routing.prompt_token_ids or ()), *(routing.token_ids or ())])
+        assert shown_tokens(tab) == texts_of(
+            [*(routing.prompt_token_ids or ()), *(routing.token_ids or ())]
+        )
 
 
 def test_nothing_is_compared_that_nobody_chose(tab: Tab, api: Server, tmp_path: Path) -> None:
-    """page: neither with the example, nor with what was opened before; what was chosen stays. Nor does a link carry a
-    response that was not saved, or show the example in its place."""
+    """page: neither with the example, nor with what was opened before; what was chosen stays. Nor
+    does a link carry a response that was not saved, or show the example in its place."""
     tab.open(f"{api.url}/routed_experts")
     tab.wait_for("#ask")
     tab.click("#example")
@@ -123,7 +154,11 @@ def test_nothing_is_compared_that_nobody_chose(tab: Tab, api: Server, tmp_path: 
     ask(tab, prompt="Hello", tokens=5)
     tab.wait_for_text("#summary", "5 prompt and 5 generated tokens, 9 rows")
     ended(tab)
-    assert (tab.is_hidden("#side-b"), tab.is_hidden("#parting"), tab.is_hidden("#notice")) == (True, True, True)
+    assert (tab.is_hidden("#side-b"), tab.is_hidden("#parting"), tab.is_hidden("#notice")) == (
+        True,
+        True,
+        True,
+    )
     tab.choose("#pick-b", "2")
     tab.wait_for_text("#summary", "B: ")
     tab.wait("location.hash.includes('&b=a+response+that+was+not+saved')")
@@ -140,7 +175,10 @@ def test_nothing_is_compared_that_nobody_chose(tab: Tab, api: Server, tmp_path: 
     tab.open(link)
     tab.wait_for("#ask")
     tab.wait_for("#notice")
-    assert tab.text("#notice") == "This link shows a response that was not saved: links carry no responses."
+    assert (
+        tab.text("#notice")
+        == "This link shows a response that was not saved: links carry no responses."
+    )
     assert tab.is_hidden("#views")
     assert not any("example.json" in url for url in tab.requested)
     ask(tab, prompt="Hello", tokens=5)
@@ -175,7 +213,9 @@ def test_errors_of_the_server_are_shown(tab: Tab, api: Server) -> None:
 
 
 @pytest.mark.parametrize("captures", [True, False])
-def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path, tmp_path: Path, captures: bool) -> None:
+def test_the_key_is_asked_for_and_kept_nowhere(
+    tab: Tab, tiny_model: Path, tmp_path: Path, captures: bool
+) -> None:
     """Nor are files read for those who have none. A server without capture reads files."""
     file = tmp_path / "saved.jsonl"
     file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
@@ -208,7 +248,8 @@ def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path, tmp_p
 
 
 def test_the_example(tab: Tab, api: Server, viewed: Viewed, oracle: Oracle) -> None:
-    """On a server, and in `routed-experts view` without files; its rows and weights are the tiny model's."""
+    """On a server, and in `routed-experts view` without files; its rows and weights are the tiny
+    model's."""
     url = viewed(texts={})
     addresses = {
         f"{api.url}/routed_experts": "!$('#ask').hidden",
@@ -231,4 +272,6 @@ def test_the_example(tab: Tab, api: Server, viewed: Viewed, oracle: Oracle) -> N
         found = json.loads(line)
         rows, tokens = decode(found["rows"]), found["ids"]["values"]
         assert oracle.wrong(rows, tokens[:-1]) == []
-        assert np.allclose(decode_weights(found["weights"]), oracle.weights(rows, tokens[:-1]), atol=1e-5)
+        assert np.allclose(
+            decode_weights(found["weights"]), oracle.weights(rows, tokens[:-1]), atol=1e-5
+        )

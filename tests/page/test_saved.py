@@ -36,8 +36,12 @@ def joined(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "choices": [{**choice, "routed_experts": array(rows)}]}
 
 
-@pytest.mark.parametrize("change", [lambda body: body, without_texts, joined], ids=["texts", "ids", "neither"])
-@pytest.mark.parametrize(("info", "reason"), [({}, "length"), ({"routed_experts_info": INFO}, None)])
+@pytest.mark.parametrize(
+    "change", [lambda body: body, without_texts, joined], ids=["texts", "ids", "neither"]
+)
+@pytest.mark.parametrize(
+    ("info", "reason"), [({}, "length"), ({"routed_experts_info": INFO}, None)]
+)
 def test_saving_and_opening_change_nothing(
     tab: Tab, viewed: Viewed, tmp_path: Path, change: Any, info: dict[str, Any], reason: str | None
 ) -> None:
@@ -66,7 +70,10 @@ def test_weights_are_saved(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
     weights[5, 0, 0] = np.nan
     show(
         tab,
-        viewed(answer(rows, 12, weights=weights) | {"routed_experts_info": {**INFO, "weights_scale": [1.0, 2.5, 1.0]}}),
+        viewed(
+            answer(rows, 12, weights=weights)
+            | {"routed_experts_info": {**INFO, "weights_scale": [1.0, 2.5, 1.0]}}
+        ),
     )
     download(tab, "#save", "answer.jsonl", tmp_path)
     (saved,) = read(opened([str(tmp_path / "answer.jsonl")]), ModelInfo())
@@ -98,26 +105,35 @@ def test_decoder_layers_are_named(tab: Tab, viewed: Viewed) -> None:
         ("no json", "answers.jsonl, line 1 is not valid JSON"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_said(tab: Tab, viewed: Viewed, tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_file_that_cannot_be_read_is_said(
+    tab: Tab, viewed: Viewed, tmp_path: Path, text: str, sentence: str
+) -> None:
     (tmp_path / "answers.jsonl").write_text(text)
     tab.open(viewed(texts={}))
     tab.give_file("#file", tmp_path / "answers.jsonl")
     assert sentence in error_in(tab)
     assert tab.is_hidden("#views")
-    assert not tab.js("['#pick-a', '#pick-b', '#save', '#stop'].some(id => $(id).checkVisibility())")
+    assert not tab.js(
+        "['#pick-a', '#pick-b', '#save', '#stop'].some(id => $(id).checkVisibility())"
+    )
 
 
 def test_f3_files_that_are_opened_when_they_are_picked(
     tab: Tab, viewed: Viewed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F3: of folders that are larger than a browser should hold, the first file, and others on demand."""
+    """F3: of folders that are larger than a browser should hold, the first file, and others on
+    demand."""
     rows = [rows_of(29, 3, 2, 32, seed) for seed in range(3)]
-    texts = {f"recorded/{place}.jsonl": json.dumps(answer(each, 12)) for place, each in enumerate(rows)}
+    texts = {
+        f"recorded/{place}.jsonl": json.dumps(answer(each, 12)) for place, each in enumerate(rows)
+    }
     real = ViewServer.__init__
 
     def of_large_files(self: ViewServer, *args: Any) -> None:
         real(self, *args)
-        self.page_config["saved"] = json.dumps([[name, 40 << 20] for name, _ in json.loads(self.page_config["saved"])])
+        self.page_config["saved"] = json.dumps(
+            [[name, 40 << 20] for name, _ in json.loads(self.page_config["saved"])]
+        )
 
     monkeypatch.setattr(ViewServer, "__init__", of_large_files)
     show(tab, viewed(texts=texts))

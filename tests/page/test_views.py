@@ -1,4 +1,5 @@
-"""Each view of a response: its numbers are numpy's of the same rows, and clicks and keys select what they say."""
+"""Each view of a response: its numbers are numpy's of the same rows, and clicks and keys select
+what they say."""
 
 import csv
 import io
@@ -74,7 +75,9 @@ def counts_of(rows: np.ndarray, experts: int) -> np.ndarray:
 def near(shown: list[str], expected: Any, digits: int) -> bool:
     """As far as it is written out."""
     numbers = [float(re.sub(r"[^-\d.e]", "", text)) for text in shown]
-    return bool(np.allclose(numbers, np.asarray(expected, dtype=float), rtol=0, atol=0.5001 * 10.0**-digits))
+    return bool(
+        np.allclose(numbers, np.asarray(expected, dtype=float), rtol=0, atol=0.5001 * 10.0**-digits)
+    )
 
 
 @pytest.mark.parametrize("made", [weighed, later, short], ids=lambda made: made.__name__)
@@ -130,7 +133,9 @@ def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
     by_choices = f"Expert {EXPERT}: {loads[EXPERT]:.2f} {TIMES} ({many} of {len(rows)} tokens)"
     words = f"busiest expert {loads.argmax()} with {loads.max():.1f} {TIMES}"
     unused = f"; {(counts[LAYER] == 0).sum()} of {experts} experts unused."
-    assert tab.text("#load-status").startswith(f"MoE layer {LAYER}: {words} the even share{unused} {by_choices}")
+    assert tab.text("#load-status").startswith(
+        f"MoE layer {LAYER}: {words} the even share{unused} {by_choices}"
+    )
     positions, ranks = np.nonzero(rows[:, LAYER] == EXPERT)
     shades = tab.js(
         "$$('#tokens-a .chosen').map(e => [Number(e.dataset.i), Number(e.style.getPropertyValue('--shade'))])"
@@ -138,12 +143,18 @@ def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
     shaded = zip(positions + routing.start, 1 - ranks / rows.shape[2], strict=True)
     assert shades == [[position, pytest.approx(shade)] for position, shade in shaded]
     found = {int(row[0]): row[2:] for row in listed(tab)}
-    assert [found[position + routing.start][0] for position in positions] == [str(rank + 1) for rank in ranks]
+    assert [found[position + routing.start][0] for position in positions] == [
+        str(rank + 1) for rank in ranks
+    ]
     assert len(found) == len(positions)
     if weights is None:
         assert "weights" not in tab.text("#load-status")
         return
-    assert near([found[position + routing.start][1] for position in positions], weights[positions, LAYER, ranks], 3)
+    assert near(
+        [found[position + routing.start][1] for position in positions],
+        weights[positions, LAYER, ranks],
+        3,
+    )
     order = np.argsort(-weights[positions, LAYER, ranks], kind="stable")
     assert list(found) == (positions[order] + routing.start).tolist()
     sums, known = np.zeros(experts), rows[:, LAYER] >= 0
@@ -180,9 +191,15 @@ def test_the_map_and_its_keys(tab: Tab, viewed: Viewed) -> None:
     tops = "$$('#detail tbody tr').map(row => new Set([...row.querySelectorAll('.chip')].map(c => c.offsetTop)).size)"
     assert tab.js(tops) == [1] * 58
     assert tab.js("$$('.chip').every(c => c.scrollWidth <= c.clientWidth)")
-    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)  # else the status is that of the cell below it
+    # else the status is that of the cell below it
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
     token, layer = 33, 2
-    steps = [("ArrowRight", 5, 5, 0), ("ArrowDown", 50, 0, 50), ("ArrowUp", 51, 0, -51), ("PageDown", 1, 50, 0)]
+    steps = [
+        ("ArrowRight", 5, 5, 0),
+        ("ArrowDown", 50, 0, 50),
+        ("ArrowUp", 51, 0, -51),
+        ("PageDown", 1, 50, 0),
+    ]
     inside = "(r, f) => r.top >= f.top && r.bottom <= f.bottom + 1"
     boxes = "$('#detail tr.selected').getBoundingClientRect(), $('.detail .scroll').getBoundingClientRect()"
     for key, times, by_token, by_layer in (*steps, ("ArrowLeft", 1, -1, 0)):
@@ -205,14 +222,22 @@ def test_the_map_and_its_keys(tab: Tab, viewed: Viewed) -> None:
 def test_the_load_and_its_keys(tab: Tab, viewed: Viewed) -> None:
     show(tab, viewed(answer(ROWS, 10), given=GIVEN))
     tab.click("#load", GUTTER + 7.5 * tab.js("($('#load').clientWidth - 42) / 32"), 18 + 4.5 * 22)
-    steps = [("", 4, 7), ("ArrowRight", 4, 8), ("ArrowUp", 3, 8), ("ArrowLeft", 3, 7), ("ArrowDown", 4, 7)]
+    steps = [
+        ("", 4, 7),
+        ("ArrowRight", 4, 8),
+        ("ArrowUp", 3, 8),
+        ("ArrowLeft", 3, 7),
+        ("ArrowDown", 4, 7),
+    ]
     for key, layer, expert in steps:
         tab.key(key, bool(key))
         count = int((ROWS[:, layer] == expert).sum())
         load = f"Expert {expert}: {count * E / (99 * 4):.2f} {TIMES} ({count} of 99 tokens)."
         tab.wait_for_text("#load-status", load)
         assert tab.text("#load-status").startswith(f"MoE layer {layer}: ")
-        tab.wait(f"{json.dumps(not key)} || $('#live').textContent === $('#load-status').textContent")
+        tab.wait(
+            f"{json.dumps(not key)} || $('#live').textContent === $('#load-status').textContent"
+        )
     tab.key("Escape")
     tab.wait("!$('#load-status').textContent.includes('Expert 7')")
     assert tab.text("#expert-title") == "Experts of MoE layer 4"
@@ -228,24 +253,35 @@ def test_a_layers_experts_and_their_tokens(tab: Tab, viewed: Viewed) -> None:
     counts = counts_of(rows, E)[2]
     listed = cells(tab, "#experts")
     loads = [float(row[1].removesuffix(f" {TIMES}")) for row in listed]
-    assert loads == [pytest.approx(load, abs=0.005) for load in sorted(counts * E / counts.sum(), reverse=True)[:25]]
+    assert loads == [
+        pytest.approx(load, abs=0.005)
+        for load in sorted(counts * E / counts.sum(), reverse=True)[:25]
+    ]
     assert tab.texts("#legend span")[:7] == [row[0] for row in listed[:7]]
     colours = dict(
-        tab.js("$$('#legend span').map(e => [e.textContent, getComputedStyle(e.firstChild).backgroundColor])")
+        tab.js(
+            "$$('#legend span').map(e => [e.textContent, getComputedStyle(e.firstChild).backgroundColor])"
+        )
     )
     parts = [re.findall(r"\d+", colour) for colour in colours.values()]
     assert ["".join(f"{int(part):02x}" for part in rgb) for rgb in parts[:7]] == OKABE_ITO
     chips = "$$('#detail tr.selected .chip').map(e => [e.textContent, getComputedStyle(e).borderLeftColor])"
     assert all(colour == colours.get(expert, colours["others"]) for expert, colour in tab.js(chips))
-    shown = tab.js("$$('#experts tbody tr').map(r => [...r.querySelectorAll('.typical')].map(e => e.textContent))")
+    shown = tab.js(
+        "$$('#experts tbody tr').map(r => [...r.querySelectorAll('.typical')].map(e => e.textContent))"
+    )
     for (name, *_), tokens in zip(listed, shown, strict=True):
         chose = (rows[:, 2] == int(name)).any(1)
         beyond = {}
         for text in set(TEXTS[:99]):
             has = known & [other == text for other in TEXTS[:99]]
-            beyond[f"{text} {(has & chose).sum()}/{has.sum()}"] = (has & chose).sum() - has.sum() * chose[known].mean()
+            beyond[f"{text} {(has & chose).sum()}/{has.sum()}"] = (
+                has & chose
+            ).sum() - has.sum() * chose[known].mean()
         found = [token.replace("␣", " ").replace("⏎", "\n") for token in tokens]
-        assert [beyond[token] for token in found] == pytest.approx(sorted(beyond.values(), reverse=True)[: len(found)])
+        assert [beyond[token] for token in found] == pytest.approx(
+            sorted(beyond.values(), reverse=True)[: len(found)]
+        )
     tab.click("#experts tbody button")
     tab.wait_for_text("#expert-title", f"Expert {listed[0][0]} of MoE layer 2")
     assert set(tab.texts("#experts mark")) <= {text.replace("\n", "⏎") for text in TEXTS}
@@ -257,16 +293,26 @@ COLOURS = "[...$('#load canvas').getContext('2d').getImageData(0, %d, %d, 1).dat
 
 
 @pytest.mark.parametrize(
-    ("theme", "ends"), [("light", ["#053061", "#f7f7f7", "#67001f"]), ("dark", ["#9eb0ff", "#190c09", "#ffadad"])]
+    ("theme", "ends"),
+    [("light", ["#053061", "#f7f7f7", "#67001f"]), ("dark", ["#9eb0ff", "#190c09", "#ffadad"])],
 )
-def test_the_even_share_is_the_middle_of_the_scale(tab: Tab, viewed: Viewed, theme: str, ends: list[str]) -> None:
-    """Two responses, of which one uses all experts alike, and the other one only; below, where the second has more."""
+def test_the_even_share_is_the_middle_of_the_scale(
+    tab: Tab, viewed: Viewed, theme: str, ends: list[str]
+) -> None:
+    """Two responses, of which one uses all experts alike, and the other one only; below, where the
+    second has more."""
     even = np.arange(40, dtype=np.int16).reshape(40, 1, 1) % 4
-    compare(tab, viewed(answer(even, 10), answer(0 * even, 10), given=ModelInfo(num_experts=4)), theme=theme)
+    compare(
+        tab,
+        viewed(answer(even, 10), answer(0 * even, 10), given=ModelInfo(num_experts=4)),
+        theme=theme,
+    )
     tab.wait_for_text("#parting-text", "Experts differ")
     none, middle, most = ends
     width = tab.js("$('#load').clientWidth")
-    for band, expected in enumerate([[middle] * 4, [most, none, none, none], [most, ANY, ANY, ANY]]):
+    for band, expected in enumerate(
+        [[middle] * 4, [most, none, none, none], [most, ANY, ANY, ANY]]
+    ):
         y = 18 + 11 + band * (18 + 22)
         bytes_ = np.array(tab.js(COLOURS % (y, width))).reshape(width, 4)
         found = [bytes_[GUTTER + round((width - 42) * (i + 0.5) / 4)][:3] for i in range(4)]
@@ -285,7 +331,9 @@ def test_the_pointer_shows_experts(tab: Tab, viewed: Viewed) -> None:
     assert tab.text("#tip strong").startswith("Token 80 ")
     ids = tab.js("$$('#tip td .chips').map(e => [...e.children].map(c => Number(c.textContent)))")
     assert ids == [one[80, 5].tolist(), other[80, 5].tolist()]
-    assert int(tab.text("#tip td:last-child")) == (~(one[80, 5, :, None] == other[80, 5]).any(1)).sum()
+    assert (
+        int(tab.text("#tip td:last-child")) == (~(one[80, 5, :, None] == other[80, 5]).any(1)).sum()
+    )
     left, top, width = tab.scroll_to("#load")
     tab.mouse("Moved", left + GUTTER + 7.5 * (width - 42) / 128, top + 18 + 3.5 * 5)
     counts = [counts_of(rows, 128)[3, 7] for rows in (one, other)]
@@ -339,17 +387,24 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     tab.wait_for_text("#parting", "119")
     differ = (one != other) & ~(one[..., None] == other[..., None, :]).any(-1)
     sentence = tab.text("#parting-text")
-    assert "Tokens differ from position 71. Experts differ from position 70, MoE layer 2" in sentence
+    assert (
+        "Tokens differ from position 71. Experts differ from position 70, MoE layer 2" in sentence
+    )
     assert f"{100 * differ.any(-1).mean():.1f} % of 119 positions {TIMES} 24 layers" in sentence
     by_layer = 100 * differ.any(-1).mean(0)
     assert f", most in MoE layer {by_layer.argmax()} ({by_layer.max():.1f} %)." in sentence
-    assert re.match("MoE layer 0: A: busiest expert .* unused. B: busiest expert .* unused.$", tab.text("#load-status"))
+    assert re.match(
+        "MoE layer 0: A: busiest expert .* unused. B: busiest expert .* unused.$",
+        tab.text("#load-status"),
+    )
     tab.click("#go")
     shows(tab, one[70])
     shows(tab, other[70], column=2)
     counts = tab.js("$$('#detail tbody tr').map(row => Number(row.children[3].textContent))")
     assert counts == differ[70].sum(-1).tolist()
-    assert tab.count("#detail tbody tr:nth-child(3) td:nth-child(2) .differs") == differ[70, 2].sum()
+    assert (
+        tab.count("#detail tbody tr:nth-child(3) td:nth-child(2) .differs") == differ[70, 2].sum()
+    )
     assert f"({differ[70, 2].sum()} differ)" in tab.text("#map-status")
     assert tab.js("$('#tokens-b .selected').dataset.i") == "70"
     assert tab.js("$('#tokens-b .parts').dataset.i") == "71"
@@ -366,7 +421,8 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
 
 
 def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
-    """page: rows at one position are of different tokens there, so that nearly all of them differ."""
+    """page: rows at one position are of different tokens there, so that nearly all of them
+    differ."""
     one, other = rows_of(49, 6, 4, 32), rows_of(59, 6, 4, 32, seed=1)
     texts = words_of(3)
     others = [*texts[:4], " otherwise", *texts[5:60]]
@@ -375,7 +431,9 @@ def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
     apart = abs(shares[0] - shares[1]).sum(1) / 2
     load = f"The prompts differ from position 4. Load: {100 * apart.mean():.1f} % of the choices"
     tab.wait_for_text("#parting-text", load)
-    assert f"most in MoE layer {apart.argmax()} ({100 * apart.max():.1f} %)" in tab.text("#parting-text")
+    assert f"most in MoE layer {apart.argmax()} ({100 * apart.max():.1f} %)" in tab.text(
+        "#parting-text"
+    )
     assert "positions" not in tab.text("#parting-text")
     assert tab.is_hidden("#go")
     assert tab.is_hidden("#legend + span")
@@ -397,20 +455,36 @@ def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
     tab.wait_for_text("#detail-token", "A: Token 3 ")
     assert tab.js(f"$('{SELECTED}').dataset.i") == "3"
 
-    compare(tab, viewed(answer(one, 10, texts[:50]), answer(other, 20, texts[:60])))  # the next turn of a conversation
+    # the next turn of a conversation
+    compare(tab, viewed(answer(one, 10, texts[:50]), answer(other, 20, texts[:60])))
     tab.wait_for_text("#parting-text", "Tokens are equal up to the end of the shorter response.")
     bare: list[dict[str, Any]] = [answer(one, 10), answer(one, 10)]
     for body in bare:
-        del body["prompt_token_ids"], body["choices"][0]["token_ids"], body["choices"][0]["logprobs"]
+        del (
+            body["prompt_token_ids"],
+            body["choices"][0]["token_ids"],
+            body["choices"][0]["logprobs"],
+        )
     compare(tab, viewed(*bare))
-    tab.wait_for_text("#parting-text", "Not all tokens are known. Experts are equal in all of 49 positions")
+    tab.wait_for_text(
+        "#parting-text", "Not all tokens are known. Experts are equal in all of 49 positions"
+    )
 
 
 def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:
-    """page: large ones as far as they matter, whole numbers as such, and none is cut off; B has none here."""
+    """page: large ones as far as they matter, whole numbers as such, and none is cut off; B has
+    none here."""
     rows = rows_of(49, 3, 8, 256)
     weights = weights_of(rows)
-    shown = {1: "1", 16: "16", 2048: "2048", 0.5: "0.500", 1.5: "1.500", 12.34: "12.34", 1234.5678: "1235"}
+    shown = {
+        1: "1",
+        16: "16",
+        2048: "2048",
+        0.5: "0.500",
+        1.5: "1.500",
+        12.34: "12.34",
+        1234.5678: "1235",
+    }
     shown |= {123456.7: "123457", 2.5e6: "2.5e6", 3e38: "3.0e38", -0.25: "-0.250", -123.4: "-123.4"}
     shown |= {0.0001: "1e-4", 0: "0", 7: "7", 100: "100"}
     weights[20, :2] = np.reshape(list(shown), (2, 8))
@@ -420,17 +494,34 @@ def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:
         choose(tab, 20)
         shows(tab, rows[20], column=2)
         small = "$$('#detail tbody tr').slice(0, 2).flatMap(r => [...r.children[1].querySelectorAll('small')])"
-        assert [text.strip() for text in tab.js(f"{small}.map(e => e.textContent)")] == list(shown.values())
+        assert [text.strip() for text in tab.js(f"{small}.map(e => e.textContent)")] == list(
+            shown.values()
+        )
         assert not tab.count("#detail td:nth-child(3) small")
-        assert tab.js("$$('.chip').filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)") == []
+        assert (
+            tab.js("$$('.chip').filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)")
+            == []
+        )
         assert tab.js("$$('.side > .card').every(e => e.scrollWidth <= e.clientWidth)")
         tips(tab, "#tokens-a [data-i='20']")
         assert tab.count("#tip small")
-        assert tab.js("$$('#tip .chip').filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)") == []
+        assert (
+            tab.js(
+                "$$('#tip .chip').filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)"
+            )
+            == []
+        )
 
 
 def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:
-    texts = ["<script>hacked = 1</script>", "<img src=x onerror='hacked = 1'>", "</span>", "&amp;", "<b>", "x"]
+    texts = [
+        "<script>hacked = 1</script>",
+        "<img src=x onerror='hacked = 1'>",
+        "</span>",
+        "&amp;",
+        "<b>",
+        "x",
+    ]
     rows = rows_of(5, 2, 2, 8)
     show(tab, viewed(answer(rows, 2, texts)))
     tips(tab, TOKENS)
@@ -479,7 +570,10 @@ def test_a_link_brings_the_view_back(tab: Tab, viewed: Viewed) -> None:
 def test_a_link_says_which_file_to_open(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
     file = tmp_path / "other.jsonl"
     file.write_text(json.dumps(answer(ROWS, 10, TEXTS)))
-    tab.open(viewed(answer(ROWS[:20], 10, TEXTS[:21])) + "#a=other.jsonl%2C+line+1&token=33&layer=4&expert=7")
+    tab.open(
+        viewed(answer(ROWS[:20], 10, TEXTS[:21]))
+        + "#a=other.jsonl%2C+line+1&token=33&layer=4&expert=7"
+    )
     tab.wait_for_text("#notice", "This link shows other.jsonl, line 1: open this file to see it.")
     tab.give_file("#file", file)
     tab.wait_for_text("#expert-title", "Expert 7 of MoE layer 4")

@@ -15,14 +15,34 @@ from tests.protocol.forms import encode
 
 EXPERTS, LAYERS, TOP_K = 60, 3, 4
 
-NUMBERS = [-(10**400), -(2**70), -1, 0, 1, 2, 255, 2**15, 2**31, 2**53, 2**70, 10**9, 10**18, 10**400, 0.5, 1e308]
+NUMBERS = [
+    -(10**400),
+    -(2**70),
+    -1,
+    0,
+    1,
+    2,
+    255,
+    2**15,
+    2**31,
+    2**53,
+    2**70,
+    10**9,
+    10**18,
+    10**400,
+    0.5,
+    1e308,
+]
 JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.sampled_from(["", "x", "\ud800", "stop", "k05VTVBZ", *NUMBERS])
     | st.floats()
     | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["index", "data"]), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["index", "data"]), inner, max_size=2)
+    ),
     max_leaves=5,
 )
 """Any value."""
@@ -38,10 +58,16 @@ def peak_of(run: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def histogram(rows: np.ndarray, num_experts: int) -> Histogram:
-    return {"counts": count_experts(rows, num_experts).tolist(), "rows": len(rows), "missing": count_missing(rows)}
+    return {
+        "counts": count_experts(rows, num_experts).tolist(),
+        "rows": len(rows),
+        "missing": count_missing(rows),
+    }
 
 
-def rows_of(count: int, seed: int = 0, experts: int = EXPERTS, layers: int = LAYERS, top_k: int = TOP_K) -> np.ndarray:
+def rows_of(
+    count: int, seed: int = 0, experts: int = EXPERTS, layers: int = LAYERS, top_k: int = TOP_K
+) -> np.ndarray:
     """Rows [count, L, K] that a router could have chosen: K different experts in each layer."""
     scores = np.random.default_rng(seed).random((count, layers, experts))
     return np.argsort(scores, axis=2)[:, :, :top_k].astype(np.int16)
@@ -58,9 +84,9 @@ class Told:
     """One prompt and its choices, from which every form of an answer is made.
 
     Attributes:
-        prompt: rows [P, L, K].
-        choices: for each, rows [G - 1, L, K]. Those of other choices than the first differ from the first token on.
-        first_token: of the prompt, so that different prompts have different tokens.
+        prompt: rows [P, L, K]. choices: for each, rows [G - 1, L, K]. Those of other choices than
+        the first differ from the first token on. first_token: of the prompt, so that different
+        prompts have different tokens.
     """
 
     prompt: np.ndarray
@@ -89,7 +115,11 @@ class Told:
     def arrays(self, rows: np.ndarray, start: int, prefix: str = "") -> dict[str, Any]:
         """The fields of some rows."""
         ids = {f"{prefix}routed_experts": self.encode(rows, start)}
-        return ids | ({f"{prefix}routed_expert_weights": self.encode(weights_of(rows), start)} if self.weights else {})
+        return ids | (
+            {f"{prefix}routed_expert_weights": self.encode(weights_of(rows), start)}
+            if self.weights
+            else {}
+        )
 
 
 def answer(*prompts: Told, is_list: bool = False) -> dict[str, Any]:
@@ -99,7 +129,10 @@ def answer(*prompts: Told, is_list: bool = False) -> dict[str, Any]:
         for choice, rows in enumerate(told.choices):
             is_joined = told.layout == "joined"
             about = {"index": len(body["choices"]), "finish_reason": "length"}
-            about |= {"prompt_token_ids": told.prompt_token_ids, "token_ids": told.token_ids(choice)}
+            about |= {
+                "prompt_token_ids": told.prompt_token_ids,
+                "token_ids": told.token_ids(choice),
+            }
             sent = (told.whole(choice), told.start) if is_joined else (rows, len(told.prompt))
             body["choices"].append({**about, **told.arrays(*sent)})
     of_prompts = [told.arrays(told.prompt[told.start :], told.start, "prompt_") for told in prompts]
@@ -110,7 +143,8 @@ def answer(*prompts: Told, is_list: bool = False) -> dict[str, Any]:
 
 
 def stream(*prompts: Told, piece: int = 10**6, per_chunk: int = 1) -> list[dict[str, Any]]:
-    """The chunks of a streamed completion, in pieces of at most `piece` rows; the choices take turns.
+    """The chunks of a streamed completion, in pieces of at most `piece` rows; the choices take
+    turns.
 
     Each chunk brings `per_chunk` tokens and the rows that became known with them.
     """
@@ -123,7 +157,8 @@ def stream(*prompts: Told, piece: int = 10**6, per_chunk: int = 1) -> list[dict[
 
 
 def _chunks(told: Told, choice: int, index: int, piece: int, per_chunk: int) -> Any:
-    """For each output of the engine the chunks that it becomes: pieces first, the one with the tokens last."""
+    """For each output of the engine the chunks that it becomes: pieces first, the one with the
+    tokens last."""
     tokens, prompt_len = told.token_ids(choice), len(told.prompt)
     whole = np.concatenate([told.prompt, told.choices[choice]])
     sent = told.start if told.layout == "joined" else prompt_len

@@ -11,7 +11,8 @@ from routed_experts.protocol.codec import NUMPY_DTYPES, count_missing
 
 
 def encode(array: Any, *, fmt: str = "object", dtype: str = "int16", start: int = 0) -> Any:
-    """Ids [n, L, K] as a wire dtype, or weights, in one of the forms. `start` is the position of the first row."""
+    """Ids [n, L, K] as a wire dtype, or weights, in one of the forms. `start` is the position of
+    the first row."""
     dtype = "float32" if array.dtype == np.float32 else dtype
     sent = np.ascontiguousarray(array, dtype=NUMPY_DTYPES[dtype])
     assert dtype == "float32" or np.array_equal(sent, array), f"{dtype} cannot hold the ids"
@@ -22,4 +23,10 @@ def encode(array: Any, *, fmt: str = "object", dtype: str = "int16", start: int 
     data = base64.b64encode(file.getvalue() if fmt == "npy" else sent.tobytes()).decode()
     if fmt != "object":
         return data
-    return {"data": data, "shape": [*sent.shape], "dtype": dtype, "start": start, "missing": count_missing(sent)}
+    return {
+        "data": data,
+        "shape": [*sent.shape],
+        "dtype": dtype,
+        "start": start,
+        "missing": count_missing(sent),
+    }

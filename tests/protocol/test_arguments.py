@@ -1,4 +1,5 @@
-"""Wrong arguments of each public function of the client library get a sentence that names the argument (C3)."""
+"""Wrong arguments of each public function of the client library get a sentence that names the
+argument (C3)."""
 
 import asyncio
 import inspect
@@ -16,7 +17,9 @@ from tests.protocol.answers import Told, answer, rows_of
 
 ROWS = rows_of(8)
 WEIGHTS = ROWS.astype(np.float32)
-ROUTING = Routing(ROWS, prompt_len=5, prompt_token_ids=(1, 2, 3, 4, 5), token_ids=(6, 7, 8, 9), weights=WEIGHTS)
+ROUTING = Routing(
+    ROWS, prompt_len=5, prompt_token_ids=(1, 2, 3, 4, 5), token_ids=(6, 7, 8, 9), weights=WEIGHTS
+)
 ANSWER = answer(Told(ROWS[:5], [ROWS[5:]]))
 REFERENCE = {"shape": [8, 3, 4], "dtype": "int16", "path": "/none"}
 
@@ -25,7 +28,18 @@ NOT_COUNTS = (*NOT_INTEGERS, None, -1)
 NOT_ROUTINGS = (None, 5, "x", ROWS, {"rows": ROWS}, [ROUTING, ROUTING])
 NOT_LISTS_OF_ROUTINGS = (None, 5, "x", ROUTING, [ROWS], [None])
 NOT_ARRAYS = (None, "x", b"abc", object(), torch.int64, [[1], [1, 2]], [["x"]], {"a": 1}, 3)
-NOT_INTEGER_DTYPES = ("x", None, 5, "float32", np.float32, torch.float32, torch.bfloat16, object(), "i4,i4", "(2,-1)i4")
+NOT_INTEGER_DTYPES = (
+    "x",
+    None,
+    5,
+    "float32",
+    np.float32,
+    torch.float32,
+    torch.bfloat16,
+    object(),
+    "i4,i4",
+    "(2,-1)i4",
+)
 NOT_WIRE_DTYPES = ("x", None, 5, "int64", np.int16, torch.int16, ["int16"])
 NOT_MAPPINGS = (None, 5, "x", [1], ROWS)
 LAST = ("repaet", None, True, 1.5, [1, 2, 3], 2**15, torch.int64)
@@ -40,7 +54,10 @@ WRONG: Values = {
     **dict.fromkeys(("prompt_len", "end"), (*NOT_INTEGERS, -1)),
     **dict.fromkeys(("rows", "array", "counts"), NOT_ARRAYS),
     **dict.fromkeys(("info", "reference", "defaults"), NOT_MAPPINGS),
-    **dict.fromkeys(("layers", "tokens"), (5, "ab", (1,), (1, 2, 3), (0, 1.5), (None, 2), (2, 1), (0, 99), (-1, 2))),
+    **dict.fromkeys(
+        ("layers", "tokens"),
+        (5, "ab", (1,), (1, 2, 3), (0, 1.5), (None, 2), (2, 1), (0, 99), (-1, 2)),
+    ),
     **dict.fromkeys(("base_url", "api_key"), NAMES),
     "num_experts": (*NOT_COUNTS, 0),
     "weights": (*NOT_ARRAYS, WEIGHTS[0, 0], ROWS),
@@ -54,10 +71,17 @@ WRONG: Values = {
 
 RANKS = (None, 5, "ab", (1,), (0, 1, 2), (1, 1), (0, 0), (0, 1.5), (-1, 2), (None, 2))
 ALIGN = {"routings": [ROUTING], "length": 9}
-IDS: Values = {"rows": (ROWS[0], ROWS[0, 0], WEIGHTS, [[["a"]]], torch.ones(2, 3, 4, dtype=torch.bfloat16))}
+IDS: Values = {
+    "rows": (ROWS[0], ROWS[0, 0], WEIGHTS, [[["a"]]], torch.ones(2, 3, 4, dtype=torch.bfloat16))
+}
 COUNTED: Values = {"rows": (*IDS["rows"], ROWS - 2, ROWS + 60), "num_experts": (2**31,)}
 FORM = {"num_layers": WRONG["num_layers"], "top_k": WRONG["top_k"]}
-ASKED = {**FORM, "n": (*NOT_COUNTS, 0), "prompt_len": NOT_COUNTS, "prompt_start": (*NOT_INTEGERS, -1)}
+ASKED = {
+    **FORM,
+    "n": (*NOT_COUNTS, 0),
+    "prompt_len": NOT_COUNTS,
+    "prompt_start": (*NOT_INTEGERS, -1),
+}
 ASKED |= {"dtype": NOT_WIRE_DTYPES, "media": (5, "x", None, [1], [None]), "promt_len": (5,)}
 
 CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
@@ -76,7 +100,17 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
         {"rows": ROWS, "layer_ids": [1, 2, 4], "num_hidden_layers": 5},
         {
             "rows": (ROWS[0, 0],),
-            "layer_ids": (None, 5, "124", [1, 2], [1, 2, 5], [-1, 1, 2], [1, 1, 2], [1.5, 2, 3], [None] * 3),
+            "layer_ids": (
+                None,
+                5,
+                "124",
+                [1, 2],
+                [1, 2, 5],
+                [-1, 1, 2],
+                [1, 1, 2],
+                [1.5, 2, 3],
+                [None] * 3,
+            ),
             "num_hidden_layers": (4,),
             "fill": (None, "x", 1.5, 2**15, torch.int64, object()),
         },
@@ -89,16 +123,35 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
             "dtype": NOT_INTEGER_DTYPES,
         },
     ),
-    batch.align_weights: (ALIGN, {"last": LAST[:2], "pad": ("x", [1, 2, 3], [[1], [2]], torch.int64)}),
+    batch.align_weights: (
+        ALIGN,
+        {"last": LAST[:2], "pad": ("x", [1, 2, 3], [[1], [2]], torch.int64)},
+    ),
     batch.align_values: (
         {**ALIGN, "values": [[1] * 9]},
-        {"values": (None, 5, "x", [], [[1] * 9] * 2, ["x" * 9], [[[1] * 9]], [5]), "pad": ("x", [1])},
+        {
+            "values": (None, 5, "x", [], [[1] * 9] * 2, ["x" * 9], [[[1] * 9]], [5]),
+            "pad": ("x", [1]),
+        },
     ),
-    ranks.pack: ({"routings": [ROUTING]}, {"multiple": (*NOT_COUNTS, 0), "length": (8,), "layers": (None,)}),
+    ranks.pack: (
+        {"routings": [ROUTING]},
+        {"multiple": (*NOT_COUNTS, 0), "length": (8,), "layers": (None,)},
+    ),
     ranks.stage_layers: (
         {"layer_ids": [1, 2, 5], "num_hidden_layers": 6},
         {
-            "layer_ids": (None, 5, "124", [2, 1], [1, 1], [1, 2, 6], [-1, 1, 2], [1.5, 2, 3], [None] * 3),
+            "layer_ids": (
+                None,
+                5,
+                "124",
+                [2, 1],
+                [1, 1],
+                [1, 2, 6],
+                [-1, 1, 2],
+                [1.5, 2, 3],
+                [None] * 3,
+            ),
             "pipeline": (*RANKS, (0, 4)),
             "virtual": (*RANKS, (0, 5)),
             "counts": (5, "6", [5], [3, 3], [6.0], [None]),
@@ -106,9 +159,16 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
     ),
     ranks.token_spans: (
         {"cu_seqlens": [0, 8, 16]},
-        {"cu_seqlens": (None, 5, "x", [8, 0], [0, 1.5], [-1, 8]), "context": RANKS, "sequence": RANKS},
+        {
+            "cu_seqlens": (None, 5, "x", [8, 0], [0, 1.5], [-1, 8]),
+            "context": RANKS,
+            "sequence": RANKS,
+        },
     ),
-    codec.resolve_dtype: ({"name": "auto", "num_experts": 60}, {"name": (*NOT_WIRE_DTYPES, "float32")}),
+    codec.resolve_dtype: (
+        {"name": "auto", "num_experts": 60},
+        {"name": (*NOT_WIRE_DTYPES, "float32")},
+    ),
     codec.count_missing: ({"rows": ROWS}, {"rows": (ROWS[0], WEIGHTS.astype(np.float64))}),
     codec.encode: ({"array": ROWS, "start": 0}, {"array": (ROWS.astype(np.int64),)}),
     codec.decode: ({"value": [[[1]]]}, {"dtype": NOT_WIRE_DTYPES}),
@@ -131,7 +191,10 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
         {
             "reference": (
                 {},
-                *({**REFERENCE, "shape": each} for each in (None, 5, "834", [8, 3], [8, 3, -1], [8, 3, 1.5])),
+                *(
+                    {**REFERENCE, "shape": each}
+                    for each in (None, 5, "834", [8, 3], [8, 3, -1], [8, 3, 1.5])
+                ),
                 *({**REFERENCE, "dtype": each} for each in NOT_WIRE_DTYPES),
                 *({**REFERENCE, "path": each} for each in NAMES),
             ),
@@ -177,10 +240,15 @@ def test_types_of_torch() -> None:
     """C3: torch's names of integer types, its tensors, and numpy's integers are taken."""
     for dtype in (torch.int64, torch.uint8, np.int64, "int32", np.dtype("<i4"), int):
         got = batch.align([ROUTING], np.int64(9), last="repeat", pad=0, dtype=dtype)
-        assert got.dtype == np.dtype(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
+        assert got.dtype == np.dtype(
+            str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+        )
         assert np.array_equal(got[0, :8], ROWS)
     tensor = torch.from_numpy(ROWS.copy())
-    for function, more in ((expert_load.count_experts, (60,)), (batch.spread_layers, ([1, 2, 4], 5))):
+    for function, more in (
+        (expert_load.count_experts, (60,)),
+        (batch.spread_layers, ([1, 2, 4], 5)),
+    ):
         assert np.array_equal(function(tensor, *more), function(ROWS, *more))
     routing = Routing(tensor)
     assert np.array_equal(routing.rows, ROWS)

@@ -63,7 +63,8 @@ def test_verify() -> None:
 
 
 def test_spliced_prompt_rows_come_from_the_prefill_leg_where_unknown() -> None:
-    """Some rows are unknown, some in part; the legs begin anywhere, and the prefill leg generated other tokens."""
+    """Some rows are unknown, some in part; the legs begin anywhere, and the prefill leg generated
+    other tokens."""
     p = 5
     for seed in range(200):
         rng = random.Random(seed)
@@ -74,7 +75,8 @@ def test_spliced_prompt_rows_come_from_the_prefill_leg_where_unknown() -> None:
             unknown.append({at for at in range(start, p + g - 1) if rng.random() < 0.4})
             for at in unknown[-1]:
                 rows[at - start, 2 if at % 2 else slice(None), 3 if at % 2 else slice(None)] = -1
-            weights = weights_of(rows) if value == 2 or seed % 2 else None  # those of the prefill leg may be absent
+            # those of the prefill leg may be absent
+            weights = weights_of(rows) if value == 2 or seed % 2 else None
             legs.append(Routing(rows, start=start, prompt_len=p, weights=weights))
         before = legs[0].rows.copy()
         got = splice(*legs)
@@ -83,7 +85,9 @@ def test_spliced_prompt_rows_come_from_the_prefill_leg_where_unknown() -> None:
             has_other = at in unknown[0] and at < p and legs[1].start <= at < legs[1].end
             expected = legs[1].rows[at - legs[1].start] if has_other else before[at - got.start]
             assert np.array_equal(got.rows[at - got.start], expected)
-            weights = weights_of(-np.ones_like(expected) if has_other and not seed % 2 else expected)
+            weights = weights_of(
+                -np.ones_like(expected) if has_other and not seed % 2 else expected
+            )
             assert got.weights is not None
             assert got.weights[at - got.start].tobytes() == weights.tobytes()
         assert got.missing == int((got.rows == -1).any(axis=(1, 2)).sum())
@@ -117,15 +121,21 @@ class TestTurns:
     @pytest.mark.parametrize("starts", [(0, 7, 17), (0, 0, 0), (0, 5, 16), (2, 7, 17)])
     def test_join(self, starts: tuple[int, int, int]) -> None:
         """Rows of the earlier turn are kept."""
-        turns = [self.turn(p, g, s) for (p, g), s in zip([(5, 3), (12, 6), (22, 8)], starts, strict=True)]
-        joined = join_turns([replace(turn, rows=turn.rows + 100 * number) for number, turn in enumerate(turns)])
+        turns = [
+            self.turn(p, g, s) for (p, g), s in zip([(5, 3), (12, 6), (22, 8)], starts, strict=True)
+        ]
+        joined = join_turns(
+            [replace(turn, rows=turn.rows + 100 * number) for number, turn in enumerate(turns)]
+        )
         number = np.repeat([0, 1, 2], [7, 10, 12])[:, None, None]
         assert np.array_equal(joined.rows, (self.ROWS + 100 * number)[starts[0] :])
         assert np.array_equal(joined.weights, weights_of(self.ROWS[starts[0] :]))
         assert (joined.start, joined.end, joined.prompt_len) == (starts[0], 29, 22)
         assert join_turns(turns[:1]) is turns[0]
         counted = replace(turns[-1], histogram=histogram(turns[-1].rows, EXPERTS))
-        assert join_turns([join_turns(turns[:-1]), counted]).histogram is None, "of the last turn alone"
+        assert join_turns([join_turns(turns[:-1]), counted]).histogram is None, (
+            "of the last turn alone"
+        )
         assert np.array_equal(join_turns([turns[0], self.turn(7, 1, 7)]).rows, turns[0].rows)
 
     def test_rows_that_hold_for_another_prompt(self) -> None:
@@ -143,7 +153,9 @@ class TestTurns:
             assert (kept.start, kept.end) == (2, end)
             assert np.array_equal(kept.rows, self.ROWS[2:end])
             assert np.array_equal(kept.weights, weights_of(self.ROWS[2:end]))
-        with pytest.raises(RoutingError, match="differs at position 1, but rows before 2 were left out"):
+        with pytest.raises(
+            RoutingError, match="differs at position 1, but rows before 2 were left out"
+        ):
             shared_prefix(before, [0, 99])
         with pytest.raises(RoutingError, match="set return_token_ids"):
             shared_prefix(replace(before, token_ids=None), [0])
@@ -154,7 +166,10 @@ class TestTurns:
             ([first, self.turn(12, 6, 8)], "a gap: rows up to 7, and a turn that begins at 8"),
             ([self.turn(12, 6, 0), first], "ends at 7, after rows up to 17"),
             ([first, second], "differs from what came before it at position 6"),
-            ([first, replace(self.turn(12, 6, 7), weights=None)], "some turns have weights, others have none"),
+            (
+                [first, replace(self.turn(12, 6, 7), weights=None)],
+                "some turns have weights, others have none",
+            ),
         ):
             with pytest.raises(RoutingError, match=message):
                 join_turns(turns)
@@ -173,11 +188,15 @@ def aligned(routings: list[Routing], name: str, left: list[int], last: Any, pad:
         for column in range(LENGTH):
             at = column - left[place]
             of_last = rows[-1] if last == "repeat" else last
-            out[place, column] = rows[at] if 0 <= at < p + g - 1 else of_last if at == p + g - 1 else pad
+            out[place, column] = (
+                rows[at] if 0 <= at < p + g - 1 else of_last if at == p + g - 1 else pad
+            )
     return out
 
 
-@pytest.mark.parametrize(("padding", "left"), [("right", [0, 0, 0]), ("left", [5, 3, 10]), (9, [4, 0, 6])])
+@pytest.mark.parametrize(
+    ("padding", "left"), [("right", [0, 0, 0]), ("left", [5, 3, 10]), (9, [4, 0, 6])]
+)
 def test_every_row_is_in_its_tokens_column(padding: Any, left: list[int]) -> None:
     routings = [routing_of(p, g, seed=place) for place, (p, g) in enumerate(SIZES)]
     cases: list[Any] = [*itertools.product(("repeat", -1, 7), (-1, 0, [0, 1, 2, 3]), ({},))]
@@ -189,14 +208,19 @@ def test_every_row_is_in_its_tokens_column(padding: Any, left: list[int]) -> Non
     for last, pad in itertools.product(("repeat", np.nan, 0.5), (np.nan, 0, [0, 1, 2, 3])):
         weights = align_weights(routings, LENGTH, last=last, padding=padding, pad=pad)
         assert weights.dtype == np.float32
-        assert np.array_equal(weights, aligned(routings, "weights", left, last, np.asarray(pad)), equal_nan=True)
+        assert np.array_equal(
+            weights, aligned(routings, "weights", left, last, np.asarray(pad)), equal_nan=True
+        )
     with pytest.raises(RoutingError, match="has no weights"):
         align_weights([replace(routings[0], weights=None)], LENGTH)
 
 
-@pytest.mark.parametrize(("padding", "left"), [("right", [0, 0, 0]), ("left", [5, 3, 10]), (9, [4, 0, 6])])
+@pytest.mark.parametrize(
+    ("padding", "left"), [("right", [0, 0, 0]), ("left", [5, 3, 10]), (9, [4, 0, 6])]
+)
 def test_every_value_is_in_its_tokens_column(padding: Any, left: list[int]) -> None:
-    """Token ids of whole sequences, and log-probabilities and a mask of generated tokens; also of cut sequences."""
+    """Token ids of whole sequences, and log-probabilities and a mask of generated tokens; also of
+    cut sequences."""
     routings = [routing_of(p, g, seed=place) for place, (p, g) in enumerate(SIZES)]
     for cut in (0, 1, 4):
         kept = [p + g - cut for p, g in SIZES]
@@ -216,7 +240,9 @@ def test_every_value_is_in_its_tokens_column(padding: Any, left: list[int]) -> N
                 assert ids[place, column] == (100 + at if is_token else -7)
                 assert mask[place, column] == is_generated
                 value = np.nan if at == p else -0.5 * (at - p)
-                assert np.array_equal(logprobs[place, column], value if is_generated else 0, equal_nan=True)
+                assert np.array_equal(
+                    logprobs[place, column], value if is_generated else 0, equal_nan=True
+                )
         assert (ids.dtype.kind, logprobs.dtype, mask.dtype) == ("i", np.float64, np.bool_)
 
 
@@ -229,7 +255,10 @@ def test_values_of_another_number_of_tokens() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             align_values([about], [values], 9)
-    for length, tokens, message in ((8, None, "does not fit"), (12, [10], "rows up to 8 for 10 tokens")):
+    for length, tokens, message in (
+        (8, None, "does not fit"),
+        (12, [10], "rows up to 8 for 10 tokens"),
+    ):
         with pytest.raises(RoutingError, match=message):
             align_values([routing], [[1] * 9], length, num_tokens=tokens)
     with pytest.raises(ValueError, match="pad must be from 0 to 255, as the values are uint8"):
@@ -238,19 +267,28 @@ def test_values_of_another_number_of_tokens() -> None:
 
 @pytest.mark.parametrize("padding", ["left", 9])
 def test_batches_are_spread_over_decoder_layers(padding: Any) -> None:
-    """As their responses one by one: a dense layer of padding, of the last token and of unknown rows is -1 too."""
+    """As their responses one by one: a dense layer of padding, of the last token and of unknown
+    rows is -1 too."""
     routings = [routing_of(p, g, seed=place) for place, (p, g) in enumerate(SIZES)]
     routings[1].rows[2, 1] = -1
     spread = spread_layers(align(routings, LENGTH, last=-1, padding=padding), [1, 2, 4], 5)
-    every = [replace(each, rows=spread_layers(each.rows, [1, 2, 4], 5), weights=None) for each in routings]
+    every = [
+        replace(each, rows=spread_layers(each.rows, [1, 2, 4], 5), weights=None)
+        for each in routings
+    ]
     assert np.array_equal(spread, align(every, LENGTH, last=-1, padding=padding))
     assert sorted(np.unique(spread[:, :, [0, 3]])) == [-1, 0]
-    told = spread_layers(align(routings, LENGTH, last="repeat", padding=padding, pad=[0, 1, 2, 3]), [1, 2, 4], 5)
-    assert (told[:, :, [0, 3]] == np.where((told == -1).any(axis=(2, 3)), -1, 0)[:, :, None, None]).all()
+    told = spread_layers(
+        align(routings, LENGTH, last="repeat", padding=padding, pad=[0, 1, 2, 3]), [1, 2, 4], 5
+    )
+    assert (
+        told[:, :, [0, 3]] == np.where((told == -1).any(axis=(2, 3)), -1, 0)[:, :, None, None]
+    ).all()
 
 
 def test_weights_of_decoder_layers_and_of_the_models_paper() -> None:
-    """A layer without experts has 0, in a row with unknown weights NaN; -1 is a weight like others."""
+    """A layer without experts has 0, in a row with unknown weights NaN; -1 is a weight like
+    others."""
     weights = np.full((3, 2, TOP_K), -1.0, np.float32)
     weights[1] = UNKNOWN_WEIGHT
     spread = spread_layers(weights, [1, 2], 4)
@@ -262,7 +300,10 @@ def test_weights_of_decoder_layers_and_of_the_models_paper() -> None:
     assert found.tolist() == [[[2.5] * TOP_K, [1.0] * TOP_K]] * 3
     for wrong, message in (
         (lambda: scaled(weights, {"weights_scale": [1.0]}), "2 layers"),
-        (lambda: spread_layers(weights, [1, 4], 4), "decoder layer 4 of layer_ids is missing in num_hidden_layers=4"),
+        (
+            lambda: spread_layers(weights, [1, 4], 4),
+            "decoder layer 4 of layer_ids is missing in num_hidden_layers=4",
+        ),
         (lambda: spread_layers(weights, [1, 2, 3], 6), "rows of 2 layers, but 3 layer_ids"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -288,7 +329,12 @@ def test_sequences_that_cannot_be_aligned() -> None:
         ([routing], 12, {"num_tokens": [10]}, "rows up to 8 for 10 tokens"),
         ([routing_of(5, 4, start=2)], 12, {}, "rows before 2 were left out: join the turns first"),
         ([Routing(rows_of(0))], 12, {"last": "repeat"}, "no row to repeat"),
-        ([replace(routing, prompt_len=None)], 12, {"padding": 6}, "where the prompt ends is not known"),
+        (
+            [replace(routing, prompt_len=None)],
+            12,
+            {"padding": 6},
+            "where the prompt ends is not known",
+        ),
         ([], 12, {}, "no answers"),
     ):
         with pytest.raises(RoutingError, match=message):

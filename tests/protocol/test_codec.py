@@ -24,9 +24,14 @@ DTYPES = ("int16", "uint8", "int32")
 def arrays(draw: Any) -> np.ndarray:
     """Rows [n, L, K], contiguous or not, with ids up to each dtype's limit."""
     shape = draw(st.tuples(st.integers(0, 6), st.integers(1, 4), st.integers(1, 4)))
-    ids = st.integers(draw(st.sampled_from((-1, 0))), draw(st.sampled_from((1, 127, 128, 255, 256, 32767))))
+    ids = st.integers(
+        draw(st.sampled_from((-1, 0))), draw(st.sampled_from((1, 127, 128, 255, 256, 32767)))
+    )
     count = int(np.prod(shape))
-    rows = np.array(draw(st.lists(ids, min_size=count, max_size=count)), dtype=draw(st.sampled_from(("<i2", ">i2"))))
+    rows = np.array(
+        draw(st.lists(ids, min_size=count, max_size=count)),
+        dtype=draw(st.sampled_from(("<i2", ">i2"))),
+    )
     return rows.reshape(shape[::-1]).T if draw(st.booleans()) else rows.reshape(shape)
 
 
@@ -70,12 +75,17 @@ BITS = np.array([0x7FC00001, -(1 << 31), 0x3F000000, 1, -65536, -1], np.int32).v
 @SETTINGS
 @given(st.sampled_from(FORMATS), st.lists(st.sampled_from(BITS), max_size=36))
 def test_weights(fmt: Format, values: list[np.float32]) -> None:
-    """Bit for bit, in base64 and as bytes; in lists, all NaN are unknown. No array of weights is one of ids."""
+    """Bit for bit, in base64 and as bytes; in lists, all NaN are unknown. No array of weights is
+    one of ids."""
     weights = np.array(values[: len(values) // 6 * 6], np.float32).reshape(-1, 2, 3)
-    assert codec.count_missing(weights) == sum(bool((row.view(np.int32) == -1).any()) for row in weights)
+    assert codec.count_missing(weights) == sum(
+        bool((row.view(np.int32) == -1).any()) for row in weights
+    )
     value = encode(weights, fmt=fmt)
     packed = base64.b64decode(value) if isinstance(value, str) else value
-    packed = {**value, "data": base64.b64decode(value["data"])} if isinstance(value, dict) else packed
+    packed = (
+        {**value, "data": base64.b64decode(value["data"])} if isinstance(value, dict) else packed
+    )
     for back in (decode_weights(each, num_layers=2, top_k=3) for each in (value, packed)):
         assert (back.shape, back.dtype) == (weights.shape, np.float32)
         assert np.array_equal(back, weights, equal_nan=True)
@@ -89,7 +99,16 @@ IDS = np.arange(6, dtype=np.int16).reshape(1, 2, 3)
 
 
 @pytest.mark.parametrize(
-    "value", [7, None, "*", *(encode(IDS, fmt=each) for each in ("raw", "npy", "object")), [[1.0]], [[["x"]]], {}]
+    "value",
+    [
+        7,
+        None,
+        "*",
+        *(encode(IDS, fmt=each) for each in ("raw", "npy", "object")),
+        [[1.0]],
+        [[["x"]]],
+        {},
+    ],
 )
 def test_what_is_no_array_of_weights(value: Any) -> None:
     with pytest.raises(CodecError):
@@ -98,12 +117,19 @@ def test_what_is_no_array_of_weights(value: Any) -> None:
 
 def test_resolve_dtype() -> None:
     for requested, num_experts, dtype in (
-        *(("auto", 256, "uint8"), ("auto", 257, "int16"), ("vllm", 256, "uint8"), ("vllm", 257, "uint16")),
+        *(
+            ("auto", 256, "uint8"),
+            ("auto", 257, "int16"),
+            ("vllm", 256, "uint8"),
+            ("vllm", 257, "uint16"),
+        ),
         *(("uint8", 256, "uint8"), ("int16", 1 << 15, "int16"), ("int32", 512, "int32")),
         *(("uint8", 257, None), ("int16", (1 << 15) + 1, None)),
     ):
         if dtype is None:
-            with pytest.raises(CodecError, match=f"{requested} cannot hold the ids of {num_experts} experts"):
+            with pytest.raises(
+                CodecError, match=f"{requested} cannot hold the ids of {num_experts} experts"
+            ):
                 resolve_dtype(requested, num_experts)  # type: ignore[arg-type]
         else:
             assert resolve_dtype(requested, num_experts) == dtype  # type: ignore[arg-type]
@@ -157,7 +183,8 @@ def test_truncated_arrays(fmt: Format, cut: int) -> None:
     ids=range(8),
 )
 def test_f1_a_header_of_npy_allocates_nothing(text: str) -> None:
-    """F1: numpy's parser evaluates any literal in it, and an array of its shape is made before there are any data."""
+    """F1: numpy's parser evaluates any literal in it, and an array of its shape is made before
+    there are any data."""
     header = "{'descr': '<i2', 'fortran_order': False, " + text
     data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"\0\0"
 

@@ -52,11 +52,14 @@ def check(routing: Routing, expected: Told, choice: int = 0) -> None:
     assert (routing.prompt_len, routing.finish_reason) == (len(expected.prompt), "length")
     ids = tuple(expected.prompt_token_ids), tuple(expected.token_ids(choice))
     assert (routing.prompt_token_ids, routing.token_ids) == ids
-    assert (routing.weights is not None) == expected.weights or not len(whole)  # a stream without rows has no array
+    # a stream without rows has no array
+    assert (routing.weights is not None) == expected.weights or not len(whole)
     if routing.weights is not None:
         weights = weights_of(whole)
         assert np.array_equal(routing.weights, weights, equal_nan=True)
-        assert expected.fmt == "list" or routing.weights.tobytes() == weights.tobytes(), "NaN has all bits set"
+        assert expected.fmt == "list" or routing.weights.tobytes() == weights.tobytes(), (
+            "NaN has all bits set"
+        )
 
 
 def check_all(routings: list[Routing], *prompts: Told) -> None:
@@ -69,14 +72,31 @@ def check_all(routings: list[Routing], *prompts: Told) -> None:
 @st.composite
 def responses(draw: Any) -> list[Told]:
     """One or two prompts of one request, with the choices of each."""
-    fmt, layout = draw(st.sampled_from(get_args(Format))), draw(st.sampled_from(["split", "joined"]))
-    dtype, g, n = draw(st.sampled_from(["int16", "uint8", "int32"])), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    fmt, layout = (
+        draw(st.sampled_from(get_args(Format))),
+        draw(st.sampled_from(["split", "joined"])),
+    )
+    dtype, g, n = (
+        draw(st.sampled_from(["int16", "uint8", "int32"])),
+        draw(st.integers(1, 6)),
+        draw(st.integers(1, 3)),
+    )
     lengths = draw(st.lists(st.integers(2, 9), min_size=1, max_size=2))
     start = draw(st.integers(0, min(lengths)))
-    options = {"fmt": fmt, "layout": layout, "dtype": dtype, "start": start, "weights": draw(st.booleans())}
+    options = {
+        "fmt": fmt,
+        "layout": layout,
+        "dtype": dtype,
+        "start": start,
+        "weights": draw(st.booleans()),
+    }
     prompts = [told(p, g, n, first_token=500 * i, **options) for i, p in enumerate(lengths)]
     if dtype != "uint8":
-        for at in draw(st.sets(st.integers(start, min(lengths) - 1), max_size=2)) if start < min(lengths) else ():
+        for at in (
+            draw(st.sets(st.integers(start, min(lengths) - 1), max_size=2))
+            if start < min(lengths)
+            else ()
+        ):
             prompts[0].prompt[at] = -1
     return prompts
 
@@ -85,10 +105,17 @@ def responses(draw: Any) -> list[Told]:
 @given(responses(), st.integers(1, 12), st.integers(1, 4), st.booleans())
 def test_collect(prompts: list[Told], piece: int, per_chunk: int, is_list: bool) -> None:
     one = prompts[0]
-    options: dict[str, Any] = {**RAW, "dtype": one.dtype, "prompt_start": one.start, "n": len(one.choices)}
+    options: dict[str, Any] = {
+        **RAW,
+        "dtype": one.dtype,
+        "prompt_start": one.start,
+        "n": len(one.choices),
+    }
     body = answer(*prompts, is_list=is_list)
     check_all(collect(body, **options), *prompts)
-    check_all(collect(iter(stream(*prompts, piece=piece, per_chunk=per_chunk)), **options), *prompts)
+    check_all(
+        collect(iter(stream(*prompts, piece=piece, per_chunk=per_chunk)), **options), *prompts
+    )
     packed = copy.deepcopy(body)
     for holder in (packed, *packed["choices"]):
         holder |= {name: binary(value) for name, value in holder.items() if "routed_expert" in name}
@@ -107,11 +134,13 @@ def binary(array: Any) -> Any:
         return base64.b64decode(array)
     if isinstance(array, dict):
         return {**array, "data": base64.b64decode(array["data"])}
-    return [binary(each) if isinstance(each, str | dict) else each for each in array]  # of prompts, or nested lists
+    # of prompts, or nested lists
+    return [binary(each) if isinstance(each, str | dict) else each for each in array]
 
 
 def test_prompts_with_different_starts_and_without_rows() -> None:
-    """The object format has each array's start. An empty list has no shape, and does not contradict others."""
+    """The object format has each array's start. An empty list has no shape, and does not contradict
+    others."""
     prompts = [told(9, 4, start=4), told(11, 4, start=9, first_token=500)]
     check_all(collect(answer(*prompts, is_list=True), prompt_start=None, n=1), *prompts)
     prompts = [told(9, 4, fmt="list", start=9, first_token=first) for first in (0, 500)]
@@ -127,7 +156,8 @@ PROMPTS = (told(9, 6, n=2), told(4, 3, n=2, first_token=500))
 
 
 def test_the_prompt_of_a_choice_is_not_guessed() -> None:
-    """Choices 0 and 2 came before 1 and 3: two choices of two prompts, or two prompts with one each?"""
+    """Choices 0 and 2 came before 1 and 3: two choices of two prompts, or two prompts with one
+    each?"""
     chunks, collector = stream(*PROMPTS), Collector(n=2)
     for chunk in [chunk for chunk in chunks if chunk["choices"][0]["index"] in (0, 2)][:6]:
         collector.take(chunk)
@@ -145,7 +175,8 @@ def test_prompts_or_choices_that_did_not_arrive_or_arrived_twice() -> None:
 
     two = told(9, 4), told(9, 4, first_token=500)
     bodies = [answer(*two) for _ in range(2)]
-    bodies[0]["prompt_routed_experts"] = bodies[0]["prompt_routed_experts"][0]  # rows of one prompt are not the other's
+    # rows of one prompt are not the other's
+    bodies[0]["prompt_routed_experts"] = bodies[0]["prompt_routed_experts"][0]
     bodies[1]["prompt_routed_experts"] = bodies[1]["prompt_routed_experts"][:1]
     for response in (*bodies, without(stream(*two), 1)):
         refused("choice 1: the rows of its prompt did not come|1 choices for|give n", response, n=1)
@@ -172,7 +203,10 @@ class TestServerSentEvents:
         "CRLF": lambda text: text.replace(b"\n", b"\r\n").splitlines(keepends=True),
         "whole": lambda text: [text],
         "at U+2028 too": lambda text: text.decode().splitlines(),  # as httpx
-        "comments": lambda text: [b": ping", *text.replace(b"\n\n", b"\n: ping\n\nevent: x\n\n").split(b"\n")],
+        "comments": lambda text: [
+            b": ping",
+            *text.replace(b"\n\n", b"\n: ping\n\nevent: x\n\n").split(b"\n"),
+        ],
     }
 
     @pytest.mark.parametrize("split", LINES)
@@ -192,11 +226,14 @@ class TestServerSentEvents:
 
     @SETTINGS
     @given(
-        st.sets(st.integers(0, len(TEXT) + 40), min_size=1, max_size=20), st.sampled_from([b"", b"\n", b": {x}\r\n"])
+        st.sets(st.integers(0, len(TEXT) + 40), min_size=1, max_size=20),
+        st.sampled_from([b"", b"\n", b": {x}\r\n"]),
     )
     def test_nothing_is_lost_where_lines_are_cut(self, cuts: set[int], before: bytes) -> None:
         text = before + self.TEXT
-        edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text)), *(cut % 50 for cut in cuts)})
+        edges = sorted(
+            {0, len(text), *(cut for cut in cuts if cut < len(text)), *(cut % 50 for cut in cuts)}
+        )
         try:
             found = collect([text[a:b] for a, b in pairwise(edges)])
         except RoutingError:
@@ -205,7 +242,13 @@ class TestServerSentEvents:
 
     def test_a_whole_body(self) -> None:
         text, events = json.dumps(answer(told())), sse(stream(told()))
-        for body in (text, text.encode(), bytearray(text.encode()), memoryview(text.encode()), events):
+        for body in (
+            text,
+            text.encode(),
+            bytearray(text.encode()),
+            memoryview(text.encode()),
+            events,
+        ):
             check_all(collect(body), told())
 
     def test_invalid_streams(self) -> None:
@@ -224,7 +267,8 @@ class TestServerSentEvents:
 
 
 def test_weights_that_are_not_of_the_ids_beside_them() -> None:
-    """A stream that loses some of its weights; an array of another start, shape or type; too few of them."""
+    """A stream that loses some of its weights; an array of another start, shape or type; too few of
+    them."""
     expected = told(weights=True)
     for place in range(len(stream(expected, piece=5))):
         chunks = stream(expected, piece=5)
@@ -232,7 +276,13 @@ def test_weights_that_are_not_of_the_ids_beside_them() -> None:
             for name in [name for name in holder if name.endswith("weights")]:
                 del holder[name]
                 refused("some of its rows", iter(chunks))
-    for change in ({"start": 1}, {"missing": 1}, {"shape": [2, 1, 1]}, {"shape": [1, 3, 8]}, {"dtype": "int32"}):
+    for change in (
+        {"start": 1},
+        {"missing": 1},
+        {"shape": [2, 1, 1]},
+        {"shape": [1, 3, 8]},
+        {"dtype": "int32"},
+    ):
         for prefix in ("prompt_", ""):
             body = answer(expected)
             holder = body if prefix else body["choices"][0]
@@ -250,7 +300,9 @@ def test_streams_that_are_not_whole() -> None:
         return iter(chunks)
 
     def pop(index: int, name: str = "routed_experts") -> Callable[[Chunks], Any]:
-        return lambda chunks: (chunks[index] if name.startswith("prompt") else chunks[index]["choices"][0]).pop(name)
+        return lambda chunks: (
+            chunks[index] if name.startswith("prompt") else chunks[index]["choices"][0]
+        ).pop(name)
 
     def update(**fields: Any) -> Callable[[Chunks], Any]:
         return lambda chunks: chunks[6]["choices"][0]["routed_experts"].update(fields)
@@ -263,12 +315,18 @@ def test_streams_that_are_not_whole() -> None:
     cases: list[tuple[Callable[[Chunks], Any], str]] = [
         (lambda chunks: chunks.pop(1), "the prompt of choice 0: a gap: rows from 4 on after 2"),
         (pop(6), "choice 0: a gap: rows from 11 on after 10"),
-        (lambda chunks: chunks.insert(1, chunks[0]), "the prompt of choice 0: overlap: rows from 0 on after 2"),
+        (
+            lambda chunks: chunks.insert(1, chunks[0]),
+            "the prompt of choice 0: overlap: rows from 0 on after 2",
+        ),
         (pop(5), "choice 0: rows from 10 on after a prompt of 9 tokens"),
         (pop(4, "prompt_routed_experts"), "the prompt ends at 8 by its rows, at 9 by its tokens"),
         (pop(-1), "rows up to 13, but 9 prompt and 6 generated tokens have rows up to 14"),
         (pop(-1, "token_ids"), "rows up to 14, but 9 prompt and 5 generated tokens"),
-        (update(**told().encode(rows_of(1, layers=2), 10)), r"choice 0: rows of shape \(2, 4\), not \(3, 4\)"),
+        (
+            update(**told().encode(rows_of(1, layers=2), 10)),
+            r"choice 0: rows of shape \(2, 4\), not \(3, 4\)",
+        ),
         (update(shape=[2, 3, 4]), "choice 0: not an array of expert ids"),
         (update(missing=1), "choice 0: 0 rows are not known, said to be 1"),
         (lambda chunks: chunks.pop(), "choice 0 was not finished"),
@@ -319,9 +377,13 @@ def test_the_caller_says_where_the_prompt_ends(fmt: Format) -> None:
             assert (routing.prompt_len, routing.prompt_token_ids) == (9, None)
             assert np.array_equal(routing.prompt_rows, expected.prompt[4:])
             assert np.array_equal(routing.generated_rows, expected.choices[choice])
-    refused("rows up to 14, but 8 prompt and 6 generated tokens", body, prompt_len=8, prompt_start=4)
     refused(
-        "the prompt ends at 9 by its rows, at 9 by its tokens, at 8 by its prompt_len", answer(told()), prompt_len=8
+        "rows up to 14, but 8 prompt and 6 generated tokens", body, prompt_len=8, prompt_start=4
+    )
+    refused(
+        "the prompt ends at 9 by its rows, at 9 by its tokens, at 8 by its prompt_len",
+        answer(told()),
+        prompt_len=8,
     )
     for choice in body["choices"]:
         del choice["token_ids"]
@@ -332,7 +394,9 @@ def counted(body: dict[str, Any], prompts: list[Told], rows: bool) -> dict[str, 
     """`body` with the histograms of its rows, which go if not `rows`."""
     histograms = [histogram(each.prompt[each.start :], EXPERTS) for each in prompts]
     body["prompt_routed_experts_histogram"] = histograms if len(prompts) > 1 else histograms[0]
-    for choice, own in zip(body["choices"], [own for each in prompts for own in each.choices], strict=True):
+    for choice, own in zip(
+        body["choices"], [own for each in prompts for own in each.choices], strict=True
+    ):
         choice["routed_experts_histogram"] = histogram(own, EXPERTS)
         None if rows else choice.pop("routed_experts")
     None if rows else body.pop("prompt_routed_experts")
@@ -347,13 +411,19 @@ def test_histograms(rows: bool) -> None:
     body = counted(answer(*prompts), prompts, rows)
     of_one = counted(answer(prompts[0]), prompts[:1], rows)
     chunks = [{**of_one, "choices": of_one["choices"][:1]}, {"choices": of_one["choices"][1:]}]
-    chunks[1]["prompt_routed_experts_histogram"] = chunks[0].pop("prompt_routed_experts_histogram")  # of who ends first
+    # of who ends first
+    chunks[1]["prompt_routed_experts_histogram"] = chunks[0].pop("prompt_routed_experts_histogram")
     for response, told_of in ((body, prompts), (of_one, prompts[:1]), (iter(chunks), prompts[:1])):
         expected = [(each, own) for each in told_of for own in each.choices]
-        for routing, (each, own) in zip(collect(response, prompt_start=3, n=2), expected, strict=True):
+        for routing, (each, own) in zip(
+            collect(response, prompt_start=3, n=2), expected, strict=True
+        ):
             assert routing.prompt_histogram == histogram(each.prompt[3:], EXPERTS)
             assert routing.histogram == histogram(own, EXPERTS)
-            assert (routing.prompt_len, routing.end) == (len(each.prompt), len(each.prompt) + len(own))
+            assert (routing.prompt_len, routing.end) == (
+                len(each.prompt),
+                len(each.prompt) + len(own),
+            )
             assert len(routing.rows) == (routing.end - 3 if rows else 0)
 
 
@@ -366,7 +436,10 @@ def test_histograms_that_do_not_fit() -> None:
         body["choices"][0]["routed_experts_histogram"] |= change
         refused(message, body)
     short = {"counts": [[32]], "rows": 8, "missing": 0}
-    for prompt, message in (([], "for 0 prompts"), (short, "at 8 by its histogram, at 9 by its tokens")):
+    for prompt, message in (
+        ([], "for 0 prompts"),
+        (short, "at 8 by its histogram, at 9 by its tokens"),
+    ):
         body = counted(answer(told()), [told()], rows=False)
         refused(message, {**body, "prompt_routed_experts_histogram": prompt})
     del body["prompt_routed_experts_histogram"]
@@ -379,7 +452,8 @@ def test_histograms_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("layout", ["split", "joined"])
 def test_c1_prompt_rows_that_a_gateway_dropped(layout: str) -> None:
-    """C1: a request without a prompt start is answered from the first row on, whatever the layout."""
+    """C1: a request without a prompt start is answered from the first row on, whatever the
+    layout."""
     body, chunks = answer(told()), stream(told())
     for part in (body, *chunks):
         part.pop("prompt_routed_experts", None)
@@ -400,10 +474,15 @@ def litellm_made(body: dict[str, Any], *kept: str) -> dict[str, Any]:
 
 
 def test_fields_that_litellm_puts_aside() -> None:
-    """C1: it keeps those of choices; without those at the top level a joined response is whole, a split one is not."""
+    """C1: it keeps those of choices; without those at the top level a joined response is whole, a
+    split one is not."""
     joined = told(layout="joined", n=2)
     for body in (answer(joined), stream(joined)):
-        made = litellm_made(body) if isinstance(body, dict) else iter([litellm_made(chunk) for chunk in body])
+        made = (
+            litellm_made(body)
+            if isinstance(body, dict)
+            else iter([litellm_made(chunk) for chunk in body])
+        )
         check_all(collect(made), joined)
     check_all(collect(litellm_made(answer(told(n=2)), "prompt_routed_experts")), told(n=2))
     refused("rows from 9 on, asked for from 0 on", litellm_made(answer(told())))
@@ -415,10 +494,16 @@ def test_f4_lines_of_a_batch() -> None:
     line["response"] = {"status_code": 200, "request_id": "1", "body": answer(told(n=2))}
     for source in (line, json.dumps(line), json.dumps(line).encode()):
         check_all(collect(source), told(n=2))
-    refused("the server answered with an error: too long", {**line, "response": None, "error": {"message": "too long"}})
+    refused(
+        "the server answered with an error: too long",
+        {**line, "response": None, "error": {"message": "too long"}},
+    )
     body = {"status_code": 400, "body": {"error": {"message": "no such model"}}}
     refused("the server answered with an error: no such model", {**line, "response": body})
-    refused("no choices: it is no response of an endpoint", {**line, "response": {"status_code": 400, "body": {}}})
+    refused(
+        "no choices: it is no response of an endpoint",
+        {**line, "response": {"status_code": 400, "body": {}}},
+    )
 
 
 def test_log_probabilities_and_texts() -> None:
@@ -433,19 +518,28 @@ def test_log_probabilities_and_texts() -> None:
         (routing,) = collect(body)
         assert routing.texts == tuple(expected)
         assert np.array_equal(routing.logprobs, np.array(numbers, float), equal_nan=True)
-    for chunk, value in zip((each for each in chunks if each["choices"][0].get("token_ids")), values, strict=True):
+    for chunk, value in zip(
+        (each for each in chunks if each["choices"][0].get("token_ids")), values, strict=True
+    ):
         chunk["choices"][0]["logprobs"] = {"content": [{"logprob": value}]}
     assert collect(iter(chunks))[0].logprobs.tolist() == values
     assert collect(answer(told()))[0].logprobs is None
     body["choices"][0]["logprobs"] = {"tokens": own[1:]}
     assert collect(body)[0].texts is None, "the places of these are unknown"
-    assert collect(iter(stream(told())))[0].texts is None, "with stop strings, chunks have the texts of other tokens"
+    assert collect(iter(stream(told())))[0].texts is None, (
+        "with stop strings, chunks have the texts of other tokens"
+    )
 
 
 def test_texts_where_nothing_says_where_the_prompt_ends() -> None:
-    """Those of a prompt and what follows stand beside their rows all the same, as in a file of the page."""
+    """Those of a prompt and what follows stand beside their rows all the same, as in a file of the
+    page."""
     rows, texts = told().whole(), [*"ABCDEFGHIabcdef"]
-    choice = {"index": 0, "finish_reason": "stop", "routed_experts": encode(rows, fmt="npy", dtype="int16", start=0)}
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "routed_experts": encode(rows, fmt="npy", dtype="int16", start=0),
+    }
     (said,) = collect({"choices": [{**choice, "logprobs": {"tokens": texts}}]})
     assert (said.prompt_len, said.texts) == (None, tuple(texts))
     for some in (texts[9:], texts[1:]):

@@ -20,10 +20,14 @@ def test_histogram(count: int) -> None:
         known = rows if dtype != np.uint8 else np.delete(rows, slice(2, 6), axis=0)
         got = histogram(known.astype(dtype), EXPERTS)
         for layer in range(LAYERS):
-            assert got["counts"][layer] == [int((known[:, layer] == expert).sum()) for expert in range(EXPERTS)]
+            assert got["counts"][layer] == [
+                int((known[:, layer] == expert).sum()) for expert in range(EXPERTS)
+            ]
         assert (got["rows"], got["missing"]) == (len(known), 0 if dtype == np.uint8 else missing)
     parts = [count_experts(rows[first : first + 30], EXPERTS) for first in range(0, count, 30)]
-    assert np.array_equal(sum(parts, np.zeros((LAYERS, EXPERTS), int)), count_experts(rows, EXPERTS))
+    assert np.array_equal(
+        sum(parts, np.zeros((LAYERS, EXPERTS), int)), count_experts(rows, EXPERTS)
+    )
 
 
 @pytest.mark.parametrize("wrong", [EXPERTS, -2])
@@ -50,7 +54,9 @@ def test_expert_load() -> None:
         assert found.load[layer].tolist() == pytest.approx([share * EXPERTS for share in shares])
     assert found.entropy[1] == pytest.approx(math.log2(TOP_K))
     one_row = expert_load(count_experts(rows_of(1), EXPERTS))
-    assert one_row.balance.tolist() == pytest.approx([1.0] * LAYERS), "K different experts are as even as they can be"
+    assert one_row.balance.tolist() == pytest.approx([1.0] * LAYERS), (
+        "K different experts are as even as they can be"
+    )
 
 
 @pytest.mark.parametrize("counts", [np.zeros((2, 8)), np.zeros((2, 1)), [[5], [5]]])

@@ -1,4 +1,5 @@
-"""Where arrays are fetched from. `tests/contract/test_references.py` tests with a server that the right bytes come."""
+"""Where arrays are fetched from. `tests/contract/test_references.py` tests with a server that the
+right bytes come."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ REFERENCE = {"url": "routed_experts/rows/7", "shape": [1, 2, 2], "dtype": "uint8
 
 @contextmanager
 def serving(*answers: tuple[int, dict[str, str]]) -> Iterator[tuple[int, list[tuple[str, Any]]]]:
-    """The port of a server that gives these answers, with their headers, and what it was asked: path and key."""
+    """The port of a server that gives these answers, with their headers, and what it was asked:
+    path and key."""
     asked, left = [], list(answers)
 
     class Proxy(BaseHTTPRequestHandler):
@@ -47,17 +49,24 @@ def test_s1_the_url_is_relative_to_the_base_of_the_api(path: str) -> None:
     with serving((200, {})) as (port, asked):
         array = fetch(REFERENCE, base_url=f"http://127.0.0.1:{port}{path}", api_key="k")
     assert array.tolist() == [[[0, 0]], [[0, 0]]]
-    assert asked == [(f"{path.rstrip('/')}/routed_experts/rows/7?layers=0:2&tokens=0:1", "Bearer k")]
+    assert asked == [
+        (f"{path.rstrip('/')}/routed_experts/rows/7?layers=0:2&tokens=0:1", "Bearer k")
+    ]
 
 
 @pytest.mark.parametrize(
-    "url", ["http://localhost:{}/rows/7", "//localhost:{}/rows/7", "/rows/7", "@localhost:{}/7", "../7"]
+    "url",
+    ["http://localhost:{}/rows/7", "//localhost:{}/rows/7", "/rows/7", "@localhost:{}/7", "../7"],
 )
 def test_s1_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
     """Whatever a reference says, and wherever the server redirects."""
     with serving((200, {})) as (port, asked):
         with pytest.raises(ValueError, match="relative"):
-            fetch({**REFERENCE, "url": url.format(port)}, base_url="http://127.0.0.1:1/v1", api_key="k")
+            fetch(
+                {**REFERENCE, "url": url.format(port)},
+                base_url="http://127.0.0.1:1/v1",
+                api_key="k",
+            )
         with serving((302, {"Location": f"http://localhost:{port}/elsewhere"})) as (first, _):
             fetch(REFERENCE, base_url=f"http://127.0.0.1:{first}/v1", api_key="k")
     assert asked == [("/elsewhere", None)]
@@ -66,12 +75,16 @@ def test_s1_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
 HUGE = {**REFERENCE, "shape": [1 << 20, 1 << 10, 8]}
 
 
-@pytest.mark.parametrize("headers", [{}, {"Content-Length": "4"}], ids=["no length", "another length"])
+@pytest.mark.parametrize(
+    "headers", [{}, {"Content-Length": "4"}], ids=["no length", "another length"]
+)
 def test_a_reference_that_claims_more_than_comes_takes_no_memory(headers: dict[str, str]) -> None:
     with serving((200, headers)) as (port, _):
 
         def refused() -> None:
-            with pytest.raises(FetchError, match=f"returned another number of bytes than {1 << 33}"):
+            with pytest.raises(
+                FetchError, match=f"returned another number of bytes than {1 << 33}"
+            ):
                 fetch(HUGE, base_url=f"http://127.0.0.1:{port}/v1")
 
         _, peak = peak_of(refused)
@@ -81,7 +94,10 @@ def test_a_reference_that_claims_more_than_comes_takes_no_memory(headers: dict[s
 @pytest.mark.parametrize("shape", [[1, 1, 2], [1, 2, 3]])
 @pytest.mark.parametrize("headers", [{}, {"Content-Length": "4"}], ids=["no length", "its length"])
 def test_another_number_of_bytes_is_refused(shape: list[int], headers: dict[str, str]) -> None:
-    with serving((200, headers)) as (port, _), pytest.raises(FetchError, match="another number of bytes"):
+    with (
+        serving((200, headers)) as (port, _),
+        pytest.raises(FetchError, match="another number of bytes"),
+    ):
         fetch({**REFERENCE, "shape": shape}, base_url=f"http://127.0.0.1:{port}/v1")
 
 

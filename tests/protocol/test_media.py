@@ -38,22 +38,39 @@ def ids_of(parts: list[Part]) -> tuple[int, ...]:
 
 
 def true_rows(parts: list[Part]) -> np.ndarray:
-    """A row depends on all that the model saw up to its token: the content of media, not their ids."""
-    seen = [(name_of(part), at) for part in parts for at in range(1 if isinstance(part, int) else part[2])]
+    """A row depends on all that the model saw up to its token: the content of media, not their
+    ids."""
+    seen = [
+        (name_of(part), at)
+        for part in parts
+        for at in range(1 if isinstance(part, int) else part[2])
+    ]
     content = [str((*what, token)) for what, token in zip(seen, ids_of(parts), strict=True)]
-    hashes = itertools.accumulate(content, lambda before, token: str(zlib.crc32((before + token).encode())))
-    return np.array([zlib.crc32(each.encode()) % 30_000 for each in hashes], np.int16).reshape(-1, 1, 1)
+    hashes = itertools.accumulate(
+        content, lambda before, token: str(zlib.crc32((before + token).encode()))
+    )
+    return np.array([zlib.crc32(each.encode()) % 30_000 for each in hashes], np.int16).reshape(
+        -1, 1, 1
+    )
 
 
 def answer_to(prompt: list[Part], generated: list[int], start: int = 0, **more: Any) -> Routing:
     rows = true_rows([*prompt, *generated])[start:-1]
     ids = ids_of(prompt)
-    return Routing(rows, start=start, prompt_len=len(ids), prompt_token_ids=ids, token_ids=tuple(generated), **more)
+    return Routing(
+        rows,
+        start=start,
+        prompt_len=len(ids),
+        prompt_token_ids=ids,
+        token_ids=tuple(generated),
+        **more,
+    )
 
 
 @st.composite
 def conversation(draw: Any, medium: Any = MEDIA) -> tuple[list[Part], list[int], list[Part]]:
-    """The first prompt, what was generated, and the second prompt: most often the history with parts exchanged."""
+    """The first prompt, what was generated, and the second prompt: most often the history with
+    parts exchanged."""
     part = st.sampled_from(TEXT) | medium
     first = draw(st.lists(part, min_size=1, max_size=6))
     generated = draw(st.lists(st.sampled_from(TEXT), min_size=1, max_size=4))
@@ -73,7 +90,9 @@ def check_turns(before: Routing, prompt: list[Part], said: Any, said_again: Any)
     with contextlib.suppress(RoutingError):
         joinable.append(shared_prefix(before, ids_of(prompt), media=said))
     for known in (*joinable, before):
-        new = answer_to(prompt, [3, 4], start=min(known.end, len(ids_of(prompt)) + 1), media=said_again)
+        new = answer_to(
+            prompt, [3, 4], start=min(known.end, len(ids_of(prompt)) + 1), media=said_again
+        )
         try:
             joined = join_turns([known, new])
         except RoutingError:
@@ -86,8 +105,11 @@ def check_turns(before: Routing, prompt: list[Part], said: Any, said_again: Any)
 
 @SETTINGS
 @given(conversation(), st.booleans(), st.booleans())
-def test_no_wrong_row_comes_out_if_media_are_not_said(turns: Any, says_first: bool, says_second: bool) -> None:
-    """C2: pictures of the same size look the same; also if the media of one prompt only are said."""
+def test_no_wrong_row_comes_out_if_media_are_not_said(
+    turns: Any, says_first: bool, says_second: bool
+) -> None:
+    """C2: pictures of the same size look the same; also if the media of one prompt only are
+    said."""
     first, generated, second = turns
     assume(not (says_first and says_second))
     before = answer_to(first, generated, media=media_of(first) if says_first else None)
@@ -98,7 +120,8 @@ def test_no_wrong_row_comes_out_if_media_are_not_said(turns: Any, says_first: bo
 @SETTINGS
 @given(conversation(MEDIA | SMALL_MEDIA))
 def test_said_media_are_compared(turns: Any) -> None:
-    """C2: none is too small, and turns whose media continue are joined, as far as their tokens are the same."""
+    """C2: none is too small, and turns whose media continue are joined, as far as their tokens are
+    the same."""
     first, generated, second = turns
     before, said = answer_to(first, generated, media=media_of(first)), media_of(second)
     shorter = min(len(said), len(media_of(first)))
@@ -124,7 +147,9 @@ def test_a_prompt_of_embeddings() -> None:
     with pytest.raises(RoutingError, match=message):
         shared_prefix(before, [0] * 10 + [5])
     with pytest.raises(RoutingError, match=message):
-        join_turns([before, Routing(rows_of(1), start=13, prompt_token_ids=(*[0] * 10, 7, 8, 9, 9))])
+        join_turns(
+            [before, Routing(rows_of(1), start=13, prompt_token_ids=(*[0] * 10, 7, 8, 9, 9))]
+        )
     said = replace(before, media=("one",))
     assert shared_prefix(said, [0] * 10 + [5], media=["one"]).end == 10
     with pytest.raises(RoutingError, match="medium 0 of the prompt is another: give `end`"):
@@ -146,7 +171,9 @@ def test_the_end_by_hand() -> None:
 
 def test_media_of_a_response() -> None:
     """C2: `collect` puts them into the routing; legs of one prompt must agree."""
-    routings = [collect(answer(Told(rows_of(5), [rows_of(2)])), media=each)[0] for each in (["A"], ["B"])]
+    routings = [
+        collect(answer(Told(rows_of(5), [rows_of(2)])), media=each)[0] for each in (["A"], ["B"])
+    ]
     assert [routing.media for routing in routings] == [("A",), ("B",)]
     with pytest.raises(RoutingError, match="the legs have different media"):
         splice(*routings)

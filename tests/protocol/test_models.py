@@ -6,7 +6,13 @@ from typing import Any, get_args
 import pytest
 
 from routed_experts.protocol.codec import Format
-from routed_experts.protocol.models import FieldError, RoutingFields, RoutingOptions, check_defaults, parse_options
+from routed_experts.protocol.models import (
+    FieldError,
+    RoutingFields,
+    RoutingOptions,
+    check_defaults,
+    parse_options,
+)
 
 OPT_IN = {"return_routed_experts": True}
 HISTOGRAM = {"routed_experts_histogram": True}
@@ -65,7 +71,9 @@ def test_accepted_values() -> None:
     body = {"model": "tiny", "prompt": "abc", "n": 3}
     assert parse_options(body) is None
     assert parse_options({**body, "return_routed_experts": False}) is None
-    default = RoutingOptions(prompt_start=0, format="object", dtype="int16", layout="split", layers="moe")
+    default = RoutingOptions(
+        prompt_start=0, format="object", dtype="int16", layout="split", layers="moe"
+    )
     assert parse({**body, **OPT_IN}) == default
     for attribute, values in ACCEPTED.items():
         for value in values:
@@ -133,7 +141,10 @@ def test_a_request_overrides_the_servers_defaults() -> None:
         assert options == expected
         assert options.by_default is by_default
     assert parse_options({"return_routed_experts": False}, defaults) is None
-    with pytest.raises(FieldError, match="return_experts is not a routing field: did you mean return_routed_experts"):
+    with pytest.raises(
+        FieldError,
+        match="return_experts is not a routing field: did you mean return_routed_experts",
+    ):
         check_defaults({"return_experts": True})
     with pytest.raises(FieldError, match="JSON object"):
         check_defaults([])
@@ -143,22 +154,40 @@ def test_a_request_overrides_the_servers_defaults() -> None:
     ("name", "nearest"),
     [
         *((f"return_routed_expert{end}", "return_routed_experts") for end in ("", "s_")),
-        *((f"routed_{middle}", "routed_experts_format") for middle in ("experts_formt", "expert_format")),
+        *(
+            (f"routed_{middle}", "routed_experts_format")
+            for middle in ("experts_formt", "expert_format")
+        ),
         ("routed_experts_layer", "routed_experts_layers"),
         ("routed_experts", "return_routed_experts"),
         ("return_routed_expert_weight", "return_routed_expert_weights"),
-        *((f"routed_experts_{end}", "") for end in ("top", "x" * 100_000)),  # H7: only what they share is alike
+        # H7: only what they share is alike
+        *((f"routed_experts_{end}", "") for end in ("top", "x" * 100_000)),
     ],
 )
 def test_unknown_routing_fields(name: str, nearest: str) -> None:
     for body in ({}, OPT_IN, {"return_routed_experts": False}):
         for value in (None, False, 1):
-            message = "not a routing field: " + (f"did you mean {nearest}\\?" if nearest else "the fields are .*format")
-            assert len(refuse(name[:64], message, parse_options, {"model": "tiny", **body, name: value})) < 500
+            message = "not a routing field: " + (
+                f"did you mean {nearest}\\?" if nearest else "the fields are .*format"
+            )
+            assert (
+                len(
+                    refuse(
+                        name[:64], message, parse_options, {"model": "tiny", **body, name: value}
+                    )
+                )
+                < 500
+            )
     refuse(name[:64], ".", check_defaults, {name: 1})
 
 
 def test_field_names_of_others_and_names_that_cannot_be_encoded() -> None:
-    assert parse_options({"route": 1, "expert": 2, "my_return_routed_experts": True, "Routed_Experts": 1}) is None
+    assert (
+        parse_options(
+            {"route": 1, "expert": 2, "my_return_routed_experts": True, "Routed_Experts": 1}
+        )
+        is None
+    )
     said = refuse("return_routed_?", ".", parse_options, {"return_routed_\ud800": True})
     assert said.encode().count(b"return_routed_?") == 1

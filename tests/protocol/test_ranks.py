@@ -1,4 +1,5 @@
-"""Rows cut for the ranks of a trainer, against the trainer's own cut of token numbers and decoder layers."""
+"""Rows cut for the ranks of a trainer, against the trainer's own cut of token numbers and decoder
+layers."""
 
 import itertools
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ PADDING = -1
 
 @dataclass
 class Trainer:
-    """How a trainer splits its model and its batch. `tp` cuts tokens only with sequence parallelism."""
+    """How a trainer splits its model and its batch. `tp` cuts tokens only with sequence
+    parallelism."""
 
     tp: int
     pp: int
@@ -44,12 +46,15 @@ class Trainer:
         return found
 
     def tokens(self, tokens: np.ndarray, bounds: list[int]) -> dict[tuple[int, int], np.ndarray]:
-        """What each (context, tensor) rank has of `tokens`, as TransformerEngine and Megatron define it."""
+        """What each (context, tensor) rank has of `tokens`, as TransformerEngine and Megatron
+        define it."""
         found = {}
         for c, t in itertools.product(range(self.cp), range(self.tp)):
             own = []
             for first, end in itertools.pairwise(bounds):
-                chunks = np.split(tokens[first:end], 2 * self.cp) if self.cp > 1 else [tokens[first:end]]
+                chunks = (
+                    np.split(tokens[first:end], 2 * self.cp) if self.cp > 1 else [tokens[first:end]]
+                )
                 own += [chunks[c], chunks[-1 - c]] if self.cp > 1 else chunks
             whole = np.concatenate(own)
             found[c, t] = np.split(whole, self.tp)[t] if self.sequence_parallel else whole
@@ -68,7 +73,8 @@ class Batch:
         return [(token * 16 + layer) * TOP_K + k for k in range(TOP_K)]
 
     def row(self, token: int, layers: list[int]) -> list[list[int]]:
-        """[L, K], the row that a token must have: none for padding, unknown ones and the last of a sequence."""
+        """[L, K], the row that a token must have: none for padding, unknown ones and the last of a
+        sequence."""
         lasts = {end - 1 for end in itertools.accumulate(self.lengths)}
         has_none = token == PADDING or token in self.unknown | lasts
         return [[-1] * TOP_K if has_none else self.ids(token, layer) for layer in layers]
@@ -76,9 +82,14 @@ class Batch:
     def routings(self) -> list[Routing]:
         found, first = [], 0
         for length in self.lengths:
-            rows = np.array([self.row(token, self.moe_layers) for token in range(first, first + length - 1)], np.int16)
+            rows = np.array(
+                [self.row(token, self.moe_layers) for token in range(first, first + length - 1)],
+                np.int16,
+            )
             rows = rows.reshape(length - 1, len(self.moe_layers), TOP_K)
-            found.append(Routing(rows, weights=np.where(rows < 0, np.nan, rows / 4).astype(np.float32)))
+            found.append(
+                Routing(rows, weights=np.where(rows < 0, np.nan, rows / 4).astype(np.float32))
+            )
             first += length
         return found
 
@@ -92,14 +103,20 @@ class Batch:
 def trainers(draw: Any) -> tuple[Trainer, Batch]:
     tp, pp, vpp, cp = (draw(st.integers(1, most)) for most in (3, 3, 2, 3))
     is_even = draw(st.booleans())
-    sizes = [draw(st.integers(1, 2))] * (pp * vpp) if is_even else [draw(st.integers(0, 2)) for _ in range(pp * vpp)]
+    sizes = (
+        [draw(st.integers(1, 2))] * (pp * vpp)
+        if is_even
+        else [draw(st.integers(0, 2)) for _ in range(pp * vpp)]
+    )
     total = sum(sizes)
     batch = Batch(
         lengths=draw(st.lists(st.integers(2, 9), min_size=1, max_size=4)),
         moe_layers=sorted(draw(st.sets(st.integers(0, total - 1)))) if total else [],
         unknown=draw(st.sets(st.integers(0, 20))),
     )
-    return Trainer(tp, pp, vpp, cp, draw(st.booleans()), draw(st.booleans()), sizes, draw(st.integers(0, 2))), batch
+    return Trainer(
+        tp, pp, vpp, cp, draw(st.booleans()), draw(st.booleans()), sizes, draw(st.integers(0, 2))
+    ), batch
 
 
 def padded(values: list[int], length: int) -> list[int]:
@@ -121,9 +138,9 @@ def test_what_the_ranks_have_is_what_came_in(case: tuple[Trainer, Batch]) -> Non
         assert packed.cu_seqlens.tolist() == bounds
         assert packed.num_tokens.tolist() == batch.lengths
         rows, weights = packed.rows, packed.weights
-        assert packed.known.tolist() == [bool((np.array(batch.row(token, [0])) >= 0).all()) for token in tokens] or (
-            not batch.moe_layers
-        )
+        assert packed.known.tolist() == [
+            bool((np.array(batch.row(token, [0])) >= 0).all()) for token in tokens
+        ] or (not batch.moe_layers)
     else:
         length = max(sizes) + trainer.spare * step
         tokens, bounds = np.array([padded(each, length) for each in numbers]).T, [0, length]
@@ -142,12 +159,21 @@ def test_what_the_ranks_have_is_what_came_in(case: tuple[Trainer, Batch]) -> Non
             sequence = (t, trainer.tp) if trainer.sequence_parallel else (0, 1)
             spans = token_spans(bounds, context=(c, trainer.cp), sequence=sequence)
             got = take(rows[..., of_stage, :], spans)
-            expected = np.array([batch.row(token, moe) for token in own.ravel()]).reshape(*own.shape, len(moe), TOP_K)
+            expected = np.array([batch.row(token, moe) for token in own.ravel()]).reshape(
+                *own.shape, len(moe), TOP_K
+            )
             assert np.array_equal(got, expected)
             its_weights = take(weights[..., of_stage, :], spans)
-            assert np.array_equal(its_weights, np.where(expected < 0, np.nan, expected / 4), equal_nan=True)
+            assert np.array_equal(
+                its_weights, np.where(expected < 0, np.nan, expected / 4), equal_nan=True
+            )
             if trainer.sequence_parallel or t == 0:
-                seen += [(int(token), layer) for token in own.ravel() if token != PADDING for layer in moe]
+                seen += [
+                    (int(token), layer)
+                    for token in own.ravel()
+                    if token != PADDING
+                    for layer in moe
+                ]
     assert sorted(seen) == sorted(itertools.product(range(sum(batch.lengths)), batch.moe_layers))
 
 
@@ -160,8 +186,17 @@ def test_stages_and_context_parallelism_are_megatrons(monkeypatch: pytest.Monkey
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     layer_ids = [3, 4, 6, 7, 8, 11]
-    for pp, vpp, uneven in ((1, 1, {}), (2, 1, {}), (4, 3, {}), (3, 2, {}), (3, 1, {"first": 3, "last": 5})):
-        named = {f"num_layers_in_{where}_pipeline_stage": uneven.get(where) for where in ("first", "last")}
+    for pp, vpp, uneven in (
+        (1, 1, {}),
+        (2, 1, {}),
+        (4, 3, {}),
+        (3, 2, {}),
+        (3, 1, {"first": 3, "last": 5}),
+    ):
+        named = {
+            f"num_layers_in_{where}_pipeline_stage": uneven.get(where)
+            for where in ("first", "last")
+        }
         config: Any = SimpleNamespace(
             **named,
             num_layers=12,
@@ -177,26 +212,36 @@ def test_stages_and_context_parallelism_are_megatrons(monkeypatch: pytest.Monkey
             first = get_transformer_layer_offset(config, v if vpp > 1 else None, p)
             counts = sizes if uneven else None
             found = stage_layers(layer_ids, 12, pipeline=(p, pp), virtual=(v, vpp), counts=counts)
-            assert layer_ids[found] == [layer for layer in layer_ids if first <= layer < first + size]
+            assert layer_ids[found] == [
+                layer for layer in layer_ids if first <= layer < first + size
+            ]
     tokens = torch.arange(2 * 24).reshape(2, 24)
     for size in (1, 2, 3):
         for rank in range(size):
-            monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda size=size: size)
+            monkeypatch.setattr(
+                parallel_state, "get_context_parallel_world_size", lambda size=size: size
+            )
             monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
             theirs = get_batch_on_this_cp_rank({"tokens": tokens})["tokens"]
-            assert np.array_equal(take(tokens.numpy().T, token_spans([0, 24], context=(rank, size))).T, theirs)
+            assert np.array_equal(
+                take(tokens.numpy().T, token_spans([0, 24], context=(rank, size))).T, theirs
+            )
 
 
 def test_one_span_and_one_stage_are_views() -> None:
     rows = np.zeros((16, 4, 2), np.int16)
-    view = take(rows[:, stage_layers(range(4), 4, pipeline=(1, 2))], token_spans([0, 8, 16], sequence=(1, 2)))
+    view = take(
+        rows[:, stage_layers(range(4), 4, pipeline=(1, 2))],
+        token_spans([0, 8, 16], sequence=(1, 2)),
+    )
     assert view.base is rows
     assert view.shape == (8, 2, 2)
 
 
 @pytest.mark.parametrize("dtype", ["int16", "uint8", "bool", "float32"])
 def test_what_fills_huge_pages(dtype: str) -> None:
-    """Rows, weights and masks of many tokens, of some layers, that nobody may write to; what is taken begins a page."""
+    """Rows, weights and masks of many tokens, of some layers, that nobody may write to; what is
+    taken begins a page."""
     array = np.random.default_rng(0).integers(256, size=(120_000, 6, 8)).astype(dtype)
     array.flags.writeable = False
     for part in (array[:, 1:4], array[:, ::-1, 0], array[::-1]):
@@ -215,7 +260,10 @@ def test_what_cannot_be_cut() -> None:
     for wrong, message in (
         (lambda: pack([later]), "join the turns first"),
         (lambda: pack([routing, Routing(np.zeros((4, 2, 2), np.int16))]), "rows of shapes"),
-        (lambda: pack([routing], multiple=4, length=7), "8 tokens with padding do not fit length 7"),
+        (
+            lambda: pack([routing], multiple=4, length=7),
+            "8 tokens with padding do not fit length 7",
+        ),
         (lambda: pack([routing, weighted]), "some responses have weights"),
         (lambda: pack([routing], num_tokens=[6]), "rows up to 4 for 6 tokens"),
     ):

@@ -1,4 +1,5 @@
-"""Rows that say which position they belong to, on outputs of the engine; and whether other tasks get their turn."""
+"""Rows that say which position they belong to, on outputs of the engine; and whether other tasks
+get their turn."""
 
 import asyncio
 import base64
@@ -28,8 +29,12 @@ def buffer_of(*arrays: tuple[int, np.ndarray]) -> RowBuffer:
     return buffer
 
 
-def choice(tokens: int, buffer: RowBuffer | None, index: int = 0, finish: str | None = "stop") -> CompletionOutput:
-    return CompletionOutput(index, "", list(range(tokens)), None, None, routed_experts=buffer, finish_reason=finish)  # type: ignore[arg-type]
+def choice(
+    tokens: int, buffer: RowBuffer | None, index: int = 0, finish: str | None = "stop"
+) -> CompletionOutput:
+    return CompletionOutput(
+        index, "", list(range(tokens)), None, None, routed_experts=buffer, finish_reason=finish
+    )  # type: ignore[arg-type]
 
 
 def output(prompt_len: int, *choices: CompletionOutput) -> RequestOutput:

@@ -18,7 +18,12 @@ import numpy as np
 import pytest
 
 from routed_experts.server.outputs import array_store, folders
-from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
+from routed_experts.server.outputs.array_store import (
+    ArrayGoneError,
+    ArrayStore,
+    StoreError,
+    UnknownArrayError,
+)
 from routed_experts.server.outputs.folders import private_folder, remove_unused
 from tests.protocol.answers import peak_of
 
@@ -38,7 +43,9 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in (array_store, folders):
-        monkeypatch.setattr(module, "time", SimpleNamespace(time=clock.time, monotonic=time.monotonic))
+        monkeypatch.setattr(
+            module, "time", SimpleNamespace(time=clock.time, monotonic=time.monotonic)
+        )
     return clock
 
 
@@ -64,9 +71,13 @@ for line in sys.stdin:
 
 @contextmanager
 def another(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
-    """A program with two arrays in `folder`, the second of which it reads; for each line it says how much it uses."""
+    """A program with two arrays in `folder`, the second of which it reads; for each line it says
+    how much it uses."""
     with subprocess.Popen(
-        [sys.executable, "-c", OTHER, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OTHER, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as program:
         assert program.stdout is not None
         try:
@@ -97,12 +108,16 @@ def test_numpy_alone_reads_what_is_stored(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_call_that_writes_less_than_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_writes_less_than_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "write", lambda fd, part, write=os.write: write(fd, part[:7]))
     assert np.load(ArrayStore(tmp_path, 1 << 20).put(ARRAY).path).tolist() == ARRAY.tolist()
 
 
-def test_ids_that_never_were_are_told_from_those_that_are_gone(tmp_path: Path, clock: Clock) -> None:
+def test_ids_that_never_were_are_told_from_those_that_are_gone(
+    tmp_path: Path, clock: Clock
+) -> None:
     store = ArrayStore(tmp_path / "store", 1 << 20)
     first, second = store.put(ARRAY), store.put(ARRAY)
     assert first.id != second.id
@@ -124,7 +139,9 @@ def test_a_full_store_takes_more_when_something_expires(tmp_path: Path, clock: C
     second = store.put(ARRAY)
     assert (store.has_room(FILE_BYTES), store.has_room(1)) == (False, True)
     clock.now = first.expires
-    with pytest.raises(StoreError, match=f"{2 * FILE_BYTES} of {2 * FILE_BYTES + 1} bytes are used"):
+    with pytest.raises(
+        StoreError, match=f"{2 * FILE_BYTES} of {2 * FILE_BYTES + 1} bytes are used"
+    ):
         store.put(ARRAY)
     clock.now += 1
     third = store.put(ARRAY)
@@ -134,7 +151,9 @@ def test_a_full_store_takes_more_when_something_expires(tmp_path: Path, clock: C
     assert store.sweep() == sizes(store.folder) == 0
 
 
-def test_what_was_deleted_is_forgotten(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_deleted_is_forgotten(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Long before it would have expired."""
     monkeypatch.setattr(array_store, "_GONE", 3)
     store = ArrayStore(tmp_path, 1 << 20)
@@ -150,7 +169,8 @@ def test_what_was_deleted_is_forgotten(tmp_path: Path, clock: Clock, monkeypatch
 def test_an_array_that_is_not_written_to_its_end_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """As where the process is killed: nobody gets it, and it goes with the process's other files."""
+    """As where the process is killed: nobody gets it, and it goes with the process's other
+    files."""
     store = ArrayStore(tmp_path, 1 << 20)
     name = store.open()
     with monkeypatch.context() as patch:
@@ -167,7 +187,9 @@ def test_an_array_that_is_not_written_to_its_end_is_gone(
     assert sizes(tmp_path) == 0
 
 
-@pytest.mark.parametrize("name", ["labels.npy", "labels.tmp", f"{'0' * 31}.npy", f"{'A' * 32}.npy", "0" * 16])
+@pytest.mark.parametrize(
+    "name", ["labels.npy", "labels.tmp", f"{'0' * 31}.npy", f"{'A' * 32}.npy", "0" * 16]
+)
 @pytest.mark.parametrize("keeps", [False, True])
 def test_files_of_the_user_are_kept(tmp_path: Path, name: str, keeps: bool) -> None:
     """Where the folder that is named has some, or the subfolder."""
@@ -229,7 +251,9 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("renamed", [False, True])
 @pytest.mark.parametrize("room", [2, 4])
-def test_s6_a_folder_that_is_removed_or_renamed_is_made_again(tmp_path: Path, room: int, renamed: bool) -> None:
+def test_s6_a_folder_that_is_removed_or_renamed_is_made_again(
+    tmp_path: Path, room: int, renamed: bool
+) -> None:
     """Also by a store that is full."""
     store, other = (ArrayStore(tmp_path / "store", room * FILE_BYTES) for _ in range(2))
     first, _ = store.put(ARRAY), store.put(ARRAY)
@@ -274,7 +298,11 @@ def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     stored = store.put(ARRAY)
     store.folder.rename(tmp_path / "elsewhere")
     (tmp_path / "store").touch()
-    for method in (lambda: store.put(ARRAY), lambda: store.read(stored.id), lambda: store.delete(stored.id)):
+    for method in (
+        lambda: store.put(ARRAY),
+        lambda: store.read(stored.id),
+        lambda: store.delete(stored.id),
+    ):
         with pytest.raises(StoreError):
             method()
     assert store.used_bytes == FILE_BYTES
@@ -301,7 +329,9 @@ def test_s3_a_program_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
     """No call waits: what is stored, fetched and deleted, of others too; starting; ending."""
     with another(tmp_path) as (program, keys):
         program.send_signal(signal.SIGSTOP)
-        process = multiprocessing.get_context("fork").Process(target=_use_all, args=(tmp_path, keys))
+        process = multiprocessing.get_context("fork").Process(
+            target=_use_all, args=(tmp_path, keys)
+        )
         process.start()
         process.join(60)
         exitcode = process.exitcode
@@ -334,7 +364,11 @@ def _calls(folder: Path, count: int) -> list[str]:
     left.close()
     store, calls = ArrayStore(folder, (count + 3) * FILE_BYTES), []
     store.open()
-    sys.addaudithook(lambda event, args: calls.append(event) if event.startswith(("os.", "open", "fcntl")) else None)
+    sys.addaudithook(
+        lambda event, args: (
+            calls.append(event) if event.startswith(("os.", "open", "fcntl")) else None
+        )
+    )
     stored = [store.put(ARRAY) for _ in range(3)]
     with suppress(StoreError):
         store.put(ARRAY)
@@ -359,7 +393,9 @@ def test_s4_nothing_on_a_requests_way_depends_on_the_number_of_arrays(tmp_path: 
     assert not {"os.listdir", "os.scandir"} & {*found[0]}
 
 
-def test_what_an_ended_process_left_belongs_to_the_next_of_its_rank(tmp_path: Path, clock: Clock) -> None:
+def test_what_an_ended_process_left_belongs_to_the_next_of_its_rank(
+    tmp_path: Path, clock: Clock
+) -> None:
     """In a folder that is kept; a limit holds over restarts, and what expired goes."""
     ranks = [ArrayStore(tmp_path, 8 * FILE_BYTES, rank=rank, count=2) for rank in range(2)]
     old = [store.put(ARRAY) for store in ranks]
@@ -382,7 +418,9 @@ def test_what_an_ended_process_left_belongs_to_the_next_of_its_rank(tmp_path: Pa
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_what_an_ended_process_left_belongs_to_one_that_runs(tmp_path: Path, clock: Clock, keeps: bool) -> None:
+def test_what_an_ended_process_left_belongs_to_one_that_runs(
+    tmp_path: Path, clock: Clock, keeps: bool
+) -> None:
     """Else nobody counts it before the next start, and nobody removes what expires."""
     store = ArrayStore(tmp_path, 3 * FILE_BYTES, keeps=keeps)
     other = ArrayStore(tmp_path, 1 << 20, lifetime_s=10)
@@ -401,7 +439,8 @@ def test_what_an_ended_process_left_belongs_to_one_that_runs(tmp_path: Path, clo
 
 
 def test_what_expires_before_what_another_process_left(tmp_path: Path, clock: Clock) -> None:
-    """Where a server begins again with a shorter lifetime: a folder would be full of arrays that have expired."""
+    """Where a server begins again with a shorter lifetime: a folder would be full of arrays that
+    have expired."""
     other = ArrayStore(tmp_path, 1 << 20, lifetime_s=1000)
     left = [other.put(ARRAY) for _ in range(2)]
     other.close()
@@ -448,7 +487,10 @@ def _put_and_leave_work_to_the_thread(folder: Path, count: int) -> None:
 def test_a_process_may_end_while_another_begins(tmp_path: Path) -> None:
     folder, context = tmp_path / "store", multiprocessing.get_context("fork")
     for _ in range(20):
-        processes = [context.Process(target=_put_and_leave_work_to_the_thread, args=(folder, n)) for n in (0, 20)]
+        processes = [
+            context.Process(target=_put_and_leave_work_to_the_thread, args=(folder, n))
+            for n in (0, 20)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -458,7 +500,8 @@ def test_a_process_may_end_while_another_begins(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_another_process_removes_while_it_is_made(tmp_path: Path) -> None:
-    """S6. It is gone, and made again: "File exists" would have the first array of a process fail."""
+    """S6. It is gone, and made again: "File exists" would have the first array of a process
+    fail."""
     folder, context = tmp_path / "store", multiprocessing.get_context("fork")
     remover = context.Process(target=_remove_forever, args=(folder,), daemon=True)
     remover.start()

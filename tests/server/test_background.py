@@ -16,7 +16,9 @@ SECONDS = 0.01
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     return caplog
 
@@ -46,7 +48,10 @@ def test_a_sweep_of_the_store_that_fails_is_logged_and_the_next_one_deletes(
     monkeypatch.setattr(store, "sweep", failing_sweep)
     asyncio.run(run())
     (record,) = log.records  # of two failures in a row, the first
-    assert record.getMessage() == "Deleting expired arrays failed; the server tries again every 0.01 s."
+    assert (
+        record.getMessage()
+        == "Deleting expired arrays failed; the server tries again every 0.01 s."
+    )
     assert record.exc_info is not None
     assert str(record.exc_info[1]) == "no such device"
 

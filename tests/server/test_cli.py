@@ -1,4 +1,5 @@
-"""The command line: what commands say, the sentence that ends one that cannot run, and what `serve` fills in.
+"""The command line: what commands say, the sentence that ends one that cannot run, and what `serve`
+fills in.
 
 Real processes are in `test_failures.py`, and servers that stop in `tests/e2e/test_stopping.py`.
 """
@@ -37,7 +38,9 @@ from routed_experts.server.http.selftest import SelfTestError
 from tests.clients.test_compare import G, P, answer_of
 from tests.e2e.harness import free_port
 
-VERSION = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
+VERSION = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+    "version"
+]
 Words = Callable[[str], list[str]]
 
 
@@ -52,22 +55,31 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, allowed)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setattr(logging, "raiseExceptions", False)  # vLLM's handler keeps the output of the test before
+    # vLLM's handler keeps the output of the test before
+    monkeypatch.setattr(logging, "raiseExceptions", False)
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
 def words_for(tiny_model: Path, folder: Path) -> Words:
-    """The words of a command. FILES has answers that a router could have given, one of unknown rows, and nothing."""
-    rows = np.random.default_rng(0).random((P + G - 1, 5, 16)).argsort(axis=2)[:, :, :4].astype(np.int16)
+    """The words of a command. FILES has answers that a router could have given, one of unknown
+    rows, and nothing."""
+    rows = (
+        np.random.default_rng(0)
+        .random((P + G - 1, 5, 16))
+        .argsort(axis=2)[:, :, :4]
+        .astype(np.int16)
+    )
     (folder / "answer").write_text(f"{json.dumps(answer_of(rows))}\n" * 2)
     (folder / "unknown").write_text(json.dumps(answer_of(np.full_like(rows, -1))))
     (folder / "empty").touch()
     (folder / "latin").write_bytes(b"\xe9\xff")
     (folder / "binary").write_bytes(b"\x93NUMPY\x00\xff")
     names = {"FILES": str(folder), "MODEL": str(tiny_model), "PORT": str(free_port())}
-    return lambda command: [re.sub("|".join(names), lambda name: names[name[0]], word) for word in command.split()]
+    return lambda command: [
+        re.sub("|".join(names), lambda name: names[name[0]], word) for word in command.split()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +100,9 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The one sentence that a command ends in."""
     status, out, err = run(capsys, *argv)
     assert (status, "Traceback" in out + err) == (2, False), err
-    sentence = next(line for line in reversed(err.splitlines()) if line.startswith("routed-experts"))
+    sentence = next(
+        line for line in reversed(err.splitlines()) if line.startswith("routed-experts")
+    )
     return sentence.removeprefix("routed-experts: ")
 
 
@@ -105,7 +119,9 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("tiny-model a b", 2, ["unrecognized arguments: b"]),
     ],
 )
-def test_what_is_said(capsys: pytest.CaptureFixture[str], command: str, status: int, said: list[str]) -> None:
+def test_what_is_said(
+    capsys: pytest.CaptureFixture[str], command: str, status: int, said: list[str]
+) -> None:
     code, *streams = run(capsys, *command.split())
     assert code == status
     assert streams[0 if status else 1] == ""
@@ -151,7 +167,9 @@ def test_the_help_has_our_flags_first_and_once_with_their_defaults(
 
 # ---- the sentence that ends a command ----
 
-NO_NAME = "is neither a local folder nor a name on the Hugging Face hub (owner/name): check the spelling."
+NO_NAME = (
+    "is neither a local folder nor a name on the Hugging Face hub (owner/name): check the spelling."
+)
 COMPARE = "compare MODEL --answers FILES/answer"
 NOT_PATH = "Path does not derive from vLLM's"
 SERVE = "serve MODEL --port PORT"
@@ -160,43 +178,86 @@ SERVE = "serve MODEL --port PORT"
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        *((f"serve {model}", f"{model} {NO_NAME}") for model in ("./nowhere", "some/deep/folder", "/nowhere", "a&b")),
+        *(
+            (f"serve {model}", f"{model} {NO_NAME}")
+            for model in ("./nowhere", "some/deep/folder", "/nowhere", "a&b")
+        ),
         ("serve /tmp", "local directory specified: '/tmp'."),  # has no checkpoint, as vLLM says
         ("serve some/model", "the Hugging Face hub cannot be reached"),
         ("serve --served-model-name mine", "`model` should be provided"),
         ("serve MODEL --port 70000", "cannot listen on port 70000: bind(): port must be 0-65535."),
         (f"{SERVE} --host 203.0.113.9", "of --host 203.0.113.9: Cannot assign requested address."),
         (f"{SERVE} --host nobody.invalid", "of --host nobody.invalid: "),
-        (f"{SERVE} --max-model-len 99999999", "User-specified max_model_len (99999999) is greater than the derived"),
-        (f"{SERVE} --tensor-parallel-size 3", "Total number of attention heads (4) must be divisible by tensor para"),
-        (f"{SERVE} --tensor-parallel-size 0", "tensor_parallel_size: Input should be greater than or equal to 1."),
-        (f"{SERVE} --kv-sharing-fast-prefill", "Fast prefill skips layers for prompt tokens: remove --kv-sharing-f"),
+        (
+            f"{SERVE} --max-model-len 99999999",
+            "User-specified max_model_len (99999999) is greater than the derived",
+        ),
+        (
+            f"{SERVE} --tensor-parallel-size 3",
+            "Total number of attention heads (4) must be divisible by tensor para",
+        ),
+        (
+            f"{SERVE} --tensor-parallel-size 0",
+            "tensor_parallel_size: Input should be greater than or equal to 1.",
+        ),
+        (
+            f"{SERVE} --kv-sharing-fast-prefill",
+            "Fast prefill skips layers for prompt tokens: remove --kv-sharing-f",
+        ),
         (f"{SERVE} --config /nonexistent.yaml", "/nonexistent.yaml"),
         (f"{SERVE} --log-config-file /nowhere", "The log's configuration cannot be read"),
         (f"{SERVE} --no-such-flag", "unrecognized arguments: --no-such-flag"),
         (f"{SERVE} --dtype float99", "argument --dtype: invalid choice: 'float99'"),
         (f"{SERVE} --routed-experts-on-load guess", "invalid choice: 'guess'"),
-        (f"{SERVE} --routed-experts-store /proc/none", "--routed-experts-store: /proc/none cannot be used: "),
-        (f"{SERVE} --routed-experts-record /proc/none", "--routed-experts-record: /proc/none cannot be used: "),
-        (f"{SERVE} --routed-experts-default []", "routed_experts_default must be a JSON object with routing fields, "),
+        (
+            f"{SERVE} --routed-experts-store /proc/none",
+            "--routed-experts-store: /proc/none cannot be used: ",
+        ),
+        (
+            f"{SERVE} --routed-experts-record /proc/none",
+            "--routed-experts-record: /proc/none cannot be used: ",
+        ),
+        (
+            f"{SERVE} --routed-experts-default []",
+            "routed_experts_default must be a JSON object with routing fields, ",
+        ),
         (f"{SERVE} --worker-cls their.Class", "their.Class cannot be imported"),
         *((f"{SERVE} --{role}-cls pathlib.Path", NOT_PATH) for role in ("worker", "scheduler")),
         (f"{SERVE} --grpc", "--grpc chooses a front end of vLLM that cannot return routed experts"),
         ("export FILES/empty -o FILES/out.npz", "empty has no responses"),
         ("export FILES/answer - -o FILES/out.npz", "standard input has no responses"),
-        ("export FILES/binary -o FILES/out.npz", "binary is a NumPy file: give responses as the server sends them"),
+        (
+            "export FILES/binary -o FILES/out.npz",
+            "binary is a NumPy file: give responses as the server sends them",
+        ),
         ("export FILES/latin -o FILES/out.npz", "latin cannot be read: it is not UTF-8 text"),
         ("view FILES/none --no-browser", "none cannot be read: No such file"),
         ("view FILES/answer --port 99999 --no-browser", "Port 99999 cannot be used"),
-        ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/empty", "empty has no prompts: write one per"),
-        ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/none", "none cannot be read: No such file"),
+        (
+            "export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/empty",
+            "empty has no prompts: write one per",
+        ),
+        (
+            "export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/none",
+            "none cannot be read: No such file",
+        ),
         ("tiny-model FILES/empty", "File exists"),
-        ("compare /nowhere/model --answers FILES/answer", "/nowhere/model is neither a local folder nor a name"),
+        (
+            "compare /nowhere/model --answers FILES/answer",
+            "/nowhere/model is neither a local folder nor a name",
+        ),
         ("compare FILES --answers FILES/answer", "key in its config.json"),
         ("compare some/model --answers FILES/answer", "the Hugging Face hub cannot be reached"),
         (f"{COMPARE} --device nonsense", "--device nonsense cannot be used"),
-        *(() if torch.cuda.is_available() else ((f"{COMPARE} --device cuda", "--device cuda cannot be used"),)),
-        ("compare some/model --answers FILES/answer --json /proc/none", "--json /proc/none cannot be written"),
+        *(
+            ()
+            if torch.cuda.is_available()
+            else ((f"{COMPARE} --device cuda", "--device cuda cannot be used"),)
+        ),
+        (
+            "compare some/model --answers FILES/answer --json /proc/none",
+            "--json /proc/none cannot be written",
+        ),
         ("compare MODEL --url 127.0.0.1:PORT", " cannot be reached: "),
         ("compare MODEL --url ftp://host", "is not the URL of a server"),
     ],
@@ -204,10 +265,14 @@ SERVE = "serve MODEL --port PORT"
 def test_an_error_is_one_sentence(
     words: Words, command: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = () if "port" in command or not command.startswith("serve") else ("--port", str(free_port()))
+    flags = (
+        () if "port" in command or not command.startswith("serve") else ("--port", str(free_port()))
+    )
     said = refused(capsys, *words(command), *flags)
     assert sentence in said
-    assert sentence != NOT_PATH or said.endswith("--no-enable-return-routed-experts serves without the capture.")
+    assert sentence != NOT_PATH or said.endswith(
+        "--no-enable-return-routed-experts serves without the capture."
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,10 +280,16 @@ def test_an_error_is_one_sentence(
     [
         ("export answers -o out.csv --wieghts", "(--wieghts: did you mean --weights?)"),
         ("view --no-browsr answers", "(--no-browsr: did you mean --no-browser?)"),
-        ("compare MODEL --answer FILES/answer --near_tie 1", "(--near_tie: did you mean --near-tie?)"),
+        (
+            "compare MODEL --answer FILES/answer --near_tie 1",
+            "(--near_tie: did you mean --near-tie?)",
+        ),
         ("tiny-model --hlep", "(--hlep: did you mean --help?)"),
         ("--versoin", "(--versoin: did you mean --version?)"),
-        ("serve MODEL --routed-experts-stroe=x", "(--routed-experts-stroe: did you mean --routed-experts-store?)"),
+        (
+            "serve MODEL --routed-experts-stroe=x",
+            "(--routed-experts-stroe: did you mean --routed-experts-store?)",
+        ),
         ("serve MODEL --max_model_length 9", "(--max-model-length: did you mean --max-model-len?)"),
     ],
 )
@@ -228,14 +299,20 @@ def test_a_misspelt_flag_gets_a_guess(
     assert refused(capsys, *words(command)).endswith(meant)
 
 
-@pytest.mark.parametrize("flag", ["--routed-experts-record f", "--enable-return-routed-expert-weights"])
-def test_what_needs_the_capture(capsys: pytest.CaptureFixture[str], words: Words, flag: str) -> None:
+@pytest.mark.parametrize(
+    "flag", ["--routed-experts-record f", "--enable-return-routed-expert-weights"]
+)
+def test_what_needs_the_capture(
+    capsys: pytest.CaptureFixture[str], words: Words, flag: str
+) -> None:
     said = refused(capsys, *words(f"{SERVE} --no-enable-return-routed-experts {flag}"))
     assert said == f"{flag.split()[0]} needs the capture: remove --no-enable-return-routed-experts."
 
 
 @pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")])
-def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_model: Path, flags: tuple[str, ...]) -> None:
+def test_a_port_in_use(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, flags: tuple[str, ...]
+) -> None:
     """Several API processes of vLLM would share it with another server that shares it."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -256,7 +333,9 @@ def test_a_unix_socket_needs_no_port(capsys: pytest.CaptureFixture[str], tmp_pat
         preflight.check_address(None, 1, str(path))
         assert not path.exists()
         path.touch()
-        assert "Address already in use; if no server uses it, remove it." in refused(capsys, *command, str(path))
+        assert "Address already in use; if no server uses it, remove it." in refused(
+            capsys, *command, str(path)
+        )
         assert path.exists()
         assert "No such file" in refused(capsys, *command, str(tmp_path / "none" / "socket"))
         assert "AF_UNIX path too long." in refused(capsys, *command, "x" * 200)
@@ -284,7 +363,11 @@ UNREADABLE = {
 
 @pytest.mark.parametrize(("name", "value"), UNREADABLE.items())
 def test_a_variable_that_vllm_cannot_read_is_a_sentence(
-    words: Words, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    words: Words,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
 ) -> None:
     for text in (value, ""):
         monkeypatch.setenv(name, text)
@@ -296,7 +379,10 @@ def test_a_variable_that_vllm_cannot_read_is_a_sentence(
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (f"{serve._ENGINE_FAILED}. See root cause above. Failed core proc(s): {{}}", "The engine did not start; its"),
+        (
+            f"{serve._ENGINE_FAILED}. See root cause above. Failed core proc(s): {{}}",
+            "The engine did not start; its",
+        ),
         (SelfTestError("The self-test got no routing."), r"The self-test got no routing\."),
         (OSError("no tokenizer"), r"The server cannot run: no tokenizer\."),
     ],
@@ -318,10 +404,16 @@ def test_a_start_that_fails(
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("GatedRepoError", preflight.NO_SUCH_MODEL), ("ConnectTimeout", preflight.NO_HUB), ("Another", "vLLM's own.")],
+    [
+        ("GatedRepoError", preflight.NO_SUCH_MODEL),
+        ("ConnectTimeout", preflight.NO_HUB),
+        ("Another", "vLLM's own."),
+    ],
 )
 @pytest.mark.parametrize("is_explicit", [True, False])
-def test_errors_of_the_hub_below_those_of_others(name: str, sentence: str, is_explicit: bool) -> None:
+def test_errors_of_the_hub_below_those_of_others(
+    name: str, sentence: str, is_explicit: bool
+) -> None:
     error = OSError("vLLM's own\nand more")
     setattr(error, "__cause__" if is_explicit else "__context__", type(name, (Exception,), {})())
     assert preflight.sentence_of(error, "m") == sentence.format(model="m")
@@ -330,7 +422,9 @@ def test_errors_of_the_hub_below_those_of_others(name: str, sentence: str, is_ex
 # ---- versions ----
 
 
-@pytest.mark.parametrize("more", [(), ("--no-enable-return-routed-experts",), ("--allow-untested-vllm",)])
+@pytest.mark.parametrize(
+    "more", [(), ("--no-enable-return-routed-experts",), ("--allow-untested-vllm",)]
+)
 def test_another_vllm_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
 ) -> None:
@@ -364,7 +458,9 @@ OTHERS.append(EntryPoint("console", "a:b", "console_scripts"))
 
 
 def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None, installed: list[EntryPoint]) -> str:
-    monkeypatch.setattr(serve, "entry_points", lambda **params: EntryPoints(installed).select(**params))
+    monkeypatch.setattr(
+        serve, "entry_points", lambda **params: EntryPoints(installed).select(**params)
+    )
     if given is not None:
         monkeypatch.setenv("VLLM_PLUGINS", given)
     serve.allow_plugin()
@@ -378,7 +474,8 @@ def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None, installed: list[
         ("", [], PLUGIN_NAME),
         ("lora_filesystem_resolver,mine", [], f"lora_filesystem_resolver,mine,{PLUGIN_NAME}"),
         (f"{PLUGIN_NAME},mine", OTHERS, f"mine,{PLUGIN_NAME}"),
-        # The variable filters every group, where it is set; endpoint plugins load only if they are named.
+        # The variable filters every group, where it is set; endpoint plugins load only if they are
+        # named.
         (None, OTHERS, f"general,platform,{PLUGIN_NAME}"),
     ],
 )
@@ -394,9 +491,15 @@ def test_the_installed_package_registers_the_plugin() -> None:
     assert os.environ["VLLM_PLUGINS"].split(",")[-1] == PLUGIN_NAME
 
 
-@pytest.mark.parametrize("target", [None, "no_such_module:Plugin", "http.entry_point:no_such_factory"])
-def test_a_plugin_that_vllm_would_serve_without(monkeypatch: pytest.MonkeyPatch, target: str | None) -> None:
-    installed = [EntryPoint(PLUGIN_NAME, f"routed_experts.server.{target}", PLUGIN_GROUP)] if target else []
+@pytest.mark.parametrize(
+    "target", [None, "no_such_module:Plugin", "http.entry_point:no_such_factory"]
+)
+def test_a_plugin_that_vllm_would_serve_without(
+    monkeypatch: pytest.MonkeyPatch, target: str | None
+) -> None:
+    installed = (
+        [EntryPoint(PLUGIN_NAME, f"routed_experts.server.{target}", PLUGIN_GROUP)] if target else []
+    )
     with pytest.raises(CommandError, match="The package is not installed properly"):
         allowed(monkeypatch, None, installed)
 
@@ -421,7 +524,10 @@ def configured(*argv: str, model: object = "model") -> argparse.Namespace:
 def test_worker_and_scheduler_are_filled_in(flags: str, captures: bool) -> None:
     """The flag of vLLM's own capture, which stays off, switches ours."""
     args = configured(*flags.split())
-    assert (args.worker_cls in WORKERS.values(), args.scheduler_cls == SCHEDULER) == (captures, captures)
+    assert (args.worker_cls in WORKERS.values(), args.scheduler_cls == SCHEDULER) == (
+        captures,
+        captures,
+    )
     assert args.enable_return_routed_experts is False
 
 
@@ -435,7 +541,9 @@ def test_worker_and_scheduler_are_filled_in(flags: str, captures: bool) -> None:
 def test_a_headless_node_has_them_too(tiny_model: Path, flags: str) -> None:
     """What vLLM starts there, it makes of the same arguments."""
     args = configured("--headless", "--dtype", "float32", *flags.split(), model=tiny_model)
-    parallel = AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=True).parallel_config
+    parallel = (
+        AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=True).parallel_config
+    )
     assert (parallel.data_parallel_rank or parallel.node_rank) == 1
     assert parallel.worker_cls in WORKERS.values()
     assert args.scheduler_cls == SCHEDULER
@@ -444,7 +552,8 @@ def test_a_headless_node_has_them_too(tiny_model: Path, flags: str) -> None:
 def test_all_processes_know_what_to_do_about_loads() -> None:
     configured()
     assert connectors.on_load() == "recompute"
-    for argv in (("--routed-experts-on-load", "missing"), ()):  # the environment holds where nothing else is said
+    # the environment holds where nothing else is said
+    for argv in (("--routed-experts-on-load", "missing"), ()):
         configured(*argv)
         assert connectors.on_load() == "missing"
         assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == connectors.ON_LOAD_VARIABLE
@@ -481,7 +590,11 @@ def test_a_program_that_calls_it_keeps_its_ctrl_c(capsys: pytest.CaptureFixture[
 
 
 def test_a_server_that_ends_visits_no_objects() -> None:
-    """H6. That took the first process seconds, in which Docker kills it. Nor does it wait for Ctrl-C."""
+    """H6. That took the first process seconds, in which Docker kills it. Nor does it wait for
+    Ctrl-C."""
     program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000)); "
     program += "from routed_experts.server.cli.signals import stop_on_signals; stop_on_signals()"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100).stdout == b"True\n"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100).stdout
+        == b"True\n"
+    )

@@ -50,7 +50,8 @@ def listening() -> Iterator[socket.socket]:
 
 
 def shared_with(count: int, listening: socket.socket) -> tuple[list[Shared], Connection]:
-    """What so many API processes get of the first one, and the end of a pipe that says that the engine lives."""
+    """What so many API processes get of the first one, and the end of a pipe that says that the
+    engine lives."""
     none_listens, listens = Pipe(duplex=False)
     engines_live, alive = Pipe(duplex=False)
     copies = [Connection(os.dup(listens.fileno()), readable=False) for _ in range(count)]
@@ -71,7 +72,9 @@ def test_the_last_of_several_processes_closes_the_port_for_all(listening: socket
     connection.close()
 
 
-def test_the_first_process_closes_the_port_of_processes_that_were_killed(listening: socket.socket) -> None:
+def test_the_first_process_closes_the_port_of_processes_that_were_killed(
+    listening: socket.socket,
+) -> None:
     """Though it holds the socket still."""
     address = listening.getsockname()
     context = get_context("fork")
@@ -108,7 +111,9 @@ def test_api_processes_learn_of_an_engine_that_is_killed(listening: socket.socke
     copies: list[Connection] = []
 
     def start(manager: Any, args: Namespace, sock: socket.socket) -> None:
-        copies.append(Connection(os.dup(getattr(args, SHARED).engines_live.fileno()), writable=False))
+        copies.append(
+            Connection(os.dup(getattr(args, SHARED).engines_live.fileno()), writable=False)
+        )
 
     _start(start, SimpleNamespace(), args=Namespace(), sock=listening)
     (engines_live,) = copies
@@ -130,11 +135,15 @@ def vllms_server(config: uvicorn.Config) -> uvicorn.Server:
 class Stopping:
     """A server that stops as vLLM's does, around an application that answers at once."""
 
-    def __init__(self, listening: socket.socket, kind: Callable[[uvicorn.Config], uvicorn.Server]) -> None:
+    def __init__(
+        self, listening: socket.socket, kind: Callable[[uvicorn.Config], uvicorn.Server]
+    ) -> None:
         self.drain = Drain()
         app = DrainMiddleware(PlainTextResponse("here"), self.drain)
         self.server = kind(uvicorn.Config(app, lifespan="off", log_config=None))
-        self.engine: Any = SimpleNamespace(shutdown=self._end_engine, add_request=None, output_handler=None)
+        self.engine: Any = SimpleNamespace(
+            shutdown=self._end_engine, add_request=None, output_handler=None
+        )
         self.engine.output_processor = SimpleNamespace(propagate_error=lambda error: None)
         self.listening = listening
         self.address = listening.getsockname()
@@ -184,7 +193,9 @@ def test_new_clients_do_not_wait_for_one_that_is_connected_and_says_nothing(
 
 
 @pytest.mark.parametrize("kind", [uvicorn.Server, vllms_server])
-def test_a_client_that_has_connected_when_the_port_closes_is_told_why(listening: socket.socket, kind: Any) -> None:
+def test_a_client_that_has_connected_when_the_port_closes_is_told_why(
+    listening: socket.socket, kind: Any
+) -> None:
     address = listening.getsockname()
 
     async def run() -> bytes:
@@ -229,7 +240,8 @@ def test_an_engine_that_was_told_to_end_has_not_died(listening: socket.socket) -
 
 
 def test_a_client_that_does_not_read_an_end_holds_nobody() -> None:
-    """The response is done but for what the client would have to read; the server waited for that without end."""
+    """The response is done but for what the client would have to read; the server waited for that
+    without end."""
     drain = Drain()
     app = DrainMiddleware(PlainTextResponse("x" * 20_000_000), drain)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
@@ -255,7 +267,8 @@ def test_a_client_that_does_not_read_an_end_holds_nobody() -> None:
 
 
 def is_answered(address: Any) -> bool:
-    """Whether a new client gets an answer; False if it is not let in. Whoever has to wait fails the test."""
+    """Whether a new client gets an answer; False if it is not let in. Whoever has to wait fails the
+    test."""
     try:
         with socket.create_connection(address, timeout=2) as client:
             client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")

@@ -22,7 +22,9 @@ FORMATS: list[Any] = list(get_args(codec.Format))
 
 def rows_of(count: int, shape: tuple[int, int, int], unknown: bool) -> np.ndarray:
     layers, top_k, experts = shape
-    rows = np.random.default_rng(count).integers(0, experts, size=(count, layers, top_k), dtype=np.int16)
+    rows = np.random.default_rng(count).integers(
+        0, experts, size=(count, layers, top_k), dtype=np.int16
+    )
     if unknown and count > 2:
         rows[1] = -1
         rows[2, 0, -1] = -1
@@ -60,9 +62,14 @@ def test_every_encoding_is_that_of_the_codec(shape: tuple[int, int, int], fmt: A
     dtypes = ("int16", "int32", "uint8") if shape[2] <= 256 else ("int16", "int32")
     for dtype, layers, count in itertools.product(dtypes, ("moe", "all"), (0, 3, 800)):
         rows = rows_of(count, shape, unknown=dtype != "uint8")
-        expected = encode(spread(rows) if layers == "all" else rows, fmt=fmt, dtype=dtype, start=70_000)
+        expected = encode(
+            spread(rows) if layers == "all" else rows, fmt=fmt, dtype=dtype, start=70_000
+        )
         text, json, msgpack = (encoder(fmt, dtype, shape, layers) for _ in range(3))
-        sent = b"".join(text.parts([rows], 70_000)), b"".join(json.parts(parts_of(rows), 70_000, packed=False))
+        sent = (
+            b"".join(text.parts([rows], 70_000)),
+            b"".join(json.parts(parts_of(rows), 70_000, packed=False)),
+        )
         assert sent[0] == sent[1] == orjson.dumps(expected)
         assert len(sent[0]) <= text.text_bytes(count)
         packed = b"".join(msgpack.parts(parts_of(rows), 70_000, packed=True))
@@ -74,7 +81,11 @@ def test_every_encoding_is_that_of_the_codec(shape: tuple[int, int, int], fmt: A
         assert msgspec.msgpack.decode(packed) == as_bytes
         for own, content in ((text, sent[0]), (json, sent[1]), (msgpack, packed)):
             missing = codec.count_missing(rows)
-            assert (own.counts.rows, own.counts.missing, own.counts.num_bytes) == (count, missing, len(content))
+            assert (own.counts.rows, own.counts.missing, own.counts.num_bytes) == (
+                count,
+                missing,
+                len(content),
+            )
 
 
 @pytest.mark.parametrize("layers", ["moe", "all"])
@@ -93,7 +104,9 @@ def test_as_many_rows_as_fit_a_line(shape: tuple[int, int, int], fmt: Any, layer
     assert own.rows_in(1) == 1
     for few in (0, 1, 9):  # in a list, unknown ids are the longest of a model with few experts
         narrow = Encoder("list", "int16", (2, 3), 8)
-        assert len(text_of(narrow, np.full((few, 2, 3), -1, dtype=np.int16), 0)) <= narrow.text_bytes(few)
+        assert len(
+            text_of(narrow, np.full((few, 2, 3), -1, dtype=np.int16), 0)
+        ) <= narrow.text_bytes(few)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -107,7 +120,9 @@ def test_unsigned_dtypes_cannot_hold_unknown_rows(fmt: Any) -> None:
     for dtype, layers in itertools.product(("uint8", "uint16"), ("moe", "all")):
         own = encoder(fmt, dtype, SHAPES[0], layers)
         for encode_all in calls:
-            with pytest.raises(LostRowsError, match=f"2 rows are unknown .* {dtype} cannot hold: set"):
+            with pytest.raises(
+                LostRowsError, match=f"2 rows are unknown .* {dtype} cannot hold: set"
+            ):
                 encode_all(own)
 
 
@@ -115,4 +130,6 @@ def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
     """255 and 32767 end or begin with the bytes that the search for -1 looks for."""
     rows = np.array([[[255, 32767], [32767, 255]]], dtype=np.int16)
     fields = Encoder("object", "int16", (2, 2), 32768).fields("rows", rows, 7)
-    assert orjson.loads(f"{{{fields[:-1]}}}") == {"rows": encode(rows, fmt="object", dtype="int16", start=7)}
+    assert orjson.loads(f"{{{fields[:-1]}}}") == {
+        "rows": encode(rows, fmt="object", dtype="int16", start=7)
+    }

@@ -22,7 +22,18 @@ from routed_experts.server.cli.main import INTERRUPTED, main
 from routed_experts.server.tools import export
 from routed_experts.server.tools.running import bodies_of
 from tests.documentation import ROOT
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, peak_of, rows_of, sse, stream, weights_of
+from tests.protocol.answers import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Told,
+    answer,
+    peak_of,
+    rows_of,
+    sse,
+    stream,
+    weights_of,
+)
 
 LAYER_IDS = [1, 3, 4]
 INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": LAYER_IDS}
@@ -47,13 +58,27 @@ def expected(folder: Path) -> Iterator[dict[str, Any]]:
     """The tokens with rows, in the order of the answers. A prompt's come once."""
     for request, told in enumerate((SEVERAL, STREAMED, JOINED, OF_PAGE)):
         for choice, generated in enumerate(told.choices):
-            tokens, rows = [*told.prompt_token_ids, *told.token_ids(choice)], np.concatenate([told.prompt, generated])
-            texts = [text and text.replace("\ud800", "?") for text in TEXTS.get(request, [None] * len(rows))]
+            tokens, rows = (
+                [*told.prompt_token_ids, *told.token_ids(choice)],
+                np.concatenate([told.prompt, generated]),
+            )
+            texts = [
+                text and text.replace("\ud800", "?")
+                for text in TEXTS.get(request, [None] * len(rows))
+            ]
             for position in range(len(told.prompt) if choice else told.start, len(rows)):
                 is_known = told is not JOINED
                 yield {
-                    **{"source": str(folder / f"{request}.jsonl"), "group": str(folder), "request": request},
-                    **{"id": "cmpl-1" if request == 0 else None, "choice": choice, "position": position},
+                    **{
+                        "source": str(folder / f"{request}.jsonl"),
+                        "group": str(folder),
+                        "request": request,
+                    },
+                    **{
+                        "id": "cmpl-1" if request == 0 else None,
+                        "choice": choice,
+                        "position": position,
+                    },
                     "is_prompt": position < len(told.prompt) if is_known else None,
                     "token_id": tokens[position] if is_known else None,
                     "token": texts[position],
@@ -76,7 +101,9 @@ def folder(tmp_path: Path) -> Path:
     for place, text in enumerate(
         (json.dumps(first), sse(chunks).decode(), json.dumps(JOINED_ANSWER), json.dumps(of_page))
     ):
-        (folder / f"{place}.jsonl").write_text(f"{json.dumps(INFO)}\n{text}" if place == 1 else text)
+        (folder / f"{place}.jsonl").write_text(
+            f"{json.dumps(INFO)}\n{text}" if place == 1 else text
+        )
     return folder
 
 
@@ -92,7 +119,10 @@ def tokens_in(path: Path) -> tuple[Tokens, list[int] | None]:
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as found:
             arrays = dict(found)
-        ids, arrays["source"] = arrays.pop("layer_ids", None), arrays.pop("sources")[arrays["source"]]
+        ids, arrays["source"] = (
+            arrays.pop("layer_ids", None),
+            arrays.pop("sources")[arrays["source"]],
+        )
         arrays.pop("num_experts", None)
         assert arrays["experts"].dtype == np.int16
         names = [name for name in arrays if not arrays[name].ndim > 1]
@@ -101,7 +131,10 @@ def tokens_in(path: Path) -> tuple[Tokens, list[int] | None]:
         return [{**one, **{name: None for name in names if one[name] == -1}} for one in tokens], ids
     if path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8") as file:
-            rows: Tokens = [{name: json_of(name, value) for name, value in row.items()} for row in csv.DictReader(file)]
+            rows: Tokens = [
+                {name: json_of(name, value) for name, value in row.items()}
+                for row in csv.DictReader(file)
+            ]
         for row in rows:
             for name in ("expert", "weight"):
                 values = [row.pop(each) for each in [*row] if each.startswith(f"{name}_")]
@@ -114,7 +147,9 @@ def tokens_in(path: Path) -> tuple[Tokens, list[int] | None]:
     assert all([row.pop("layer") for row in layer] == [*range(LAYERS)] for layer in layers)
     (ids,) = {tuple(row.pop("layer_id") for row in layer) for layer in layers}
     lists = {"experts", "weights"} & rows[0].keys()
-    return [{**layer[0], **{name: [row[name] for row in layer] for name in lists}} for layer in layers], ids
+    return [
+        {**layer[0], **{name: [row[name] for row in layer] for name in lists}} for layer in layers
+    ], ids
 
 
 def json_of(name: str, value: str) -> Any:
@@ -130,13 +165,20 @@ def weights_in(tokens: Tokens) -> np.ndarray:
 @pytest.mark.parametrize("has_all", [True, False], ids=["layers and weights", "neither"])
 @pytest.mark.parametrize("words", [*FORMATS, "out.parquet --per token"])
 def test_every_format(
-    folder: Path, words: str, has_all: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    words: str,
+    has_all: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(export, "_CUT", 4 * LAYERS)  # so that choices are cut, and groups have several parts
+    # so that choices are cut, and groups have several parts
+    monkeypatch.setattr(export, "_CUT", 4 * LAYERS)
     monkeypatch.setattr(export, "_GROUP", 10)
     for file in folder.iterdir() if not has_all else ():
         text = file.read_text()
-        file.write_text(text.replace(f"{json.dumps(INFO)}\n", "").replace("routed_experts_info", "other"))
+        file.write_text(
+            text.replace(f"{json.dumps(INFO)}\n", "").replace("routed_experts_info", "other")
+        )
     path = exported(folder, f"{words} --weights" if has_all else words)
     (tokens, ids), whole = tokens_in(path), list(expected(folder))
     written = f"{len(whole) * LAYERS} rows, one for each token and layer"
@@ -153,11 +195,14 @@ def test_every_format(
         assert np.array_equal(weights_in(tokens), weights, equal_nan=True)
     if path.suffix == ".npz":
         whole = [
-            {name: value for name, value in token.items() if name not in ("group", "id", "token")} for token in whole
+            {name: value for name, value in token.items() if name not in ("group", "id", "token")}
+            for token in whole
         ]
     assert tokens == whole
     if "token" not in words:
-        assert [*(ids if ids is not None else [None] * LAYERS)] == (LAYER_IDS if has_all else [None] * LAYERS)
+        assert [*(ids if ids is not None else [None] * LAYERS)] == (
+            LAYER_IDS if has_all else [None] * LAYERS
+        )
     if path.suffix == ".parquet":
         file = pq.ParquetFile(path)
         assert file.num_row_groups > 2
@@ -177,7 +222,9 @@ def test_prompts_whose_rows_are_equal(tmp_path: Path) -> None:
 # ---- the documentation ----
 
 
-def test_the_documented_command(folder: Path, monkeypatch: pytest.MonkeyPatch, documented: list[str]) -> None:
+def test_the_documented_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, documented: list[str]
+) -> None:
     (command,) = documented
     monkeypatch.chdir(folder)
     Path("0.jsonl").rename("answers.jsonl")
@@ -187,11 +234,16 @@ def test_the_documented_command(folder: Path, monkeypatch: pytest.MonkeyPatch, d
 
 @pytest.fixture
 def known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tokens:
-    """The tokens of exports in the current folder with known experts: of responses that say their tokens."""
+    """The tokens of exports in the current folder with known experts: of responses that say their
+    tokens."""
     (folder / "2.jsonl").unlink()
     for name in FORMATS:
         monkeypatch.chdir(exported(folder, name.replace("out", "experts")).parent)
-    return [each for each in expected(folder) if each["token_id"] is not None and each["experts"][0][0] >= 0]
+    return [
+        each
+        for each in expected(folder)
+        if each["token_id"] is not None and each["experts"][0][0] >= 0
+    ]
 
 
 def run_example(example: str) -> None:
@@ -218,7 +270,9 @@ def test_pandas(known: Tokens, documented: list[str]) -> None:
     found: dict[str, Any] = {}
     exec(documented[0], found)
     assert len(found["table"]) == len(known) * LAYERS
-    assert np.array_equal(loads_in((*key, count) for key, count in found["load"].items()), counts_of(known))
+    assert np.array_equal(
+        loads_in((*key, count) for key, count in found["load"].items()), counts_of(known)
+    )
 
 
 def test_tokens_that_pandas_takes_for_nothing(
@@ -249,16 +303,20 @@ def test_duckdb(known: Tokens, documented: list[str]) -> None:
 
 
 def test_datasets(known: Tokens, documented: list[str]) -> None:
-    pytest.importorskip("datasets", reason="Hugging Face datasets is not a requirement of the tests")
+    pytest.importorskip(
+        "datasets", reason="Hugging Face datasets is not a requirement of the tests"
+    )
     found: dict[str, Any] = {}
     exec(documented[0], found)
-    assert np.array_equal(found["table"]["experts"][:], np.concatenate([token["experts"] for token in known]))
+    assert np.array_equal(
+        found["table"]["experts"][:], np.concatenate([token["experts"] for token in known])
+    )
 
 
 def test_loads_of_other_programs(known: Tokens) -> None:
-    """EPLB d52c72d5, `rebalance_experts`, takes `weight` [MoE layers, experts], and so does vLLM's. SGLang 01fec5c2,
-    `compute_initial_expert_location_metadata`, reads a dict with `logical_count` [decoder layers, experts], with zeros
-    in dense layers."""
+    """EPLB d52c72d5, `rebalance_experts`, takes `weight` [MoE layers, experts], and so does vLLM's.
+    SGLang 01fec5c2, `compute_initial_expert_location_metadata`, reads a dict with `logical_count`
+    [decoder layers, experts], with zeros in dense layers."""
     run_example("loads.py")
     load, counts = np.load("load.npy", allow_pickle=False), counts_of(known)
     assert np.array_equal(load, counts[LAYER_IDS])
@@ -268,21 +326,32 @@ def test_loads_of_other_programs(known: Tokens) -> None:
     for layer, placed in enumerate(logical):
         assert set(placed) == set(range(EXPERTS))
         share = load[layer] / np.bincount(placed, minlength=EXPERTS)
-        assert share[placed].reshape(4, -1).sum(axis=1).max() < load[layer].reshape(4, -1).sum(axis=1).max()
+        assert (
+            share[placed].reshape(4, -1).sum(axis=1).max()
+            < load[layer].reshape(4, -1).sum(axis=1).max()
+        )
 
 
 def test_llama_cpps_traces(known: Tokens) -> None:
-    """thecodacus/llama.cpp 8e5bc28c: `init_moe_expert_cache` counts lines `step,layer,id,...`, and none of negative
-    steps, which `tools/moe-trace` writes for prompts. Pull request 28544 of ggml-org/llama.cpp: `layer,expert`."""
+    """thecodacus/llama.cpp 8e5bc28c: `init_moe_expert_cache` counts lines `step,layer,id,...`, and
+    none of negative steps, which `tools/moe-trace` writes for prompts. Pull request 28544 of
+    ggml-org/llama.cpp: `layer,expert`."""
     run_example("llama_cpp_trace.py")
-    lines = [[int(word) for word in line.split(",")] for line in Path("trace.csv").read_text().splitlines()]
+    lines = [
+        [int(word) for word in line.split(",")]
+        for line in Path("trace.csv").read_text().splitlines()
+    ]
     assert lines == [
         [-1 - step if token["is_prompt"] else step, layer, *ids]
         for step, token in enumerate(known)
         for layer, ids in zip(LAYER_IDS, token["experts"], strict=True)
     ]
-    choices = [tuple(map(int, line.split(","))) for line in Path("moe_trace.csv").read_text().splitlines()]
-    assert np.array_equal(loads_in((*key, count) for key, count in Counter(choices).items()), counts_of(known))
+    choices = [
+        tuple(map(int, line.split(","))) for line in Path("moe_trace.csv").read_text().splitlines()
+    ]
+    assert np.array_equal(
+        loads_in((*key, count) for key, count in Counter(choices).items()), counts_of(known)
+    )
 
 
 def test_megatrons_trace(known: Tokens) -> None:
@@ -295,7 +364,13 @@ def test_megatrons_trace(known: Tokens) -> None:
         for place, layer in enumerate(LAYER_IDS):
             line = lines.pop(0)
             assert line.pop("top_indices") == [sorted(experts[place]) for experts in tokens]
-            about = {"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": 0}
+            about = {
+                "step": step,
+                "stage": "pre_dispatch",
+                "block": "decoder",
+                "layer": layer,
+                "rank": 0,
+            }
             assert line == {**about, "num_tokens": len(tokens), "topk": TOP_K}
     assert lines == []
 
@@ -304,8 +379,13 @@ def test_megatrons_trace(known: Tokens) -> None:
 
 
 def test_f6_how_prompts_are_sent(tmp_path: Path) -> None:
-    """F6: greedily, so that the same command gives the same rows; what a request says takes precedence."""
-    lines = ["one", {"prompt": "two", "temperature": 0.5, "max_tokens": 9}, {"prompt": "three", "n": 2}]
+    """F6: greedily, so that the same command gives the same rows; what a request says takes
+    precedence."""
+    lines = [
+        "one",
+        {"prompt": "two", "temperature": 0.5, "max_tokens": 9},
+        {"prompt": "three", "n": 2},
+    ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     command = ["--url", "host", "--prompts", str(file), "-o", "out.csv", "--max-tokens", "4"]
@@ -313,7 +393,9 @@ def test_f6_how_prompts_are_sent(tmp_path: Path) -> None:
     assert place == (str(file), 1)
     assert one == {"prompt": "one", "max_tokens": 4, "temperature": 0}
     assert two == {"prompt": "two", "max_tokens": 9, "temperature": 0.5}
-    assert three == {"prompt": "three", "max_tokens": 4, "n": 2}, "vLLM refuses two likeliest choices"
+    assert three == {"prompt": "three", "max_tokens": 4, "n": 2}, (
+        "vLLM refuses two likeliest choices"
+    )
     flags = ["--temperature", "0.7", "--seed", "3", "--chat"]
     (_, one), (_, two), (_, three) = bodies_of(export.parse([*command, *flags]))
     sampling = {"max_tokens": 4, "temperature": 0.7, "seed": 3}
@@ -328,7 +410,9 @@ def test_f6_how_prompts_are_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_memory_does_not_grow(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "_GROUP", 2000)
-    line = json.dumps({**answer(Told(rows_of(400, 1), [rows_of(200, 2)])), "routed_experts_info": INFO})
+    line = json.dumps(
+        {**answer(Told(rows_of(400, 1), [rows_of(200, 2)])), "routed_experts_info": INFO}
+    )
     pool, peaks = pa.default_memory_pool(), []
     for answers in (4, 40):
         file = tmp_path / f"{answers}.jsonl"
@@ -336,7 +420,9 @@ def test_memory_does_not_grow(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         of_arrow = pa.proxy_memory_pool(pool)
         pa.set_memory_pool(of_arrow)
         try:
-            status, peak = peak_of(lambda file=file: main(["export", str(file), "-o", str(tmp_path / name)]))
+            status, peak = peak_of(
+                lambda file=file: main(["export", str(file), "-o", str(tmp_path / name)])
+            )
         finally:
             pa.set_memory_pool(pool)
         assert status == 0
@@ -383,35 +469,73 @@ def test_without_pyarrow_and_tqdm(
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, other = answer(replace(SEVERAL, weights=False)), answer(Told(rows_of(4, layers=2), [rows_of(2, layers=2)]))
+    plain, other = (
+        answer(replace(SEVERAL, weights=False)),
+        answer(Told(rows_of(4, layers=2), [rows_of(2, layers=2)])),
+    )
     large = answer(Told(rows_of(2, 1), [rows_of(2, 2)], first_token=1 << 40))
     nothing = answer(Told(rows_of(2, 1), [rows_of(0, 2)], start=2))
     nowhere = tmp_path / "nowhere" / "out.csv"
-    far, deep = copy.deepcopy(JOINED_ANSWER), answer(Told(rows_of(2, layers=5000), [rows_of(1, layers=5000)]))
+    far, deep = (
+        copy.deepcopy(JOINED_ANSWER),
+        answer(Told(rows_of(2, layers=5000), [rows_of(1, layers=5000)])),
+    )
     far["choices"][0]["routed_experts"]["start"] = 2**31 - 1
     for body, flags, sentence in [
         ([far], "-o out.npz", "line 1: choice 0: its first row is at 2147483647."),
         ([far], "-o out.csv", "line 1: choice 0: its first row is at 2147483647."),
-        ([deep], "-o out.parquet", "line 1: rows of 5000 layers and 4 experts, which no model has."),
-        ([plain, other], "-o out.csv", "line 2: num_layers is 2 after 3: export one model at a time."),
-        ([plain], "-o out.csv --weights", "line 1: the response has no weights: set return_routed_expert_weights"),
-        ([{"error": {"message": "no"}}], "-o out.csv", "line 1: the server answered with an error: no."),
-        ([{**plain, "id": 3, "choices": [{**plain["choices"][0], "logprobs": 3}]}], "-o out.csv", "line 1: "),
+        (
+            [deep],
+            "-o out.parquet",
+            "line 1: rows of 5000 layers and 4 experts, which no model has.",
+        ),
+        (
+            [plain, other],
+            "-o out.csv",
+            "line 2: num_layers is 2 after 3: export one model at a time.",
+        ),
+        (
+            [plain],
+            "-o out.csv --weights",
+            "line 1: the response has no weights: set return_routed_expert_weights",
+        ),
+        (
+            [{"error": {"message": "no"}}],
+            "-o out.csv",
+            "line 1: the server answered with an error: no.",
+        ),
+        (
+            [{**plain, "id": 3, "choices": [{**plain["choices"][0], "logprobs": 3}]}],
+            "-o out.csv",
+            "line 1: ",
+        ),
         ([large], "-o out.parquet", "line 1: not token ids: from 1099511627776 to"),
         ([nothing], "-o out.csv", "Nothing to export: the responses have no rows."),
         ([{"choices": []}], "-o out.npz", "line 1: the answer has no choices"),
-        ([plain], f"-o {nowhere}", f"--output {nowhere} cannot be written: No such file or directory."),
+        (
+            [plain],
+            f"-o {nowhere}",
+            f"--output {nowhere} cannot be written: No such file or directory.",
+        ),
         ([plain], f"-o {tmp_path} --format csv", f"--output {tmp_path} is not a file."),
     ]:
         file = tmp_path / "answers.jsonl"
         file.write_text("\n".join(map(json.dumps, body)))
-        words = [str(tmp_path / word) if word.startswith("out.") else word for word in flags.split()]
+        words = [
+            str(tmp_path / word) if word.startswith("out.") else word for word in flags.split()
+        ]
         assert main(["export", str(file), *words]) == 2
         assert sentence in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
     for flags, sentence in [
-        ("FILE -o out.xyz", "--output out.xyz names no format: let it end in one of .parquet, .csv, .npz, or set"),
-        ("FILE -o out.jsonl", "--output out.jsonl names no format: let it end in one of .parquet, .csv, .npz, or set"),
+        (
+            "FILE -o out.xyz",
+            "--output out.xyz names no format: let it end in one of .parquet, .csv, .npz, or set",
+        ),
+        (
+            "FILE -o out.jsonl",
+            "--output out.jsonl names no format: let it end in one of .parquet, .csv, .npz, or set",
+        ),
         ("FILE --ouput out.csv", "(--ouput: did you mean --output?)"),
         ("FILE -o out.csv --per token", "--per token is for parquet"),
         ("-o out.csv", "give files, or --url and --prompts"),

@@ -27,14 +27,22 @@ PROGRAM = "routed_experts.server.cli"
 
 
 @contextmanager
-def started(*argv: str, options: tuple[str, ...] = (), **streams: int) -> Iterator["subprocess.Popen[str]"]:
+def started(
+    *argv: str, options: tuple[str, ...] = (), **streams: int
+) -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
         [sys.executable, *options, "-m", PROGRAM, *argv],
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        # Shells have what they run in the background ignore interrupts, and these tests may be that.
+        # Shells have what they run in the background ignore interrupts, and these tests may be
+        # that.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},  # type: ignore[arg-type]
+        **{
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            **streams,
+        },  # type: ignore[arg-type]
     )
     try:
         yield process
@@ -52,11 +60,18 @@ COMMAND = "export FILES/answer -o FILES/out.npz"
 
 
 def test_h2_vllms_command_has_no_other_front_ends() -> None:
-    """H2. What can have the port is the server in Python, which tests itself, or one of those that are refused."""
+    """H2. What can have the port is the server in Python, which tests itself, or one of those that
+    are refused."""
     tree = ast.parse(Path(vllms_command.__file__).read_text())
     called = {getattr(node.func, "id", "") for node in ast.walk(tree) if isinstance(node, ast.Call)}
     names = {name for name in called if re.match("(run|serve)_|.*ProcessManager$", name)}
-    in_python = {"run_dp_supervisor", "run_headless", "run_multi_api_server", "run_server", "APIServerProcessManager"}
+    in_python = {
+        "run_dp_supervisor",
+        "run_headless",
+        "run_multi_api_server",
+        "run_server",
+        "APIServerProcessManager",
+    }
     engines = {"CoreEngineProcManager"}
     assert names - engines - in_python == {"serve_grpc", "RustFrontendProcessManager"}
 
@@ -106,7 +121,8 @@ AT_ONCE_S = 2.0
 
 
 class SlowServer(ThreadingHTTPServer):
-    """Says what it is, like ours, and takes a minute for every other answer, or refuses the first prompt at once."""
+    """Says what it is, like ours, and takes a minute for every other answer, or refuses the first
+    prompt at once."""
 
     daemon_threads = True
 
@@ -121,7 +137,16 @@ class _SlowHandler(BaseHTTPRequestHandler):
     server: SlowServer
 
     def do_GET(self) -> None:
-        self._answer(200, {"model": "m", "num_layers": 5, "top_k": 4, "num_experts": 16, "layer_ids": [1, 2, 3, 4, 5]})
+        self._answer(
+            200,
+            {
+                "model": "m",
+                "num_layers": 5,
+                "top_k": 4,
+                "num_experts": 16,
+                "layer_ids": [1, 2, 3, 4, 5],
+            },
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -149,14 +174,17 @@ def slow_server(refuses: str = "") -> Iterator[SlowServer]:
 
 
 def interrupted(process: "subprocess.Popen[str]") -> tuple[int, str, float]:
-    """The exit status of a command after Ctrl-C, what it says on standard error, and the seconds that it takes."""
+    """The exit status of a command after Ctrl-C, what it says on standard error, and the seconds
+    that it takes."""
     begin = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     return process.returncode, err, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("command", ["export -o FILES/out.npz --prompts FILES/prompts --url", "compare MODEL --url"])
+@pytest.mark.parametrize(
+    "command", ["export -o FILES/out.npz --prompts FILES/prompts --url", "compare MODEL --url"]
+)
 def test_ctrl_c_does_not_wait_for_requests_that_run(words: Words, command: str) -> None:
     (file,) = words("FILES/prompts")
     Path(file).write_text("one\ntwo\n")
@@ -179,7 +207,9 @@ def test_a_refused_prompt_does_not_wait_for_requests_that_run(words: Words) -> N
     assert time.monotonic() - begin < 50, "it waited for the other request"
 
 
-@pytest.mark.parametrize("command", ["export - -o FILES/out.npz", "view - --no-browser", "compare MODEL --answers -"])
+@pytest.mark.parametrize(
+    "command", ["export - -o FILES/out.npz", "view - --no-browser", "compare MODEL --answers -"]
+)
 def test_ctrl_c_while_standard_input_is_read(words: Words, command: str) -> None:
     answer = Path(words("FILES/answer")[0]).read_bytes()
     read, write = os.pipe()

@@ -1,4 +1,5 @@
-"""F1: files from anywhere. Whatever is in one, each command ends with a status and at most one sentence.
+"""F1: files from anywhere. Whatever is in one, each command ends with a status and at most one
+sentence.
 
 What a single value may take of memory is in `tests/protocol`.
 """
@@ -22,7 +23,17 @@ from routed_experts.server.page import MAX_BYTES, READ_PATH
 from routed_experts.server.tools.view import ViewedFile, ViewServer
 from tests.conftest import Cases
 from tests.long_runs import times
-from tests.protocol.answers import EXPERTS, JSON, LAYERS, TOP_K, Told, answer, histogram, rows_of, stream
+from tests.protocol.answers import (
+    EXPERTS,
+    JSON,
+    LAYERS,
+    TOP_K,
+    Told,
+    answer,
+    histogram,
+    rows_of,
+    stream,
+)
 
 ONE = Told(rows_of(6, 1), [rows_of(3, 2), rows_of(2, 3)])
 INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": [1, 2, 4]}
@@ -31,14 +42,24 @@ INFO |= {"weights_scale": [1.0, 2.0, 3.0]}
 
 def with_everything(has_rows: bool) -> dict[str, Any]:
     """A body with each field that is read."""
-    body: dict[str, Any] = {"id": "cmpl-1", "model": "m", "error": None, "routed_experts_info": INFO}
+    body: dict[str, Any] = {
+        "id": "cmpl-1",
+        "model": "m",
+        "error": None,
+        "routed_experts_info": INFO,
+    }
     body |= answer(Told(ONE.prompt, ONE.choices, fmt="list", weights=True))
     for holder in (body, *body["choices"]) if not has_rows else ():
-        for name in [name for name in holder if name.endswith(("routed_experts", "expert_weights"))]:
+        for name in [
+            name for name in holder if name.endswith(("routed_experts", "expert_weights"))
+        ]:
             del holder[name]
     body["prompt_routed_experts_histogram"] = histogram(ONE.prompt, EXPERTS)
     for choice, rows in zip(body["choices"], ONE.choices, strict=True):
-        choice["routed_experts_histogram"] = {**histogram(rows, EXPERTS), "weights": [[0.5] * EXPERTS] * LAYERS}
+        choice["routed_experts_histogram"] = {
+            **histogram(rows, EXPERTS),
+            "weights": [[0.5] * EXPERTS] * LAYERS,
+        }
         tokens = [*"abcd"][: len(rows) + 1]
         choice["logprobs"] = {"tokens": tokens, "token_logprobs": [-1.0] * len(tokens)}
     return body
@@ -47,7 +68,14 @@ def with_everything(has_rows: bool) -> dict[str, Any]:
 OF_PAGE = answer(Told(ONE.prompt, ONE.choices[:1]))
 OF_PAGE["choices"][0]["logprobs"] = {"tokens": [*"abcdefghij"]}
 OF_BATCH = {"custom_id": "1", "response": {"status_code": 200, "body": answer(ONE)}, "error": None}
-WHOLE = [with_everything(True), with_everything(False), OF_PAGE, OF_BATCH, answer(ONE), INFO | {"model": "m"}]
+WHOLE = [
+    with_everything(True),
+    with_everything(False),
+    OF_PAGE,
+    OF_BATCH,
+    answer(ONE),
+    INFO | {"model": "m"},
+]
 WHOLE.append(answer(Told(ONE.prompt, ONE.choices, fmt="npy", layout="joined")))
 ARRAYS = [
     {"data": "", "shape": [2**30, 0, 0], "dtype": "int16", "start": 0, "missing": 0},
@@ -78,10 +106,17 @@ def files(draw: Any) -> bytes:
         at = draw(st.integers(0, len(bodies) - 1))
         bodies[at] = changed(draw, bodies[at])
     if draw(st.booleans()):
-        text = "\n".join(json.dumps(body, indent=draw(st.sampled_from([None, 1]))) for body in bodies).encode()
+        text = "\n".join(
+            json.dumps(body, indent=draw(st.sampled_from([None, 1]))) for body in bodies
+        ).encode()
     else:
-        chunks = [changed(draw, chunk) if draw(st.integers(0, 5)) == 0 else chunk for chunk in stream(ONE)]
-        text = b"".join(b"data: %s\n\n" % json.dumps(chunk).encode() for chunk in chunks) + b"data: [DONE]\n"
+        chunks = [
+            changed(draw, chunk) if draw(st.integers(0, 5)) == 0 else chunk for chunk in stream(ONE)
+        ]
+        text = (
+            b"".join(b"data: %s\n\n" % json.dumps(chunk).encode() for chunk in chunks)
+            + b"data: [DONE]\n"
+        )
     at = draw(st.integers(0, len(text)))
     inserted = draw(st.sampled_from(["", *CUTS]).map(str.encode) | st.binary(max_size=4))
     return text[:at] if draw(st.integers(0, 3)) == 0 else text[:at] + inserted + text[at:]
@@ -99,7 +134,11 @@ SETTINGS = settings(
     deadline=None,
     database=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ],
 )
 MANY = settings(SETTINGS, max_examples=times(2000), derandomize=False)
 
@@ -113,7 +152,9 @@ def test_f1_any_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: b
 @pytest.mark.long
 @MANY
 @given(text=files())
-def test_many_hostile_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], cases: Cases, text: bytes) -> None:
+def test_many_hostile_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cases: Cases, text: bytes
+) -> None:
     cases.add()
     check_file(tmp_path, capsys, text)
 
@@ -124,7 +165,10 @@ def check_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ViewServer, "serve_forever", ask_for_all)
         for command in (
-            *(["export", str(file), "-o", str(tmp_path / f"out.{each}")] for each in ("parquet", "csv", "npz")),
+            *(
+                ["export", str(file), "-o", str(tmp_path / f"out.{each}")]
+                for each in ("parquet", "csv", "npz")
+            ),
             ["export", str(file), "--weights", "-o", str(tmp_path / "weights.npz")],
             ["compare", str(file), "--answers", str(file), "--weights", "--logprobs"],
             ["view", str(file), "--no-browser"],
@@ -132,7 +176,9 @@ def check_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) 
             status, lines = main(command), capsys.readouterr().err.splitlines()
             assert status in (0, 1, 2), command
             assert len(lines) <= (status == 2), (command, lines)
-            assert all(each.startswith("routed-experts: ") and each.endswith(".") for each in lines), lines
+            assert all(
+                each.startswith("routed-experts: ") and each.endswith(".") for each in lines
+            ), lines
 
 
 # ---- what is no file of responses ----
@@ -155,11 +201,14 @@ def test_nothing_waits_for_a_pipe_or_reads_a_device(
     assert main([places.get(word, word) for word in command.split()]) == 2
     said = capsys.readouterr().err
     assert (
-        said == f"routed-experts: {tmp_path / name} cannot be read: it is no file, but a pipe, a device or a folder.\n"
+        said
+        == f"routed-experts: {tmp_path / name} cannot be read: it is no file, but a pipe, a device or a folder.\n"
     )
 
 
-def test_what_a_shell_has_opened_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_shell_has_opened_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As in `export <(zcat answers.jsonl.gz)`."""
     read, write = os.pipe()
     os.write(write, json.dumps(answer(ONE)).encode())
@@ -235,18 +284,26 @@ def test_view_checks_a_request_before_it_reads_the_body(
 def test_view_reads_no_body_for_another_host(viewed: ViewServer) -> None:
     """It answers at once, although the body never comes."""
     with socket.create_connection(("127.0.0.1", viewed.server_port), timeout=60) as sock:
-        sock.sendall(f"POST {READ_PATH} HTTP/1.1\r\nHost: elsewhere.example\r\nContent-Length: 9\r\n\r\n".encode())
+        sock.sendall(
+            f"POST {READ_PATH} HTTP/1.1\r\nHost: elsewhere.example\r\nContent-Length: 9\r\n\r\n".encode()
+        )
         assert sock.makefile("rb").readline().split()[1] == b"403"
 
 
 def test_view_refuses_more_than_a_server_does(viewed: ViewServer) -> None:
     size = MAX_BYTES + 1
-    assert status_of(viewed, f"POST {READ_PATH}", f"Content-Length: {size}", body=bytes(size)) == 413
+    assert (
+        status_of(viewed, f"POST {READ_PATH}", f"Content-Length: {size}", body=bytes(size)) == 413
+    )
 
 
-def test_view_says_nothing_of_clients_that_leave(viewed: ViewServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_view_says_nothing_of_clients_that_leave(
+    viewed: ViewServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_connection(("127.0.0.1", viewed.server_port), timeout=60) as sock:
-        sock.sendall(f"POST {READ_PATH} HTTP/1.1\r\nHost: localhost:{viewed.server_port}\r\n".encode())
+        sock.sendall(
+            f"POST {READ_PATH} HTTP/1.1\r\nHost: localhost:{viewed.server_port}\r\n".encode()
+        )
         sock.sendall(b"Content-Length: 1000\r\n\r\n[")
     assert status_of(viewed, "GET /routed_experts") == 200
     assert capsys.readouterr().err == ""

@@ -1,4 +1,5 @@
-"""What a long answer takes of the process: little by little, and hardly more memory than its rows."""
+"""What a long answer takes of the process: little by little, and hardly more memory than its
+rows."""
 
 import asyncio
 import gc
@@ -47,7 +48,9 @@ class Answer:
             buffer.push(PROMPT + token, rows_of(1))
         rows = CollectedRows(self._options, (L, K))
         rows.collect(output(PROMPT, choice(TOKENS, buffer)))
-        answer = RoutedResponse(Response(choices=[Choice(index=0)]), rows, self.encoder, is_list=False)
+        answer = RoutedResponse(
+            Response(choices=[Choice(index=0)]), rows, self.encoder, is_list=False
+        )
         del buffer, rows
         async for part in (await respond(answer, request(self._accept))).body_iterator:
             yield part
@@ -72,8 +75,8 @@ class Answer:
     ],
 )
 def test_no_answer_is_encoded_at_one_go_or_kept_whole(way: tuple[bool, str, Any]) -> None:
-    """Another task gets its turn between any two parts, in a stream at least every 640 KiB. The memory is that of the
-    rows themselves, which are there until they are sent, and little more."""
+    """Another task gets its turn between any two parts, in a stream at least every 640 KiB. The
+    memory is that of the rows themselves, which are there until they are sent, and little more."""
 
     async def run() -> None:
         answer = Answer(way)

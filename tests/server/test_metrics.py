@@ -54,7 +54,9 @@ def growth(run: Callable[[], Any]) -> dict[str, float]:
 
     def counters() -> Counter[str]:
         missing = {reason: value("rows_missing_total", reason=reason) for reason in REASONS}
-        return Counter({"rows": value("rows_returned_total"), "bytes": value("sent_bytes_total"), **missing})  # type: ignore[dict-item]
+        return Counter(
+            {"rows": value("rows_returned_total"), "bytes": value("sent_bytes_total"), **missing}
+        )  # type: ignore[dict-item]
 
     before = counters()
     run()
@@ -80,7 +82,9 @@ def test_a_stream_counts_when_it_has_ended(fmt: str) -> None:
 def test_rows_are_missing_for_a_reason_and_histograms_count_nothing() -> None:
     engine = Engine(4)
     last = engine.step(3, finish="stop", late=2)
-    engine.buffer._arrays[0] = np.concatenate([np.full((1, 2, 3), -1, dtype=np.int16), rows_of(1, 4)])
+    engine.buffer._arrays[0] = np.concatenate(
+        [np.full((1, 2, 3), -1, dtype=np.int16), rows_of(1, 4)]
+    )
     grown = growth(lambda: stream(aligner_of(), [last]))
     assert grown == {"rows": 6, "not_captured": 1, "not_arrived": 2, "bytes": grown["bytes"]}
     engine = Engine(4)
@@ -90,12 +94,17 @@ def test_rows_are_missing_for_a_reason_and_histograms_count_nothing() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("layout", "prompt"), [("split", 3), ("joined", 2 * 3)])
-def test_rows_that_settings_leave_out_are_told_from_faults(layout: str, prompt: int, streamed: bool) -> None:
-    """Two choices of a prompt of 4; of their rows 4 are unknown, 3 because of a setting, and one own of each."""
+def test_rows_that_settings_leave_out_are_told_from_faults(
+    layout: str, prompt: int, streamed: bool
+) -> None:
+    """Two choices of a prompt of 4; of their rows 4 are unknown, 3 because of a setting, and one
+    own of each."""
     engines = [Engine(4, index=index) for index in range(2)]
     outputs = [engine.step(3, finish="stop") for engine in engines]
     for engine in engines:
-        engine.buffer._arrays = [np.concatenate([np.full((5, 2, 3), -1, dtype=np.int16), rows_of(5, 6)])]
+        engine.buffer._arrays = [
+            np.concatenate([np.full((5, 2, 3), -1, dtype=np.int16), rows_of(5, 6)])
+        ]
         engine.buffer.prompt_causes = Counter({Cause.KV_TRANSFER: 3})
         engine.buffer.own_causes = Counter({Cause.KV_STORE: 1})
     outputs[0].outputs += outputs[1].outputs
@@ -121,7 +130,9 @@ def test_numbers_of_engines_are_added_up() -> None:
     counters = [("rows_captured", "5", 14), ("rows_captured", "6", 3)]
     counters += [("copy_wait_seconds", "5", 0.75), ("rows_forgotten", "6", 7)]
     before = [value(f"{name}_total", engine=engine) for name, engine, _ in counters]
-    of_engines.update(EngineStats(5, rows_captured=10, copy_wait_s=0.5, requests_tracked=2, host_cache_bytes=7))
+    of_engines.update(
+        EngineStats(5, rows_captured=10, copy_wait_s=0.5, requests_tracked=2, host_cache_bytes=7)
+    )
     about: dict[str, Any] = {"busiest": [3, 2], "routed": [12, 16], "rows_forgotten": 7}
     of_engines.update(EngineStats(6, rows_captured=3, requests_tracked=1, **about))
     of_engines.update(EngineStats(5, rows_captured=14, copy_wait_s=0.75, host_cache_bytes=9))
@@ -130,12 +141,15 @@ def test_numbers_of_engines_are_added_up() -> None:
     assert [value("requests_tracked", engine=engine) for engine in ("5", "6")] == [0, 1]
     assert value("host_cache_bytes", engine="5") == 9
     assert [value("expert_load_ratio", engine="6", layer=layer) for layer in ("1", "4")] == [2, 1]
-    of_engines.update(EngineStats(6, rows_captured=3, rows_forgotten=7))  # nothing stays for servers of later tests
+    # nothing stays for servers of later tests
+    of_engines.update(EngineStats(6, rows_captured=3, rows_forgotten=7))
 
 
 def test_open_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()  # servers of other tests in this process count theirs
-    monkeypatch.setattr(metrics, "BUFFERS_OPEN", Gauge("buffers_open", "", ["model_name"], registry=registry))
+    monkeypatch.setattr(
+        metrics, "BUFFERS_OPEN", Gauge("buffers_open", "", ["model_name"], registry=registry)
+    )
 
     async def counted() -> float | None:
         await show_buffers(frontend.buffers)
@@ -148,12 +162,16 @@ def test_open_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(counted()) == 0
 
 
-def test_m1_reports_that_cannot_be_read_do_not_end_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    """M1. vLLM's output handler ends with what is raised in it; answers go on, and the reports are counted."""
+def test_m1_reports_that_cannot_be_read_do_not_end_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """M1. vLLM's output handler ends with what is raised in it; answers go on, and the reports are
+    counted."""
     frontend = Frontend()
     frontend.buffers.on_stats = EngineMetrics(MODEL, [1], 8).update
     tokens = frontend.add("b")
-    more, less = (asdict(EngineStats(7, rows_captured=count)) for count in (5, 4))  # a negative difference
+    # a negative difference
+    more, less = (asdict(EngineStats(7, rows_captured=count)) for count in (5, 4))
     reports = [{STATS: report} for report in (more, less, {"unknown": 1}, None)]
     reports += [{CAUSES: report} for report in (5, [["b", False, 99, 1]], [5])]
     for report in reports:

@@ -19,7 +19,16 @@ from routed_experts.server.http import metrics, recording
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.recording import PART, FullError, Recorder, RecordFiles, prepare
 from tests.server.known import K, L
-from tests.server.test_row_buffer import ABORT, DELTA, Frontend, first_token, output, prompt, request_of, take
+from tests.server.test_row_buffer import (
+    ABORT,
+    DELTA,
+    Frontend,
+    first_token,
+    output,
+    prompt,
+    request_of,
+    take,
+)
 
 
 def texts_in(folder: Path) -> dict[str, str]:
@@ -82,15 +91,20 @@ def test_a_server_that_begins_while_another_makes_or_completes_a_file(
 
 
 def test_f2_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path) -> None:
-    """F2: files that no server made are left alone: a link is not followed, and a folder or a pipe does not keep a
-    server from starting."""
+    """F2: files that no server made are left alone: a link is not followed, and a folder or a pipe
+    does not keep a server from starting."""
     folder, elsewhere = tmp_path / "record", tmp_path / "elsewhere"
     folder.mkdir(mode=0o700)
     elsewhere.write_text("a letter without an end of line")
     (folder / f"link.jsonl{PART}").symlink_to(elsewhere)
     (folder / f"folder.jsonl{PART}").mkdir()
     os.mkfifo(folder / f"pipe.jsonl{PART}")
-    for name, text in (("cut", 'one\ntwo\n{"thr'), ("whole", "one\n"), ("half", '{"on'), ("empty", "")):
+    for name, text in (
+        ("cut", 'one\ntwo\n{"thr'),
+        ("whole", "one\n"),
+        ("half", '{"on'),
+        ("empty", ""),
+    ):
         (folder / f"{name}.jsonl{PART}").write_text(text)
     running = RecordFiles(folder, 1000)
     running.write([b"of another server\n"])
@@ -119,8 +133,15 @@ def test_f2_a_folder_that_others_may_write_to(tmp_path: Path, mode: int) -> None
 
 
 def recorder_of(frontend: Frontend, folder: Path) -> Recorder:
-    size = CaptureInfo(runner="v2", device="cpu", kv_slots=0, host_cache_bytes=0, device_bytes=0, pinned_bytes=0)
-    shape: dict[str, Any] = {"num_layers": L, "top_k": K, "num_experts": 99, "layer_ids": list(range(L))}
+    size = CaptureInfo(
+        runner="v2", device="cpu", kv_slots=0, host_cache_bytes=0, device_bytes=0, pinned_bytes=0
+    )
+    shape: dict[str, Any] = {
+        "num_layers": L,
+        "top_k": K,
+        "num_experts": 99,
+        "layer_ids": list(range(L)),
+    }
     info = RoutedExpertsInfo(model="tiny", **shape, version="", vllm_version="", capture=size)
     engine: Any = None  # asked nothing
     frontend.buffers.recorder = Recorder(
@@ -168,11 +189,17 @@ def test_rows_that_only_the_record_needs_come_at_the_end(tmp_path: Path) -> None
     recorder = recorder_of(frontend, tmp_path)
     for stop in (None, "x"):
         request = request_of(f"stop {stop}", SamplingParams(stop=stop, output_kind=DELTA))
-        frontend.processor.add_request(request, None, queue=RequestOutputCollector(DELTA, request.request_id))
+        frontend.processor.add_request(
+            request, None, queue=RequestOutputCollector(DELTA, request.request_id)
+        )
         assert request.sampling_params is not None
         asked = OptIn.decode((request.sampling_params.extra_args or {})[OPT_IN_ARG])
         assert asked is not None
-        assert (asked.prompt_start, asked.allow_missing, asked.final_only) == (0, True, stop is None)
+        assert (asked.prompt_start, asked.allow_missing, asked.final_only) == (
+            0,
+            True,
+            stop is None,
+        )
     recorder.close()
 
 

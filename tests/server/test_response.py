@@ -1,4 +1,5 @@
-"""Whole responses: rows from hand-made final outputs to the bytes of the HTTP response, and which form it has."""
+"""Whole responses: rows from hand-made final outputs to the bytes of the HTTP response, and which
+form it has."""
 
 import asyncio
 import itertools
@@ -17,7 +18,13 @@ from pydantic import BaseModel
 from routed_experts.capture.wire.rows import joined
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond, wants_msgpack
+from routed_experts.server.http.response import (
+    MSGPACK,
+    CollectedRows,
+    RoutedResponse,
+    respond,
+    wants_msgpack,
+)
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 from tests.server.known import K, L, as_json, buffer_of, choice, output, positions, rows_of
@@ -47,7 +54,9 @@ def answer_of(
         rows.collect(each)
     count = sum(len(each.outputs) for each in outputs)
     response = Response(choices=[Choice(index=index) for index in range(count)])
-    return RoutedResponse(response, rows, Encoder(asked.format, dtype, (L, K), EXPERTS), is_list), rows
+    return RoutedResponse(
+        response, rows, Encoder(asked.format, dtype, (L, K), EXPERTS), is_list
+    ), rows
 
 
 def body_of(answer: RoutedResponse) -> dict[str, Any]:
@@ -61,7 +70,9 @@ def placed(*outputs: RequestOutput, **options: Any) -> tuple[list[int] | None, l
     """The positions of the rows of the prompt, None without an array, and of each choice."""
     body = body_of(answer_of([*outputs], **options)[0])
     prompt = body.get("prompt_routed_experts")
-    return prompt and positions(prompt), [positions(each["routed_experts"]) for each in body["choices"]]
+    return prompt and positions(prompt), [
+        positions(each["routed_experts"]) for each in body["choices"]
+    ]
 
 
 @pytest.mark.parametrize("layout", ["split", "joined"])
@@ -81,7 +92,8 @@ def check_response(rng: random.Random, layout: str) -> None:
             end = prompt_len + tokens - 1
             has_prompt = rng.random() < 0.8
             lost = {at for at in range(prompt_len, end) if rng.random() < 0.1}
-            for at in range(start, end + rng.choice([0, 2])):  # rows behind the last token may follow
+            # rows behind the last token may follow
+            for at in range(start, end + rng.choice([0, 2])):
                 if (has_prompt or at >= prompt_len) and at not in lost:
                     buffer.push(at, rows_of(at, at + 1))
             if start == end:
@@ -90,12 +102,18 @@ def check_response(rng: random.Random, layout: str) -> None:
             num_lost += len(lost) + (0 if has_prompt else min(prompt_len, end) - start)
             has_buffer = buffer.end >= 0 or rng.random() < 0.5  # without one, all rows are lost
             buffers.append(choice(tokens, buffer if has_buffer else None, index))
-            choices.append((prompt_len, [-1 if at in lost else at for at in range(prompt_len, end)]))
+            choices.append(
+                (prompt_len, [-1 if at in lost else at for at in range(prompt_len, end)])
+            )
         prompts.append([at if any(arrived) else -1 for at in range(start, prompt_len)])
         outputs.append(output(prompt_len, *buffers))
-    answer, rows = answer_of(outputs, is_list=True, layout=layout, prompt_start=start, histogram=True)
+    answer, rows = answer_of(
+        outputs, is_list=True, layout=layout, prompt_start=start, histogram=True
+    )
     body = body_of(answer)
-    assert all(each.routed_experts is None for each_output in outputs for each in each_output.outputs)
+    assert all(
+        each.routed_experts is None for each_output in outputs for each in each_output.outputs
+    )
     assert rows.num_lost == num_lost
     if layout == "joined":
         expected = [(start, prompts[at // n] + own) for at, (_, own) in enumerate(choices)]
@@ -113,11 +131,14 @@ def check_response(rng: random.Random, layout: str) -> None:
     for each, own in zip(counted, [*prompts, *(own for _, own in choices)], strict=True):
         assert (each["rows"], each["missing"]) == (len(own), own.count(-1))
         known = {at for at in own if at >= 0}
-        assert all(layer[at] == (K if at in known else 0) for layer in each["counts"] for at in range(12))
+        assert all(
+            layer[at] == (K if at in known else 0) for layer in each["counts"] for at in range(12)
+        )
 
 
 def test_words_of_weights_are_not_taken_for_lost_rows() -> None:
-    """Of two choices with prompts of their own, as after new weights. One lost a generated row, not of its prompt."""
+    """Of two choices with prompts of their own, as after new weights. One lost a generated row, not
+    of its prompt."""
     weights = np.full((4, L, K), 0.25, dtype=np.float32)
     weights.view(np.int16)[0, 0, 0] = -1  # the first word of a known weight
     own = joined(rows_of(0, 4), weights)
@@ -135,7 +156,9 @@ def test_the_form_of_the_response() -> None:
     assert body["choices"][0]["text"] == Choice(index=0).text
     assert next(iter(body["choices"][0]["routed_experts"])) == "data"
     assert body["prompt_logprobs"] == {"7": -0.5}
-    answer, rows = answer_of([output(3, choice(2, buffer_of((0, rows_of(0, 4)))))], rows=False, histogram=True)
+    answer, rows = answer_of(
+        [output(3, choice(2, buffer_of((0, rows_of(0, 4)))))], rows=False, histogram=True
+    )
     counted = body_of(answer)
     assert rows.num_rows == 0
     assert "prompt_routed_experts" not in counted
@@ -144,12 +167,18 @@ def test_the_form_of_the_response() -> None:
 
 
 def test_choices_whose_prompts_went_through_other_weights() -> None:
-    """The response's one prompt is the first choice's; where prompt and answer are joined, each has its own."""
+    """The response's one prompt is the first choice's; where prompt and answer are joined, each has
+    its own."""
 
     def made() -> RequestOutput:
-        return output(2, *(choice(2, buffer_of((0, rows_of(10 * at, 10 * at + 3))), at) for at in (0, 1)))
+        return output(
+            2, *(choice(2, buffer_of((0, rows_of(10 * at, 10 * at + 3))), at) for at in (0, 1))
+        )
 
-    assert placed(made(), made(), is_list=True, layout="joined") == (None, [[0, 1, 2], [10, 11, 12]] * 2)
+    assert placed(made(), made(), is_list=True, layout="joined") == (
+        None,
+        [[0, 1, 2], [10, 11, 12]] * 2,
+    )
     assert placed(made()) == ([0, 1], [[2], [12]])
 
 
@@ -157,7 +186,10 @@ def test_choices_whose_prompts_went_through_other_weights() -> None:
 def test_an_abort_is_never_padded(finish: str) -> None:
     """Nor does one before the first token take the prompt away that another choice has."""
     aborted, whole = choice(0, None, 0, finish=finish), (0, rows_of(0, 5))
-    assert placed(output(3, choice(4, buffer_of((0, rows_of(0, 4))), finish=finish))) == ([0, 1, 2], [[3]])
+    assert placed(output(3, choice(4, buffer_of((0, rows_of(0, 4))), finish=finish))) == (
+        [0, 1, 2],
+        [[3]],
+    )
     assert placed(output(3, aborted)) == ([], [[]])
     assert placed(output(3, aborted, choice(3, buffer_of(whole), 1))) == ([0, 1, 2], [[], [3, 4]])
     aborted.index = 1
@@ -169,8 +201,17 @@ def test_an_abort_is_never_padded(finish: str) -> None:
 
 def test_which_form_a_client_gets() -> None:
     packed = ("application/msgpack", "Application/MsgPack", "application/json, application/msgpack")
-    packed += ("application/msgpack;q=0.9, application/json;q=0.2", "text/html, application/msgpack; q=1.0, */*")
-    plain = ("", "*/*", "application/json", "application/msgpack;q=0.5, application/json", "application/msgpack;q=0")
+    packed += (
+        "application/msgpack;q=0.9, application/json;q=0.2",
+        "text/html, application/msgpack; q=1.0, */*",
+    )
+    plain = (
+        "",
+        "*/*",
+        "application/json",
+        "application/msgpack;q=0.5, application/json",
+        "application/msgpack;q=0",
+    )
     for accept in (*packed, *plain, "application/msgpack;q=x", "application/msgpackx"):
         assert wants_msgpack(accept) is (accept in packed), accept
 
@@ -183,9 +224,10 @@ def request(accept: str | None = None) -> Request:
 
 def long_answer(rows: int, tokens: int = 1, choices: int = 1, **options: Any) -> RoutedResponse:
     prompt = np.zeros((rows, L, K), dtype=np.int16)
-    return answer_of([output(rows, *(choice(tokens, buffer_of((0, prompt)), at) for at in range(choices)))], **options)[
-        0
-    ]
+    return answer_of(
+        [output(rows, *(choice(tokens, buffer_of((0, prompt)), at) for at in range(choices)))],
+        **options,
+    )[0]
 
 
 async def sent(response: HttpResponse) -> tuple[bytes, int]:
@@ -236,7 +278,11 @@ def test_prompts_count_as_often_as_they_are_sent() -> None:
 def test_answers_without_rows() -> None:
     plain = answer_of([output(1, choice(1, None, finish="abort"))])[0].response
     _, body, _ = answered(plain)
-    expected = {"id": "r", "choices": [{"index": 0, "text": plain.choices[0].text}], "kv_transfer_params": None}
+    expected = {
+        "id": "r",
+        "choices": [{"index": 0, "text": plain.choices[0].text}],
+        "kv_transfer_params": None,
+    }
     assert orjson.loads(body) == {**expected, "prompt_logprobs": {"7": -0.5}}
     packed, body, _ = answered(plain, "application/msgpack")
     assert as_json(msgspec.msgpack.decode(body)) == {**expected, "prompt_logprobs": {"7": -0.5}}

@@ -17,7 +17,13 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.capture.wire.envelope import ENVELOPE_ID, STATS, pack
-from routed_experts.capture.wire.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, PlacedRows, RowsOutput
+from routed_experts.capture.wire.message import (
+    OPT_IN_ARG,
+    PROMPT_ROWS,
+    OptIn,
+    PlacedRows,
+    RowsOutput,
+)
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 from routed_experts.server.vllm_api import RequestOutput, VLLMValidationError
@@ -33,21 +39,32 @@ def positions(arrays: list[np.ndarray]) -> list[int]:
 
 
 def output(
-    request_id: str, tokens: int, first: int | None = None, finish: FinishReason | None = None, rows: int = 0
+    request_id: str,
+    tokens: int,
+    first: int | None = None,
+    finish: FinishReason | None = None,
+    rows: int = 0,
 ) -> EngineCoreOutput:
-    """What the engine sends: `tokens` tokens and, if `first` is given, `rows` rows from there on."""
+    """What the engine sends: `tokens` tokens and, if `first` is given, `rows` rows from there
+    on."""
     sent = None if first is None else PlacedRows(first, rows_of(first, first + (rows or tokens)))
-    return EngineCoreOutput(request_id, list(range(tokens)), routed_experts=sent, finish_reason=finish)
+    return EngineCoreOutput(
+        request_id, list(range(tokens)), routed_experts=sent, finish_reason=finish
+    )
 
 
 def prompt(request_id: str, first: int = 0, end: int = 3, value: int = 0) -> EngineCoreOutput:
     """The output with rows of the prompt that goes before the first tokens of `request_id`."""
-    brings = RowsOutput(PROMPT_ROWS, prompt_id_of(request_id.removeprefix("0_").removeprefix("1_")), request_id)
+    brings = RowsOutput(
+        PROMPT_ROWS, prompt_id_of(request_id.removeprefix("0_").removeprefix("1_")), request_id
+    )
     return rows_output(brings, first, rows_of(first + value, end + value))
 
 
 def rows_output(brings: RowsOutput, first: int, rows: Any) -> EngineCoreOutput:
-    return EngineCoreOutput(brings.output_id, [], stop_reason=brings.kind, routed_experts=PlacedRows(first, rows))
+    return EngineCoreOutput(
+        brings.output_id, [], stop_reason=brings.kind, routed_experts=PlacedRows(first, rows)
+    )
 
 
 def prompt_id_of(name: str) -> bytes:
@@ -71,16 +88,23 @@ def envelope(**about: Any) -> EngineCoreOutput:
 
 
 class Frontend:
-    """vLLM's output processor with our buffers installed, and the request "a" of three prompt tokens."""
+    """vLLM's output processor with our buffers installed, and the request "a" of three prompt
+    tokens."""
 
-    def __init__(self, n: int = 1, kind: RequestOutputKind = DELTA, interval: int = 1, asks: bool = True) -> None:
+    def __init__(
+        self, n: int = 1, kind: RequestOutputKind = DELTA, interval: int = 1, asks: bool = True
+    ) -> None:
         self.processor = OutputProcessor(None, log_stats=False, stream_interval=interval)
         self.buffers = RowBuffers.install(self.processor)
         params = None if asks else SamplingParams(n=n, output_kind=kind, detokenize=False)
         self.queue = self.add("a", n, kind, params)
 
     def add(
-        self, request_id: str, n: int = 1, kind: RequestOutputKind = DELTA, params: SamplingParams | None = None
+        self,
+        request_id: str,
+        n: int = 1,
+        kind: RequestOutputKind = DELTA,
+        params: SamplingParams | None = None,
     ) -> RequestOutputCollector:
         if params is None:
             params = SamplingParams(n=n, output_kind=kind, detokenize=False)
@@ -93,19 +117,29 @@ class Frontend:
         for index in range(n):
             child_id, child_params = parent.get_child_info(index)
             child = request_of(child_id, child_params, request_id)
-            self.processor.add_request(child, None, parent_req=parent, request_index=index, queue=queue)
+            self.processor.add_request(
+                child, None, parent_req=parent, request_index=index, queue=queue
+            )
         return queue
 
     def step(self, *outputs: EngineCoreOutput) -> None:
         self.processor.process_outputs(message(*outputs))
 
     def taken(self, end: int, queue: RequestOutputCollector | None = None) -> list[list[int]]:
-        """The rows of each choice that a reader takes, up to position `end`; unknown ones if they did not arrive."""
-        return [positions(buffer.take(0, end, (L, K))) for buffer in buffers_of(take(queue or self.queue))]
+        """The rows of each choice that a reader takes, up to position `end`; unknown ones if they
+        did not arrive."""
+        return [
+            positions(buffer.take(0, end, (L, K)))
+            for buffer in buffers_of(take(queue or self.queue))
+        ]
 
 
-def request_of(request_id: str, params: SamplingParams, external_id: str | None = None) -> EngineCoreRequest:
-    request = EngineCoreRequest(request_id, [1, 2, 3], None, params, None, time.time(), None, None, None)
+def request_of(
+    request_id: str, params: SamplingParams, external_id: str | None = None
+) -> EngineCoreRequest:
+    request = EngineCoreRequest(
+        request_id, [1, 2, 3], None, params, None, time.time(), None, None, None
+    )
     request.external_req_id = external_id or request_id
     return request
 
@@ -126,15 +160,24 @@ def buffers_of(result: RequestOutput) -> list[RowBuffer]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize(("kind", "interval", "is_slow"), [(DELTA, 1, True), (DELTA, 3, False), (FINAL_ONLY, 1, False)])
-def test_no_reader_loses_rows(kind: RequestOutputKind, interval: int, is_slow: bool, n: int) -> None:
-    """vLLM merges outputs for one slower than the engine, holds tokens back for the stream interval or to the end, and
-    would give the last output's rows only."""
+@pytest.mark.parametrize(
+    ("kind", "interval", "is_slow"), [(DELTA, 1, True), (DELTA, 3, False), (FINAL_ONLY, 1, False)]
+)
+def test_no_reader_loses_rows(
+    kind: RequestOutputKind, interval: int, is_slow: bool, n: int
+) -> None:
+    """vLLM merges outputs for one slower than the engine, holds tokens back for the stream interval
+    or to the end, and would give the last output's rows only."""
     frontend = Frontend(n, kind, interval)
     names, results = ["a"] if n == 1 else ["0_a", "1_a"], []
     for first, count in ((0, 3), (3, 1), (4, 1), (5, 1), (6, 0)):  # the last has no rows
         finish = None if count else ABORT
-        frontend.step(*(output(name, min(count, 1), first if count else None, finish, count) for name in names))
+        frontend.step(
+            *(
+                output(name, min(count, 1), first if count else None, finish, count)
+                for name in names
+            )
+        )
         if (result := None if is_slow and count else frontend.queue.get_nowait()) is not None:
             results.append(result)
     counts = [[len(choice.token_ids) for choice in result.outputs] for result in results]
@@ -164,7 +207,8 @@ def test_nothing_is_left_behind(how: str) -> None:
 
 
 def test_pushes_and_takes_in_any_order() -> None:
-    """Arrays with gaps, overlaps and unknown rows: what came first is kept, at its position, and taken once."""
+    """Arrays with gaps, overlaps and unknown rows: what came first is kept, at its position, and
+    taken once."""
     for seed in range(300):
         rng, buffer = random.Random(seed), RowBuffer()
         known: dict[int, int] = {}
@@ -173,7 +217,10 @@ def test_pushes_and_takes_in_any_order() -> None:
         num_lost = 0
         for step in range(rng.randrange(1, 12)):
             first = start if step == 0 else max(end + rng.choice([0, 0, 0, 0, -2, -1, 1, 3]), start)
-            values = [at + 100 * step if rng.random() < 0.9 else -1 for at in range(first, first + rng.randrange(1, 5))]
+            values = [
+                at + 100 * step if rng.random() < 0.9 else -1
+                for at in range(first, first + rng.randrange(1, 5))
+            ]
             rows = np.repeat(np.array(values, dtype=np.int16), L * K).reshape(-1, L, K)
             buffer.push(first, rows)
             num_lost += max(first - end, 0)
@@ -185,7 +232,9 @@ def test_pushes_and_takes_in_any_order() -> None:
             if rng.random() < 0.5:
                 first = taken_to + rng.choice([0, 0, 1])  # what lies before is dropped
                 last = rng.choice([first - 1, first, first + 2, 99])
-                assert positions(buffer.take(first, last)) == [known.get(at, -1) for at in range(first, min(last, end))]
+                assert positions(buffer.take(first, last)) == [
+                    known.get(at, -1) for at in range(first, min(last, end))
+                ]
                 taken_to = max(min(last, end), first)
         last = end + rng.choice([0, 2])
         if taken_to <= end:
@@ -260,10 +309,13 @@ ALL_TOKENS = ["0_a", "1_a", "2_a"]
     ],
 )
 def test_parts_of_two_engines_are_not_mixed(steps: list[list[Any]], of_choice_2: list[int]) -> None:
-    """Each choice has its own prompt's where it brought them; where it did not, those of one other, which are whole."""
+    """Each choice has its own prompt's where it brought them; where it did not, those of one other,
+    which are whole."""
     frontend = Frontend(n=3)
     for step in steps:
-        frontend.step(*(prompt(*PARTS[each]) if isinstance(each, int) else first_token(each) for each in step))
+        frontend.step(
+            *(prompt(*PARTS[each]) if isinstance(each, int) else first_token(each) for each in step)
+        )
     assert frontend.taken(3) == [OWN, OTHER, of_choice_2]
 
 
@@ -275,7 +327,10 @@ OF_A = RowsOutput(PROMPT_ROWS, prompt_id_of("a"), "a").output_id
 @pytest.mark.parametrize("name", [ENVELOPE_ID, PROMPT_ROWS, OF_A, "routed-experts-rows-of-a"])
 def test_no_id_of_a_request_is_taken_for_an_output_of_the_captures(name: str) -> None:
     frontend = Frontend()
-    queue, plain = frontend.add(name), frontend.add(f"{name} ", params=SamplingParams(output_kind=DELTA))
+    queue, plain = (
+        frontend.add(name),
+        frontend.add(f"{name} ", params=SamplingParams(output_kind=DELTA)),
+    )
     frontend.processor.process_outputs([output(f"{name} ", 1)])  # alone, without an envelope
     assert len(take(plain).outputs[0].token_ids) == 1
     frontend.step(output(name, 1, first=0, rows=3))
@@ -283,7 +338,8 @@ def test_no_id_of_a_request_is_taken_for_an_output_of_the_captures(name: str) ->
 
 
 def test_an_id_that_comes_again() -> None:
-    """What the engine had sent for the request that was aborted does not reach the one with its id."""
+    """What the engine had sent for the request that was aborted does not reach the one with its
+    id."""
     frontend = Frontend()
     frontend.processor.abort_requests(["a"], internal=True)
     asks = SamplingParams(output_kind=DELTA, detokenize=False)
@@ -291,7 +347,10 @@ def test_an_id_that_comes_again() -> None:
     queue = frontend.add("a", params=asks)
     (asked,) = (OptIn.of(asks),)
     frontend.step(prompt("a", value=100))
-    frontend.step(rows_output(RowsOutput(PROMPT_ROWS, asked.prompt_id, "a"), 0, rows_of(0, 3)), first_token("a"))
+    frontend.step(
+        rows_output(RowsOutput(PROMPT_ROWS, asked.prompt_id, "a"), 0, rows_of(0, 3)),
+        first_token("a"),
+    )
     assert frontend.taken(3, queue) == [[0, 1, 2]]
 
 
@@ -304,7 +363,9 @@ def test_an_id_that_is_in_use_is_refused(is_ending: bool) -> None:
     queue = frontend.add("b", params=asks)
     if is_ending:
         frontend.processor.abort_requests(["b"], internal=True)
-    with pytest.raises(VLLMValidationError, match="The request id 'b' is in use by a request that has not ended"):
+    with pytest.raises(
+        VLLMValidationError, match="The request id 'b' is in use by a request that has not ended"
+    ):
         frontend.add("b")
     frontend.step(prompt("b"), output("b", 1, first=3, finish=ABORT))
     assert [positions(buffer.take(0, 4)) for buffer in buffers_of(take(queue))] == [[0, 1, 2, 3]]
@@ -346,11 +407,14 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
     stats = EngineStats(1, rows_captured=6, copy_wait_s=0.5, busiest=[2.0], routed=[4.0])
     sent = envelope(kv_transfer_params={STATS: asdict(stats)})
     frontend.step(sent)  # passed over where nobody wants them
-    OutputProcessor(None, log_stats=False).process_outputs([sent])  # of a process that has not got so far
+    # of a process that has not got so far
+    OutputProcessor(None, log_stats=False).process_outputs([sent])
     frontend.buffers.on_stats = seen.append
     outputs = message(output("a", 1, first=0, rows=3), output("b", 1, first=0, rows=3))
     outputs[0].kv_transfer_params = sent.kv_transfer_params
-    arrived = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs)))
+    arrived = MsgpackDecoder(EngineCoreOutputs).decode(
+        MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs))
+    )
     for part in [arrived.outputs[:3], arrived.outputs[3:]] if in_slices else [arrived.outputs]:
         frontend.processor.process_outputs(part, arrived.timestamp)
     assert seen == [stats]
@@ -359,15 +423,20 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
 
 @pytest.mark.parametrize("internal", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_abort_of_a_choice_whose_rows_come_at_its_end_waits_for_them(n: int, internal: bool) -> None:
-    """E4: the engine's answer brings them. Others end at once, and those whose rows come with a stop string."""
+def test_an_abort_of_a_choice_whose_rows_come_at_its_end_waits_for_them(
+    n: int, internal: bool
+) -> None:
+    """E4: the engine's answer brings them. Others end at once, and those whose rows come with a
+    stop string."""
     frontend = Frontend()
     asks = SamplingParams(n=n, output_kind=DELTA, detokenize=False)
     opt_in(asks, prompt_start=0, at_end=True, prompt_id=prompt_id_of("b"))
     queue = frontend.add("b", n, params=asks)
     ids = ["b"] if n == 1 else ["0_b", "1_b"]
     frontend.step(prompt(ids[0]), *(output(each, 3) for each in ids))
-    assert sorted(frontend.processor.abort_requests(["b", "a", "unknown"], internal)) == sorted(["a", *ids])
+    assert sorted(frontend.processor.abort_requests(["b", "a", "unknown"], internal)) == sorted(
+        ["a", *ids]
+    )
     assert set(frontend.processor.request_states) == set(ids)
     frontend.step(*(output(each, 0, first=3, rows=2, finish=ABORT) for each in ids))
     (result,) = [take(queue)]
@@ -379,7 +448,8 @@ def test_an_abort_of_a_choice_whose_rows_come_at_its_end_waits_for_them(n: int, 
 
 
 def test_outputs_have_their_buffer_before_any_row() -> None:
-    """Up to 0.30 vLLM keeps the first of several outputs that it merges for a slow reader, with what is on it."""
+    """Up to 0.30 vLLM keeps the first of several outputs that it merges for a slow reader, with
+    what is on it."""
     asks = SamplingParams(output_kind=DELTA, detokenize=False)
     opt_in(asks, prompt_start=3, at_end=True)
     frontend = Frontend()
@@ -404,7 +474,8 @@ def test_few_rows_that_wait_keep_no_message_of_the_engine() -> None:
     buffer.push(5, large[:100])
     buffer.push(105, large[:1])
     assert buffer.take(5, 105)[0].base is large, "the rows of a prompt were copied"
-    groups = [np.zeros((256, 4, 8), dtype=np.int16) for _ in range(3)]  # of a model with few layers: packed too
+    # of a model with few layers: packed too
+    groups = [np.zeros((256, 4, 8), dtype=np.int16) for _ in range(3)]
     for position, sent in enumerate(groups):
         buffer.push(106 + 64 * position, sent[:64])
     assert all(rows.base is None for rows in buffer.take(106, 106 + 3 * 64))
@@ -418,7 +489,9 @@ def test_few_rows_that_wait_keep_no_message_of_the_engine() -> None:
 # ---- rows say where they belong ----
 
 
-def test_rows_of_one_output_that_are_lost_leave_a_gap_there_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_one_output_that_are_lost_leave_a_gap_there_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     frontend = Frontend()
     queue = frontend.add("b")
     frontend.step(*(output(request_id, 1, first=0, rows=3) for request_id in "ab"))

@@ -15,12 +15,28 @@ from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.saved import ModelInfo, page_lines, read
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.tools.saved import opened
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, peak_of, rows_of, stream
+from tests.protocol.answers import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Told,
+    answer,
+    histogram,
+    peak_of,
+    rows_of,
+    stream,
+)
 
 ONE = Told(rows_of(20, 1), [rows_of(9, 2)])
 OTHER = Told(rows_of(7, 4), [rows_of(3, 5)], first_token=500)
 ROWS = [ONE.whole(), OTHER.whole()]
-INFO = {"model": "m", "num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": [1, 2, 4]}
+INFO = {
+    "model": "m",
+    "num_layers": LAYERS,
+    "top_k": TOP_K,
+    "num_experts": EXPERTS,
+    "layer_ids": [1, 2, 4],
+}
 
 
 def sse(*chunks: Any, end: str = "\n\n") -> str:
@@ -39,15 +55,27 @@ FILES = {
     "an array": json.dumps([answer(ONE), answer(OTHER)]),
     "an array over lines": json.dumps([answer(ONE), answer(OTHER)], indent=1),
     "streams": sse(*stream(ONE)) + sse(*stream(OTHER, per_chunk=3, piece=4)),
-    "streams with carriage returns": sse(*stream(ONE), end="\r\n\r\n") + sse(*stream(OTHER), end="\r\n\r\n"),
-    "a stream with comments": ": ping\n\nevent: x\n" + sse(*stream(ONE)) + ": ping\n" + sse(*stream(OTHER)),
+    "streams with carriage returns": sse(*stream(ONE), end="\r\n\r\n")
+    + sse(*stream(OTHER), end="\r\n\r\n"),
+    "a stream with comments": ": ping\n\nevent: x\n"
+    + sse(*stream(ONE))
+    + ": ping\n"
+    + sse(*stream(OTHER)),
     "a stream, then a body": sse(*stream(ONE)) + "\n" + body(OTHER),
     "a batch's output (F4)": "".join(
-        json.dumps({"custom_id": str(place), "response": {"status_code": 200, "body": answer(told)}, "error": None})
+        json.dumps(
+            {
+                "custom_id": str(place),
+                "response": {"status_code": 200, "body": answer(told)},
+                "error": None,
+            }
+        )
         + "\n"
         for place, told in enumerate((ONE, OTHER))
     ),
-    "a body over lines, then a stream": json.dumps(answer(ONE), indent=2) + "\n" + sse(*stream(OTHER)),
+    "a body over lines, then a stream": json.dumps(answer(ONE), indent=2)
+    + "\n"
+    + sse(*stream(OTHER)),
 }
 
 
@@ -77,9 +105,14 @@ def test_lines_are_counted(tmp_path: Path) -> None:
 
 
 def test_what_the_server_says_about_its_layers(tmp_path: Path) -> None:
-    """Applies to what follows, in later files too; an answer's own comes first, and the command line before all."""
+    """Applies to what follows, in later files too; an answer's own comes first, and the command
+    line before all."""
     own = {**answer(ONE), "routed_experts_info": {"layer_ids": [7, 8, 9]}}
-    texts = [body(ONE), f"{json.dumps(INFO, indent=1)}\n{sse(*stream(ONE))}{json.dumps(own)}", body(OTHER)]
+    texts = [
+        body(ONE),
+        f"{json.dumps(INFO, indent=1)}\n{sse(*stream(ONE))}{json.dumps(own)}",
+        body(OTHER),
+    ]
     answers = found(tmp_path, *texts, given=ModelInfo(num_experts=99))
     assert [one.info.layer_ids for one in answers] == [None, (1, 2, 4), (7, 8, 9), (1, 2, 4)]
     assert [one.info.num_experts for one in answers] == [99] * 4
@@ -96,7 +129,8 @@ def test_dense_layers_that_nothing_names_are_not_counted(tmp_path: Path) -> None
     rows[:, 1] = 0
     with pytest.raises(RoutingError, match="dense layers"):
         routing_of(tmp_path, answer(Told(rows, [rows[:9]])))
-    rows = rows[:, :, :1]  # with one expert a token, 0 for every token is a choice that a router can make
+    # with one expert a token, 0 for every token is a choice that a router can make
+    rows = rows[:, :, :1]
     assert (routing_of(tmp_path, answer(Told(rows, [rows[:9]]))).rows[:, 1] == 0).all()
 
 
@@ -105,7 +139,9 @@ def test_dense_layers_are_left_out(tmp_path: Path) -> None:
     rows[:, INFO["layer_ids"]] = rows_of(20, 1)
     rows[3] = -1
     every = Told(rows, [rows[:5]])
-    assert np.array_equal(routing_of(tmp_path, INFO, answer(every)).rows, every.whole()[:, [1, 2, 4]])
+    assert np.array_equal(
+        routing_of(tmp_path, INFO, answer(every)).rows, every.whole()[:, [1, 2, 4]]
+    )
     rows[4, 0, 0] = 1
     with pytest.raises(ValueError, match="rows of 6 layers, but the model has 3 MoE layers"):
         routing_of(tmp_path, INFO, answer(every))
@@ -141,8 +177,14 @@ CUT_OFF = "the stream that starts here was cut off"
         ("data: {]\n", ", line 1: an event is not JSON"),
         (f"\n{sse(*stream(ONE))[:-14]}", f", line 2: {CUT_OFF}"),
         (f"{sse(*stream(ONE)[:3])[:-14]}{body(ONE)}", f", line 1: {CUT_OFF}"),
-        (info(num_experts="many"), ", line 1: num_experts must be a positive integer up to 32768, not 'many'"),
-        (info(layer_ids=[2, 1, 0]), ", line 1: layer_ids must be ascending layer indices below 4096, not [2, 1, 0]"),
+        (
+            info(num_experts="many"),
+            ", line 1: num_experts must be a positive integer up to 32768, not 'many'",
+        ),
+        (
+            info(layer_ids=[2, 1, 0]),
+            ", line 1: layer_ids must be ascending layer indices below 4096, not [2, 1, 0]",
+        ),
         (info(num_layers=4), ", line 1: num_layers is 4, but layer_ids are [1, 2, 4]"),
         (
             json.dumps({"choices": [], "routed_experts_info": [1]}),
@@ -162,7 +204,8 @@ def test_an_empty_file_among_others(tmp_path: Path) -> None:
 
 
 def test_a_folder_as_a_server_records_it(tmp_path: Path) -> None:
-    """Files in the order of their names, of which the first response has the model; one may have nothing yet."""
+    """Files in the order of their names, of which the first response has the model; one may have
+    nothing yet."""
     for name, told in (("b/1.jsonl", OTHER), ("a.jsonl", ONE)):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -175,12 +218,15 @@ def test_a_folder_as_a_server_records_it(tmp_path: Path) -> None:
         assert np.array_equal(one.routings()[0].rows, rows)
         assert one.info.layer_ids == (1, 2, 4)
     (tmp_path / "none").mkdir()
-    with pytest.raises(CommandError, match=r"none has no files \*\.json or \*\.jsonl with responses"):
+    with pytest.raises(
+        CommandError, match=r"none has no files \*\.json or \*\.jsonl with responses"
+    ):
         list(read(opened([str(tmp_path / "none")]), ModelInfo()))
 
 
 def test_f3_a_broken_line_is_not_searched_for_its_end() -> None:
-    """F3: only a value that may go on beyond the line needs more of the file, which may be larger than the memory."""
+    """F3: only a value that may go on beyond the line needs more of the file, which may be larger
+    than the memory."""
     rest = f"{body(ONE)}\n" * 50
     for text, most in ((f"{{]\n{rest}", 10), (f'{{"a": 1,\n "b": ]\n{rest}', 2 * len(body(ONE)))):
         file = io.StringIO(text)
@@ -190,7 +236,8 @@ def test_f3_a_broken_line_is_not_searched_for_its_end() -> None:
 
 
 def test_many_values_on_one_line_take_no_more_than_on_lines() -> None:
-    """A server reads files for its page: a line that takes the square of its length would keep it busy for an hour."""
+    """A server reads files for its page: a line that takes the square of its length would keep it
+    busy for an hour."""
     taken = []
     for end in ("\n", " ", ""):
         last = json.dumps({"layer_ids": [], "text": "x" * (4 << 20)})
@@ -218,13 +265,21 @@ def test_choices_that_would_take_more_memory_than_there_is() -> None:
 
 
 def test_what_the_page_shows() -> None:
-    """A line for each choice; an error ends them. What one file says about its model applies to the next."""
-    prompts = [Told(rows_of(9, 1), [rows_of(4, 2), rows_of(3, 3)], first_token=first) for first in (100, 500)]
+    """A line for each choice; an error ends them. What one file says about its model applies to the
+    next."""
+    prompts = [
+        Told(rows_of(9, 1), [rows_of(4, 2), rows_of(3, 3)], first_token=first)
+        for first in (100, 500)
+    ]
     several = {**answer(*prompts), "model": "m"}
     several["choices"][2]["logprobs"] = {"tokens": [*"vwxyz"]}
     cut = answer(Told(rows_of(9, 1), [rows_of(4, 2)], start=3, fmt="npy", layout="joined"))
     cut["choices"][0] |= {"finish_reason": None, "prompt_token_ids": None, "token_ids": None}
-    texts = {"info": json.dumps(INFO), "a/several": json.dumps(several), "cut": f"\n{json.dumps(cut)}\n{{]"}
+    texts = {
+        "info": json.dumps(INFO),
+        "a/several": json.dumps(several),
+        "cut": f"\n{json.dumps(cut)}\n{{]",
+    }
     files = [(name, io.StringIO(text)) for name, text in texts.items()]
     *lines, error = map(json.loads, page_lines(files, ModelInfo(n=2, num_experts=99)))
     info = {name: INFO[name] for name in ("num_layers", "top_k", "layer_ids")} | {"num_experts": 99}
@@ -237,9 +292,19 @@ def test_what_the_page_shows() -> None:
         assert line["texts"] == ({"start": 9, "values": [*"vwxyz"]} if place == 2 else None)
         assert np.array_equal(decode(line["rows"]), told.whole(choice))
         assert (line["name"], line["file"]) == (f"a/several, line 1, choice {place}", "a/several")
-        assert (line["model"], line["prompt_len"], line["finish_reason"], line["weights"]) == ("m", 9, "length", None)
+        assert (line["model"], line["prompt_len"], line["finish_reason"], line["weights"]) == (
+            "m",
+            9,
+            "length",
+            None,
+        )
     (last,) = lines[4:]
-    assert (last["name"], last["model"], last["prompt_len"], last["finish_reason"]) == ("cut, line 2", None, None, None)
+    assert (last["name"], last["model"], last["prompt_len"], last["finish_reason"]) == (
+        "cut, line 2",
+        None,
+        None,
+        None,
+    )
     assert (last["rows"]["start"], last["rows"]["shape"]) == (0, [10, LAYERS, TOP_K])
     assert (last["ids"], last["texts"]) == (None, None)
     assert error["error"]["message"].startswith("cut, line 3 is not valid JSON")
@@ -248,7 +313,13 @@ def test_what_the_page_shows() -> None:
 CLAIM: dict[str, Any] = {
     "index": 0,
     "finish_reason": "length",
-    "routed_experts": {"data": "", "shape": [0, 5, 4], "dtype": "int16", "start": 1_048_570, "missing": 0},
+    "routed_experts": {
+        "data": "",
+        "shape": [0, 5, 4],
+        "dtype": "int16",
+        "start": 1_048_570,
+        "missing": 0,
+    },
 }
 """A choice of a million tokens of which nothing is known."""
 
@@ -271,7 +342,8 @@ def test_tokens_that_are_only_claimed_take_nothing(more: dict[str, Any]) -> None
 
 
 def test_what_is_uploaded_at_once_has_limits_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A response, a chunk and a choice each cost work, and the facts of a model stand in each line."""
+    """A response, a chunk and a choice each cost work, and the facts of a model stand in each
+    line."""
     small = json.dumps({"choices": [CLAIM]})
     monkeypatch.setattr(saved, "MAX_UPLOADED_ITEMS", 1000)
     chunks = "".join(f"data: {json.dumps({'choices': []})}\n\n" for _ in range(1000))
@@ -305,7 +377,10 @@ def test_pieces_of_an_event_are_parsed_once() -> None:
 
 
 def test_a_prompt_in_empty_pieces_is_not_joined_for_each_choice() -> None:
-    piece = {"choices": [{"index": 0}], "prompt_routed_experts": {**CLAIM["routed_experts"], "start": 0}}
+    piece = {
+        "choices": [{"index": 0}],
+        "prompt_routed_experts": {**CLAIM["routed_experts"], "start": 0},
+    }
     choices = {"choices": [{"index": index, "finish_reason": None} for index in range(3000)]}
     text = sse(*[piece] * 3000, choices)
     begin = time.process_time()
@@ -326,7 +401,9 @@ def test_a_line_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         file = io.StringIO(f"{whole}\n{text}")
         responses = read([("file", file)], ModelInfo())
         next(responses)
-        with pytest.raises(RoutingError, match=r"^file, line \d+: a response takes more than \d+ characters"):
+        with pytest.raises(
+            RoutingError, match=r"^file, line \d+: a response takes more than \d+ characters"
+        ):
             next(responses)
         assert file.tell() < 6000, begin
 
@@ -342,13 +419,29 @@ def test_weights_and_what_the_page_cannot_show() -> None:
         del far["choices"][0][name]
     far["choices"][0]["routed_experts"]["start"] = 2**31 - 9  # a token each would take all memory
     (line,) = shown(far)
-    assert line["error"]["message"] == "f, line 1: rows up to 2147483642, but the page shows 1048576 at most"
+    assert (
+        line["error"]["message"]
+        == "f, line 1: rows up to 2147483642, but the page shows 1048576 at most"
+    )
     far["choices"][0]["routed_experts"]["start"] = 0
     far["choices"][0]["finish_reason"] = None  # cut off, so that rows may be absent
     far["prompt_routed_experts_histogram"] = histogram(rows_of(2), EXPERTS) | {"rows": 1 << 40}
     (line,) = shown(far)
-    assert line["error"]["message"] == f"f, line 1: a prompt of {1 << 40} tokens, but the page shows 1048576 at most"
-    of_choice = {"index": 0, "finish_reason": "stop", "routed_experts_histogram": histogram(rows_of(3), EXPERTS)}
-    body = {"choices": [of_choice], "prompt_routed_experts_histogram": histogram(rows_of(2), EXPERTS)}
+    assert (
+        line["error"]["message"]
+        == f"f, line 1: a prompt of {1 << 40} tokens, but the page shows 1048576 at most"
+    )
+    of_choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "routed_experts_histogram": histogram(rows_of(3), EXPERTS),
+    }
+    body = {
+        "choices": [of_choice],
+        "prompt_routed_experts_histogram": histogram(rows_of(2), EXPERTS),
+    }
     (line,) = shown(body)
-    assert line["error"]["message"] == "f, line 1: it has histograms only: set return_routed_experts in the request"
+    assert (
+        line["error"]["message"]
+        == "f, line 1: it has histograms only: set return_routed_experts in the request"
+    )

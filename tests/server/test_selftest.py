@@ -21,13 +21,17 @@ def good_rows() -> np.ndarray:
     ("place", "value", "message"),
     [
         (np.s_[:], -1, "worker or scheduler is not ours"),
-        (np.s_[:, [1]], -1, r"(?s)\[1\].*--moe-backend|--moe-backend.*\[1\]"),  # a kernel that routes by itself
+        # a kernel that routes by itself
+        (np.s_[:, [1]], -1, r"(?s)\[1\].*--moe-backend|--moe-backend.*\[1\]"),
         (np.s_[:, [0, 2]], -1, r"(?s)\[0, 2\].*--moe-backend|--moe-backend.*\[0, 2\]"),
         (np.s_[3, 2, 1], -1, r"layers \[2\]"),
         *((np.s_[1, 1, 1], value, "outside 0 to 7") for value in (EXPERTS, 255, -2)),
         (np.s_[:], 0, "same expert twice"),  # as in vLLM's issues 44116 and 54730
         (np.s_[2, 0], 5, "same expert twice"),
-        *((part, None, r"routing of shape .*, not \(4, 3, 2\)") for part in (np.s_[:3], np.s_[:0], np.s_[:, :2])),
+        *(
+            (part, None, r"routing of shape .*, not \(4, 3, 2\)")
+            for part in (np.s_[:3], np.s_[:0], np.s_[:, :2])
+        ),
         (np.s_[:, :, :1], None, r"routing of shape .*, not \(4, 3, 2\)"),
     ],
 )
@@ -53,7 +57,8 @@ def test_agreement_of_the_same_tokens_asked_for_twice() -> None:
         (other, rows, pytest.approx(23 / 24)),
         (rows, (rows + 4) % EXPERTS, 0),
         (rows, rows[:3], 0),  # of other tokens
-        *((*both, 1) for both in ((lost, rows), (rows, lost))),  # rows that are not known say nothing
+        # rows that are not known say nothing
+        *((*both, 1) for both in ((lost, rows), (rows, lost))),
         (np.full_like(rows, -1), rows, 1),
         (rows[:0], rows[:0], 1),
     ):

@@ -1,4 +1,5 @@
-"""Settings: what is valid, and that flags, `additional_config` and the documentation mean the same."""
+"""Settings: what is valid, and that flags, `additional_config` and the documentation mean the
+same."""
 
 import json
 import re
@@ -21,7 +22,10 @@ VALID = [
     *({"routed_experts_store_seconds": value} for value in (0.5, 10**9)),
     {"routed_experts_store_paths": True},
     RECORD,
-    *({**RECORD, f"routed_experts_record_{name}": value} for name, value in (("tokens", False), ("share", 1e-9))),
+    *(
+        {**RECORD, f"routed_experts_record_{name}": value}
+        for name, value in (("tokens", False), ("share", 1e-9))
+    ),
     {**RECORD, "routed_experts_record_bytes": 1},
     {WEIGHTS_KEY: True},
 ]
@@ -43,7 +47,10 @@ def test_a_setting_is_a_key_and_a_flag(given: dict[str, Any]) -> None:
         args = serve.parse(["model", "--additional-config", '{"another": 1}', *flags])
         assert serve.configure(args) == settings
         # vLLM hashes what is there, also for its answers.
-        assert args.additional_config == {"another": 1, **({WEIGHTS_KEY: True} if WEIGHTS_KEY in given else {})}
+        assert args.additional_config == {
+            "another": 1,
+            **({WEIGHTS_KEY: True} if WEIGHTS_KEY in given else {}),
+        }
 
 
 def test_numbers_that_are_not_json() -> None:
@@ -62,28 +69,59 @@ INVALID: list[tuple[str, tuple[Any, ...], str]] = [
     ("routed_experts_default", ([], "{"), "a JSON object with routing fields"),
     ("routed_experts_delivery", ("by mail", True), "inline or reference"),
     *((f"routed_experts_{name}_bytes", NOT_POSITIVE, "a positive integer") for name in BYTES),
-    ("routed_experts_store_seconds", (0, -1, "1h", True, 2e9, float("nan")), "a positive number up to 1,000,000,000"),
-    ("routed_experts_record_share", (0, -0.5, 1.01, True, "all", float("nan")), "a number above 0, at most 1"),
+    (
+        "routed_experts_store_seconds",
+        (0, -1, "1h", True, 2e9, float("nan")),
+        "a positive number up to 1,000,000,000",
+    ),
+    (
+        "routed_experts_record_share",
+        (0, -0.5, 1.01, True, "all", float("nan")),
+        "a number above 0, at most 1",
+    ),
     *((f"routed_experts_{name}", (5, "", False), "a path") for name in ("store", "record")),
-    *((name, ("yes", 1, 0), "true or false") for name, kind in KINDS.items() if kind.metavar is None),
+    *(
+        (name, ("yes", 1, 0), "true or false")
+        for name, kind in KINDS.items()
+        if kind.metavar is None
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "values", "expected"), INVALID)
-def test_a_value_that_a_setting_cannot_have(name: str, values: tuple[Any, ...], expected: str) -> None:
+def test_a_value_that_a_setting_cannot_have(
+    name: str, values: tuple[Any, ...], expected: str
+) -> None:
     for value in values:
-        with pytest.raises(SettingsError, match=re.escape(f"{name} must be {expected}, not {value!r}.")):
+        with pytest.raises(
+            SettingsError, match=re.escape(f"{name} must be {expected}, not {value!r}.")
+        ):
             Settings.of({**RECORD, name: value})
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"routed_experts_record_share": 0.5}, "routed_experts_record_share needs routed_experts_record"),
-        ({"routed_experts_record_tokens": False}, "routed_experts_record_tokens needs routed_experts_record"),
-        ({"routed_experts_default": {"return_experts": True}}, "return_experts is not a routing field"),
-        ({"routed_experts_default": {"routed_experts_format": "xml"}}, "routed_experts_default: routed_experts_format"),
-        ({"routed_experts_default": {"return_routed_expert_weights": True}}, f"weights needs {WEIGHTS_KEY}"),
+        (
+            {"routed_experts_record_share": 0.5},
+            "routed_experts_record_share needs routed_experts_record",
+        ),
+        (
+            {"routed_experts_record_tokens": False},
+            "routed_experts_record_tokens needs routed_experts_record",
+        ),
+        (
+            {"routed_experts_default": {"return_experts": True}},
+            "return_experts is not a routing field",
+        ),
+        (
+            {"routed_experts_default": {"routed_experts_format": "xml"}},
+            "routed_experts_default: routed_experts_format",
+        ),
+        (
+            {"routed_experts_default": {"return_routed_expert_weights": True}},
+            f"weights needs {WEIGHTS_KEY}",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(given: dict[str, Any], message: str) -> None:

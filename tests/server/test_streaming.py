@@ -1,4 +1,5 @@
-"""Rows on the chunks of a stream, with hand-made results in and a generator like vLLM's in between."""
+"""Rows on the chunks of a stream, with hand-made results in and a generator like vLLM's in
+between."""
 
 import asyncio
 import itertools
@@ -40,16 +41,22 @@ class Engine:
         self.sent, self.tokens, self.arrived = start, 0, 0
         self.buffer, self.lost = RowBuffer(), set[int]()
 
-    def step(self, tokens: int = 1, finish: str | None = None, late: int = 0, surplus: int = 0) -> RequestOutput:
-        """An output of `tokens`; `late` of its rows do not come, `surplus` are of tokens that were cut off again."""
+    def step(
+        self, tokens: int = 1, finish: str | None = None, late: int = 0, surplus: int = 0
+    ) -> RequestOutput:
+        """An output of `tokens`; `late` of its rows do not come, `surplus` are of tokens that were
+        cut off again."""
         self.tokens += tokens
         end = self.prompt_len + self.tokens - 1
         self.buffer.push(self.sent, rows_of(self.sent, end - late + surplus))
         self.sent = self.arrived = end - late
         return output(self.prompt_len, choice(tokens, self.buffer, self.index, finish))
 
-    def lose(self, tokens: int = 1, finish: str | None = None, buffer: RowBuffer | None = None) -> RequestOutput:
-        """An output whose rows are lost on the way. Without a buffer, that of the output before still holds."""
+    def lose(
+        self, tokens: int = 1, finish: str | None = None, buffer: RowBuffer | None = None
+    ) -> RequestOutput:
+        """An output whose rows are lost on the way. Without a buffer, that of the output before
+        still holds."""
         self.tokens += tokens
         end = self.prompt_len + self.tokens - 1
         self.lost |= set(range(self.sent, end))
@@ -58,11 +65,17 @@ class Engine:
 
 
 def aligner_of(
-    num_choices: int = 1, preface: int = 0, dtype: str = "int16", max_bytes: int = 1 << 30, **options: Any
+    num_choices: int = 1,
+    preface: int = 0,
+    dtype: str = "int16",
+    max_bytes: int = 1 << 30,
+    **options: Any,
 ) -> SSERewriter:
     asked = RoutingOptions(**options)
     encoder = Encoder(asked.format, dtype, (L, K), EXPERTS)
-    return SSERewriter(asked, encoder, num_choices, lambda error: f'{{"error":"{error}"}}', preface, max_bytes)
+    return SSERewriter(
+        asked, encoder, num_choices, lambda error: f'{{"error":"{error}"}}', preface, max_bytes
+    )
 
 
 def event(body: Chunk) -> str:
@@ -78,7 +91,8 @@ def generator(
     num_choices: int = 1,
     note: Callable[[int, int, CompletionOutput | None], None] = lambda *made: None,
 ) -> Callable[[AsyncIterator[Result]], AsyncIterator[str]]:
-    """A generator like vLLM's: `preface` chunks, then one for each choice of a result that is not held back."""
+    """A generator like vLLM's: `preface` chunks, then one for each choice of a result that is not
+    held back."""
 
     async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
         is_first = True
@@ -93,7 +107,9 @@ def generator(
                 if each.finish_reason or not is_held():
                     index = prompt * num_choices + each.index
                     note(prompt, index, each)
-                    yield event({"choices": [{"index": index, "finish_reason": each.finish_reason}]})
+                    yield event(
+                        {"choices": [{"index": index, "finish_reason": each.finish_reason}]}
+                    )
         yield USAGE
         yield DONE
 
@@ -111,7 +127,8 @@ def ended(aligner: SSERewriter, results: Iterable[Result], generate: Any = None)
 
     async def collect() -> list[str]:
         events = [chunk async for chunk in aligner.rewrite(chunks)]
-        with pytest.raises(StopAsyncIteration):  # it has ended, or was closed: nothing goes on behind the stream
+        # it has ended, or was closed: nothing goes on behind the stream
+        with pytest.raises(StopAsyncIteration):
             await anext(chunks)
         return events
 
@@ -145,7 +162,8 @@ def own_positions(chunks: list[Chunk]) -> list[int]:
 
 
 class Made(NamedTuple):
-    """A chunk of the generator, and what is known then: the choice's tokens, 0 before its text; where rows end."""
+    """A chunk of the generator, and what is known then: the choice's tokens, 0 before its text;
+    where rows end."""
 
     prompt: int
     choice: int
@@ -155,7 +173,8 @@ class Made(NamedTuple):
 
 
 class Play:
-    """A request whose choices get tokens in random order and steps; some rows are late, lost, or surplus."""
+    """A request whose choices get tokens in random order and steps; some rows are late, lost, or
+    surplus."""
 
     def __init__(self, rng: random.Random, options: dict[str, Any]) -> None:
         self.rng, self.options = rng, options
@@ -163,15 +182,25 @@ class Play:
         self.start = rng.choice([0, 1, min(self.prompt_lens)])
         self.num_choices = rng.choice([1, 2, 12])
         self.preface = rng.choice([0, self.num_choices]) if len(self.prompt_lens) == 1 else 0
-        self.engines = [Engine(length, self.start, at) for length in self.prompt_lens for at in range(self.num_choices)]
+        self.engines = [
+            Engine(length, self.start, at)
+            for length in self.prompt_lens
+            for at in range(self.num_choices)
+        ]
         self.made: list[Made] = []
 
     def run(self) -> list[Chunk]:
         def holds_back() -> bool:
             return self.rng.random() > 0.7  # as a parser
 
-        rewriter = aligner_of(self.num_choices, self.preface, **self.options, prompt_start=self.start)
-        return stream(rewriter, self._results(), generator(holds_back, self.preface, self.num_choices, self._note))
+        rewriter = aligner_of(
+            self.num_choices, self.preface, **self.options, prompt_start=self.start
+        )
+        return stream(
+            rewriter,
+            self._results(),
+            generator(holds_back, self.preface, self.num_choices, self._note),
+        )
 
     def _note(self, prompt: int, place: int, each: CompletionOutput | None) -> None:
         engine = self.engines[place]
@@ -183,8 +212,12 @@ class Play:
         while alive:
             choices, place = [], self.rng.choice(alive)
             prompt = place // self.num_choices
-            for each in {place, *(self.rng.choice(alive) for _ in range(self.rng.choice([0, 0, 2])))}:
-                if each // self.num_choices == prompt:  # outputs of one prompt's choices may come together
+            for each in {
+                place,
+                *(self.rng.choice(alive) for _ in range(self.rng.choice([0, 0, 2]))),
+            }:
+                # outputs of one prompt's choices may come together
+                if each // self.num_choices == prompt:
                     choices += self._step(self.engines[each]).outputs
                     if choices[-1].finish_reason:
                         alive.remove(each)
@@ -204,16 +237,25 @@ class Play:
 @pytest.mark.parametrize("layout", ["split", "joined"])
 @pytest.mark.parametrize(
     ("dtype", "histogram", "has_rows"),
-    [*((dtype, False, True) for dtype in ("int16", "uint8", "int32")), ("int16", True, True), ("int16", True, False)],
+    [
+        *((dtype, False, True) for dtype in ("int16", "uint8", "int32")),
+        ("int16", True, True),
+        ("int16", True, False),
+    ],
 )
-def test_every_row_once_with_its_tokens(layout: str, dtype: str, histogram: bool, has_rows: bool) -> None:
-    """The prompt's rows with its first chunk; then, with each chunk, all rows that its tokens made known."""
+def test_every_row_once_with_its_tokens(
+    layout: str, dtype: str, histogram: bool, has_rows: bool
+) -> None:
+    """The prompt's rows with its first chunk; then, with each chunk, all rows that its tokens made
+    known."""
     for seed in range(10 if histogram else 60):
         options = {"layout": layout, "dtype": dtype, "histogram": histogram, "rows": has_rows}
         play = Play(random.Random(seed), options)
         chunks = play.run()
         begun, counted_prompts = set(), set()
-        next_row = [play.start if layout == "joined" else engine.prompt_len for engine in play.engines]
+        next_row = [
+            play.start if layout == "joined" else engine.prompt_len for engine in play.engines
+        ]
         for chunk, made in zip(chunks, play.made, strict=True):
             of_prompt, own = placed(chunk)
             prompt_len, lost = play.prompt_lens[made.prompt], play.engines[made.choice].lost
@@ -224,7 +266,9 @@ def test_every_row_once_with_its_tokens(layout: str, dtype: str, histogram: bool
             end = prompt_len + made.tokens - 1 if made.tokens else 0
             known = end if made.finish and made.finish != "abort" else min(end, made.arrived)
             expected = [-1 if at in lost else at for at in range(next_row[made.choice], known)]
-            is_empty = not expected and not (layout == "joined" and made.finish and known == play.start)
+            is_empty = not expected and not (
+                layout == "joined" and made.finish and known == play.start
+            )
             if is_empty or not has_rows:
                 assert own is None
             else:
@@ -234,7 +278,9 @@ def test_every_row_once_with_its_tokens(layout: str, dtype: str, histogram: bool
             counted = chunk["choices"][0].get("routed_experts_histogram")
             assert (counted is not None) == (histogram and made.finish is not None)
             counted_prompt = chunk.get("prompt_routed_experts_histogram")
-            assert (counted_prompt is not None) == (counted is not None and made.prompt not in counted_prompts)
+            assert (counted_prompt is not None) == (
+                counted is not None and made.prompt not in counted_prompts
+            )
             if counted is not None:
                 counted_prompts.add(made.prompt)
                 rows = [at for at in range(prompt_len, known) if at not in lost]
@@ -262,18 +308,24 @@ def test_what_waits_keeps_no_message_of_the_engine(histogram: bool) -> None:
             engine.buffer.push(first, message[first : token + 2])
             del message
             yield output(2, choice(1, engine.buffer, finish="stop" if token == 19 else None))
-            assert sum(message() is not None for message in messages) <= 2, "kept beside the one under way"
+            assert sum(message() is not None for message in messages) <= 2, (
+                "kept beside the one under way"
+            )
 
     held = generator(lambda: 3 < next(count) < 15)
-    assert own_positions(stream(aligner_of(histogram=histogram), results(), held)) == list(range(2, 21))
+    assert own_positions(stream(aligner_of(histogram=histogram), results(), held)) == list(
+        range(2, 21)
+    )
 
 
 @pytest.mark.parametrize("histogram", [False, True])
 @pytest.mark.parametrize("layout", ["split", "joined"])
 @pytest.mark.parametrize("lost", [{0}, {1}, {1, 3}, {0, 1, 2, 3, 4}])
-def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: set[int], layout: str, histogram: bool) -> None:
-    """Rows of the tokens after it do not move there: not into the prompt, and not to another token. Where not one array
-    arrived to tell the shape, the fields are there all the same."""
+def test_a_message_that_is_lost_leaves_a_gap_at_its_place(
+    lost: set[int], layout: str, histogram: bool
+) -> None:
+    """Rows of the tokens after it do not move there: not into the prompt, and not to another token.
+    Where not one array arrived to tell the shape, the fields are there all the same."""
     engine = Engine(prompt_len=2)
     steps = [engine.lose if token in lost else engine.step for token in range(5)]
     results = (step(1, "stop" if token == 4 else None) for token, step in enumerate(steps))
@@ -281,7 +333,10 @@ def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: set[int], layout
     sent = [*(at for chunk in chunks for at in placed(chunk)[0] or ()), *own_positions(chunks)]
     assert sent == [-1 if at in engine.lost else at for at in range(6)]
     if histogram:
-        counted = chunks[-1]["prompt_routed_experts_histogram"], chunks[-1]["choices"][0]["routed_experts_histogram"]
+        counted = (
+            chunks[-1]["prompt_routed_experts_histogram"],
+            chunks[-1]["choices"][0]["routed_experts_histogram"],
+        )
         assert [each["missing"] for each in counted] == [2 * (0 in lost), len(lost - {0})]
 
 
@@ -308,14 +363,19 @@ def test_errors_end_the_stream_with_an_event() -> None:
             raise MemoryError("no more")
 
     engine = Engine(prompt_len=2)
-    first, error, done = ended(aligner_of(dtype="uint8"), [engine.step(), engine.step(2, finish="stop", late=1)])
+    first, error, done = ended(
+        aligner_of(dtype="uint8"), [engine.step(), engine.step(2, finish="stop", late=1)]
+    )
     assert "prompt_routed_experts" in first
     assert "1 rows are unknown" in error
     assert "uint8 cannot hold" in error
     assert done == DONE
     engine, aligner = Engine(prompt_len=2), aligner_of()
     aligner.encoder = Failing("object", "int16", (L, K), EXPERTS)
-    assert ended(aligner, [engine.step(), engine.step(finish="stop")]) == ['data: {"error":"no more"}\n\n', DONE]
+    assert ended(aligner, [engine.step(), engine.step(finish="stop")]) == [
+        'data: {"error":"no more"}\n\n',
+        DONE,
+    ]
     for max_bytes, least in ((250, 2), (500, 3)):
         engine = Engine(prompt_len=2)
         events = ended(aligner_of(max_bytes=max_bytes), (engine.step() for _ in range(10)))
@@ -329,7 +389,14 @@ def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
 
     async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
         async for _ in results:
-            yield event({"choices": [{"index": 0, "text": "a", "finish_reason": "stop", "token_ids": [1]}], **said})
+            yield event(
+                {
+                    "choices": [
+                        {"index": 0, "text": "a", "finish_reason": "stop", "token_ids": [1]}
+                    ],
+                    **said,
+                }
+            )
 
     texts = ended(aligner_of(), [Engine(6000).step(finish="stop")], generate)
     piece, last = [orjson.loads(text.removeprefix("data: ")) for text in texts]
@@ -363,7 +430,9 @@ def test_a_failing_engine_fails_the_stream() -> None:
     assert ended(aligner_of(), results(), generate) == [DONE]
 
 
-@pytest.mark.parametrize("finish", ["stop", "length", "repetition", "abort", "error", "a reason that vLLM adds"])
+@pytest.mark.parametrize(
+    "finish", ["stop", "length", "repetition", "abort", "error", "a reason that vLLM adds"]
+)
 def test_m2_a_row_that_is_missing_is_the_same_streamed_whole_and_in_a_program(finish: str) -> None:
     """M2. Whatever ends a choice: -1 for its last row, or for an abort none."""
 

@@ -17,7 +17,9 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def use(directory: Path) -> None:
-    args = argparse.Namespace(served_model_name=None, dtype="auto", kv_cache_memory_bytes=None, enforce_eager=False)
+    args = argparse.Namespace(
+        served_model_name=None, dtype="auto", kv_cache_memory_bytes=None, enforce_eager=False
+    )
     serve.use_tiny_model(args, directory)
 
 
@@ -48,7 +50,9 @@ def test_only_what_is_missing_is_made(tiny_model: Path, tmp_path: Path) -> None:
         assert contents(tmp_path) == contents(tiny_model)
 
 
-def test_two_starts_at_once(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -> None:
+def test_two_starts_at_once(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
+) -> None:
     replace = Path.replace
     others: list[dict[str, bytes]] = []
 

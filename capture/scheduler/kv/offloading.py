@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -26,7 +30,8 @@ from routed_experts.capture.scheduler.row_store import RowStore
 from routed_experts.capture.wire.message import Cause
 
 OnUnexpected = Callable[[str, int], None]
-"""Called with an unexpected action of a connector, and the number of rows that are unknown because of it."""
+"""Called with an unexpected action of a connector, and the number of rows that are unknown because
+of it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class OffloadStore:
     store: RowStore
     slots: NDArray[np.int64]  # [n x tokens of a chunk], of the KV cache
     chunks: NDArray[np.int64]  # [n], where they go
-    runs_before_step: bool  # whether the KV is copied before the step runs, because the step reuses its blocks
+    # whether the KV is copied before the step runs, because the step reuses its blocks
+    runs_before_step: bool
 
     def apply(self, cache: HostCache) -> None:
         self.store.keep(cache, self.slots, self.chunks)
@@ -61,19 +67,25 @@ class OffloadLoad:
 
 
 def keeps_rows(connector: Any) -> bool:
-    """Not with other connectors, nor with tiers or a third-party manager, whose chunks may come from elsewhere."""
-    return type(connector) is OffloadingConnector and type(connector.scheduler.manager) is CPUOffloadingManager
+    """Not with other connectors, nor with tiers or a third-party manager, whose chunks may come
+    from elsewhere."""
+    return (
+        type(connector) is OffloadingConnector
+        and type(connector.scheduler.manager) is CPUOffloadingManager
+    )
 
 
 class OffloadedRows:
     """Follows the loads and stores of an `OffloadingConnector` on the scheduler's side.
 
-    Chunks are reached only through the manager's `lookup`, `prepare_load` and `prepare_store`, which are replaced on
-    the instance, as vLLM has no events. Rows are copied with their KV, in the same order, so they always belong to the
-    same computation. Stores that end after a reset write to chunks to which no key leads.
+    Chunks are reached only through the manager's `lookup`, `prepare_load` and `prepare_store`,
+    which are replaced on the instance, as vLLM has no events. Rows are copied with their KV, in the
+    same order, so they always belong to the same computation. Stores that end after a reset write
+    to chunks to which no key leads.
 
-    A chunk can be loaded only after its store has completed. The connector learns of that after the output of the step
-    that stored it has arrived, when its rows are already kept. So a lookup knows whether a chunk has rows.
+    A chunk can be loaded only after its store has completed. The connector learns of that after the
+    output of the step that stored it has arrived, when its rows are already kept. So a lookup knows
+    whether a chunk has rows.
     """
 
     def __init__(
@@ -82,7 +94,8 @@ class OffloadedRows:
         kv_group: int,
         block_size: int,
         has_weights: bool,
-        first_needed: Callable[[str], int],  # position of the first row that a request cannot do without
+        # position of the first row that a request cannot do without
+        first_needed: Callable[[str], int],
         needs_weights: Callable[[str], bool],  # whether it needs their weights too
         cause: Cause,  # why a request that needs rows may be given KV without
         on_unexpected: OnUnexpected,  # rows become unknown then, which is always correct
@@ -100,8 +113,10 @@ class OffloadedRows:
         chunk_tokens = block_size * scheduler.config.blocks_per_chunk
         self.store = RowStore(manager._num_chunks, chunk_tokens, has_weights)
         self._chunks: dict[OffloadKey, int] = {}  # whose rows are in the store, or will be
-        self._stores: list[tuple[LoadStoreSpec, list[OffloadKey]]] = []  # prepared for the step being scheduled
-        self._loaded: tuple[str, list[OffloadKey]] = "", []  # request and keys of the load that was prepared last
+        # prepared for the step being scheduled
+        self._stores: list[tuple[LoadStoreSpec, list[OffloadKey]]] = []
+        # request and keys of the load that was prepared last
+        self._loaded: tuple[str, list[OffloadKey]] = "", []
         manager.lookup = partial(self._look_up, manager.lookup)
         manager.prepare_load = partial(self._load, manager.prepare_load)
         manager.prepare_store = partial(self._store, manager.prepare_store)
@@ -125,21 +140,36 @@ class OffloadedRows:
         stores = []
         for job_id, job in metadata.store_jobs.items():
             keys = keys_of.get(id(job.dst_spec), [])
-            places = job.dst_spec.chunk_ids.tolist() if isinstance(job.dst_spec, CPULoadStoreSpec) else []
-            kept = {key: chunk for key, chunk in zip(keys, places, strict=False) if self._is_ours(key)}
+            places = (
+                job.dst_spec.chunk_ids.tolist()
+                if isinstance(job.dst_spec, CPULoadStoreSpec)
+                else []
+            )
+            kept = {
+                key: chunk for key, chunk in zip(keys, places, strict=False) if self._is_ours(key)
+            }
             sizes, index = job.src_spec.group_sizes, self._group_index
-            blocks = job.src_spec.block_ids[sum(sizes[:index]) : sum(sizes[: index + 1])].astype(np.int64)
+            blocks = job.src_spec.block_ids[sum(sizes[:index]) : sum(sizes[: index + 1])].astype(
+                np.int64
+            )
             slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
             chunks = np.array(list(kept.values()), dtype=np.int64)
-            if not len(keys) == len(places) > 0 or len(slots) != len(chunks) * self.store.chunk_tokens:
+            if (
+                not len(keys) == len(places) > 0
+                or len(slots) != len(chunks) * self.store.chunk_tokens
+            ):
                 # It may overwrite any chunk, so the rows of all chunks become unknown.
-                self._on_unexpected("stores other KV than it prepared", len(self._chunks) * self.store.chunk_tokens)
+                self._on_unexpected(
+                    "stores other KV than it prepared", len(self._chunks) * self.store.chunk_tokens
+                )
                 self._chunks.clear()
                 continue
             if not kept:
                 continue
             self._chunks |= kept
-            stores.append(OffloadStore(self.store, slots, chunks, job_id in (metadata.jobs_to_flush or ())))
+            stores.append(
+                OffloadStore(self.store, slots, chunks, job_id in (metadata.jobs_to_flush or ()))
+            )
         self._stores = []
         return stores
 
@@ -148,22 +178,29 @@ class OffloadedRows:
         return get_offload_group_idx(key) == self._kv_group
 
     def _look_up(self, theirs: Any, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """Reports a miss for chunks without the rows or weights that the request needs: only KV before is loaded."""
+        """Reports a miss for chunks without the rows or weights that the request needs: only KV
+        before is loaded."""
         result: LookupResult = theirs(key, context)
         if result is not LookupResult.HIT or not self._is_ours(key):
             return result
         end = context.get_offload_key_position(key)
         if end is not None and end <= self._first_needed(context.req_id):
             return result
-        is_complete = self.store.is_complete(self._chunks.get(key, -1), self._needs_weights(context.req_id))
+        is_complete = self.store.is_complete(
+            self._chunks.get(key, -1), self._needs_weights(context.req_id)
+        )
         return result if is_complete else LookupResult.MISS
 
-    def _load(self, theirs: Any, keys: Collection[OffloadKey], context: ReqContext) -> LoadStoreSpec:
+    def _load(
+        self, theirs: Any, keys: Collection[OffloadKey], context: ReqContext
+    ) -> LoadStoreSpec:
         self._loaded = context.req_id, [key for key in keys if self._is_ours(key)]
         spec: LoadStoreSpec = theirs(keys, context)
         return spec
 
-    def _store(self, theirs: Any, keys: Collection[OffloadKey], context: ReqContext) -> PrepareStoreOutput | None:
+    def _store(
+        self, theirs: Any, keys: Collection[OffloadKey], context: ReqContext
+    ) -> PrepareStoreOutput | None:
         output: PrepareStoreOutput | None = theirs(keys, context)
         if output is not None:
             for key in output.evicted_keys:

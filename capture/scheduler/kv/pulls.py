@@ -1,14 +1,16 @@
-"""Which requests pull a prompt's KV from a prefill instance, and until when the rows that came with it are valid.
+"""Which requests pull a prompt's KV from a prefill instance, and until when the rows that came with
+it are valid.
 
-Rows are valid if their KV's pull ended before `until`, a time that the prefill instance sends. It keeps the KV for
-`kv_lease_duration`, unless a request pulls it or gives it up before. Later the blocks belong to other prompts, and a
-pull reads those without an error. So
+Rows are valid if their KV's pull ended before `until`, a time that the prefill instance sends. It
+keeps the KV for `kv_lease_duration`, unless a request pulls it or gives it up before. Later the
+blocks belong to other prompts, and a pull reads those without an error. So
 
 - only the first request for some KV pulls it;
 - a request that has not begun to pull by `until` computes its prompt;
 - a pull that ends after `until` counts as a failed load.
 
-Heartbeats of the decode instance only make the lease longer, so they do not matter here. (vLLM 0.32, `nixl/`.)
+Heartbeats of the decode instance only make the lease longer, so they do not matter here. (vLLM
+0.32, `nixl/`.)
 """
 
 import math
@@ -21,7 +23,8 @@ from vllm.v1.request import Request, RequestStatus
 from routed_experts.capture.wire.prefill_rows import PrefillRows
 
 _LEASE_SHARE = 0.9
-"""Share of the lease in which rows are valid. The rest is for clocks of the two instances that differ."""
+"""Share of the lease in which rows are valid. The rest is for clocks of the two instances that
+differ."""
 
 Source = tuple[str | None, str | None]
 """The instance that keeps the KV, and that instance's request id."""
@@ -45,12 +48,14 @@ class Arrival(NamedTuple):
 
 
 class Pulls:
-    """State of requests until they end. Which request came first for some KV is remembered for a lease."""
+    """State of requests until they end. Which request came first for some KV is remembered for a
+    lease."""
 
     def __init__(self, lease_s: float | None) -> None:
         self.lease_s = lease_s  # equal in both instances; None if unknown: then no rows come
         self._pulls: dict[str, Pull] = {}  # by request id
-        self._came: dict[Source, tuple[Pull, float]] = {}  # of the first request for it, and when to forget that
+        # of the first request for it, and when to forget that
+        self._came: dict[Source, tuple[Pull, float]] = {}
         self._waits_for: dict[str, Pull] = {}  # by the ids of later requests for the same KV
 
     def __len__(self) -> int:
@@ -61,9 +66,11 @@ class Pulls:
         assert self.lease_s is not None
         return time.time() + self.lease_s * _LEASE_SHARE
 
-    def arrival(self, request: Request, rows: PrefillRows, source: Source, is_first: bool) -> Arrival:
-        """What a request that came with rows of KV may do: of a prompt's choices in all engines, the first may pull it.
-        Nothing of it is kept before `add`."""
+    def arrival(
+        self, request: Request, rows: PrefillRows, source: Source, is_first: bool
+    ) -> Arrival:
+        """What a request that came with rows of KV may do: of a prompt's choices in all engines,
+        the first may pull it. Nothing of it is kept before `add`."""
         assert self.lease_s is not None
         now, left = time.monotonic(), rows.until - time.time()
         if not 0 <= left <= self.lease_s:  # more is left only where clocks or leases differ
@@ -86,7 +93,8 @@ class Pulls:
     def must_wait(self, request_id: str) -> bool:
         """Whether another request is about to load the same KV into the prefix cache."""
         first = self._waits_for.get(request_id)
-        if first is None or self._pulls.get(first.request.request_id) is not first:  # or that has ended
+        # or that has ended
+        if first is None or self._pulls.get(first.request.request_id) is not first:
             return False
         return first.request.status < RequestStatus.RUNNING
 
@@ -103,8 +111,8 @@ class Pulls:
         return rows
 
     def end(self, request_id: str) -> bool:
-        """Called when a load has ended. Returns whether it is a pull that ended too late. A request pulls once: what it
-        loads later, perhaps in place of a late pull, has no lease."""
+        """Called when a load has ended. Returns whether it is a pull that ended too late. A request
+        pulls once: what it loads later, perhaps in place of a late pull, has no lease."""
         pull = self._pulls.get(request_id)
         if pull is None or pull.rows is not None:
             return False

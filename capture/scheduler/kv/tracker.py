@@ -1,4 +1,5 @@
-"""Tracks KV that a connector loads, whose slots have only the rows that came with it, or lets requests recompute it."""
+"""Tracks KV that a connector loads, whose slots have only the rows that came with it, or lets
+requests recompute it."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,8 +55,8 @@ class KVLoad:
     """An update of the host cache for loaded KV."""
 
     slots: NDArray[np.int64]  # [n], all loaded slots
-    # m <= n, of the first m slots; the others are unknown. In a cache of rows with weights, those of ids that came
-    # without are unknown. `PrefillRowsExchange` has checked their shape.
+    # m <= n, of the first m slots; the others are unknown. In a cache of rows with weights, those
+    # of ids that came without are unknown. `PrefillRowsExchange` has checked their shape.
     rows: PrefillRows | None
     cause: Cause  # why some are unknown
     # Whether it may overwrite what the step writes into the slots, because it runs beside steps.
@@ -77,7 +78,8 @@ class KVLoad:
             return
         count, height = self.rows.rows.shape[:2]
         buffer = np.full((min(count, _PIECE_ROWS), *cache.row_shape), UNKNOWN, dtype=np.int16)
-        for first in range(0, count, _PIECE_ROWS):  # each piece stays in the processor's cache until it is written
+        # each piece stays in the processor's cache until it is written
+        for first in range(0, count, _PIECE_ROWS):
             piece = self.rows.rows[first : first + _PIECE_ROWS]
             buffer[: len(piece), :height] = piece
             slots, rows = self.slots[first : first + len(piece)], buffer[: len(piece)]
@@ -107,13 +109,14 @@ class NoExternalKV:
 class ExternalKVTracker:
     """Follows the loads of a connector on the scheduler's side.
 
-    vLLM asks the connector how many tokens it can load (`get_num_new_matched_tokens`), allocates blocks and passes them
-    (`update_state_after_alloc`). External KV has no other way into a block, so both methods are replaced on the
-    instance; for a `MultiConnector`, on the outer one.
+    vLLM asks the connector how many tokens it can load (`get_num_new_matched_tokens`), allocates
+    blocks and passes them (`update_state_after_alloc`). External KV has no other way into a block,
+    so both methods are replaced on the instance; for a `MultiConnector`, on the outer one.
 
-    A load is decided when a step is scheduled, while earlier steps may still write rows into the same slots. So its
-    slots are cleared when that step's output arrives, before the step's rows are written. If a load that runs beside
-    steps overwrites a prefix hit, which this step may be computing, they are cleared again after that.
+    A load is decided when a step is scheduled, while earlier steps may still write rows into the
+    same slots. So its slots are cleared when that step's output arrives, before the step's rows are
+    written. If a load that runs beside steps overwrites a prefix hit, which this step may be
+    computing, they are cleared again after that.
     """
 
     def __init__(
@@ -134,26 +137,43 @@ class ExternalKVTracker:
         self._on_unexpected = on_unexpected
         self._recompute = on_load() == RECOMPUTE
         is_hybrid = len(self._kv_cache_manager.kv_cache_config.kv_cache_groups) > 1
-        # Otherwise no request that asks for rows gets KV of a store without them: see `truncate_prefix_hit` and `_ask`.
-        self._store_cause = Cause.COMPUTED_IF_ASKED if self._recompute and not is_hybrid else Cause.KV_STORE
+        # Otherwise no request that asks for rows gets KV of a store without them: see
+        # `truncate_prefix_hit` and `_ask`.
+        self._store_cause = (
+            Cause.COMPUTED_IF_ASKED if self._recompute and not is_hybrid else Cause.KV_STORE
+        )
         needs = (self._first_needed, self._needs_weights)
-        about = (kv_group, cache.block_size, cache.has_weights, *needs, self._store_cause, on_unexpected)
-        self._children = [  # what is known of each connector, and the rows of its KV, if they are kept
+        about = (
+            kv_group,
+            cache.block_size,
+            cache.has_weights,
+            *needs,
+            self._store_cause,
+            on_unexpected,
+        )
+        # what is known of each connector, and the rows of its KV, if they are kept
+        self._children = [
             (known, OffloadedRows(child.scheduler, *about) if keeps_rows(child) else None)
-            for known, child in zip(used_by(config), self._each(self._connector, "_connectors"), strict=True)
+            for known, child in zip(
+                used_by(config), self._each(self._connector, "_connectors"), strict=True
+            )
             if known is not None
         ]
         connectors = self._each(self._connector, "_connectors")
         self._offloading = [child for child in connectors if isinstance(child, OffloadingConnector)]
-        # The last request that was asked for, its tokens in the prefix cache, and whether it would load beside steps.
+        # The last request that was asked for, its tokens in the prefix cache, and whether it would
+        # load beside steps.
         self._asked = "", 0, False
         self._loads: list[KVLoad | OffloadLoad] = []
         self.pulls = Pulls(lease_of(config))
-        # As of the next step: blocks with unknown rows, and, if weights are captured, these with blocks whose rows came
-        # without weights, which only requests that ask for weights cannot use.
+        # As of the next step: blocks with unknown rows, and, if weights are captured, these with
+        # blocks whose rows came without weights, which only requests that ask for weights cannot
+        # use.
         self._blocks_without: list[set[int]] = [set() for _ in range(1 + cache.has_weights)]
         connector = self._connector
-        connector.get_num_new_matched_tokens = partial(self._ask, connector.get_num_new_matched_tokens)
+        connector.get_num_new_matched_tokens = partial(
+            self._ask, connector.get_num_new_matched_tokens
+        )
         connector.update_state_after_alloc = partial(self._load, connector.update_state_after_alloc)
         logger.info(describe(config, on_load(), [rows is not None for _, rows in self._children]))
 
@@ -170,13 +190,20 @@ class ExternalKVTracker:
     def pop_stores(self, step: SchedulerOutput) -> list[OffloadStore]:
         """The stores of a scheduled step, to apply before or after it runs."""
         pairs = zip(self._children, self._each(step.kv_connector_metadata, "metadata"), strict=True)
-        return [store for (_, rows), child in pairs if rows is not None for store in rows.pop_stores(child)]
+        return [
+            store
+            for (_, rows), child in pairs
+            if rows is not None
+            for store in rows.pop_stores(child)
+        ]
 
     def _each(self, whole: Any, name: str) -> Sequence[Any]:
         """`whole`, or what a `MultiConnector`'s has for each of its connectors."""
         return getattr(whole, name) if self._config.kv_connector == MULTI else [whole]
 
-    def pop_loads(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[KVLoad | OffloadLoad]:
+    def pop_loads(
+        self, step: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> list[KVLoad | OffloadLoad]:
         """The loads of a scheduled step. Called before the step's requests are advanced."""
         loads, self._loads = self._loads, []
         if any(self._blocks_without):
@@ -192,13 +219,16 @@ class ExternalKVTracker:
                 start = requests[request_id].num_computed_tokens
                 first, end = -(-start // self._block_size), -(-(start + count) // self._block_size)
                 if first < end:  # a block whose first slot is computed is computed as a whole
-                    computed = {block.block_id for block in manager.req_to_blocks[request_id][first:end]}
+                    computed = {
+                        block.block_id for block in manager.req_to_blocks[request_id][first:end]
+                    }
                     for blocks in self._blocks_without:
                         blocks -= computed - late
         return loads
 
     def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
-        """Truncates a prefix hit at the first block that lacks rows the request needs. Not for hybrid models."""
+        """Truncates a prefix hit at the first block that lacks rows the request needs. Not for
+        hybrid models."""
         blocks, _, boundary, diverged = hit
         without = self._blocks_without[self._needs_weights(request.request_id)]
         if not without or len(blocks.blocks) > 1:
@@ -219,7 +249,8 @@ class ExternalKVTracker:
         return None if state is None or state.opt_in.allow_missing else state
 
     def _first_needed(self, request_id: str) -> int:
-        """Position from which on the request computes rows rather than load KV without; beyond all if never."""
+        """Position from which on the request computes rows rather than load KV without; beyond all
+        if never."""
         state = self._asks(request_id) if self._recompute else None
         return sys.maxsize if state is None else state.first_needed
 
@@ -230,7 +261,8 @@ class ExternalKVTracker:
     # ---- in place of the connector's methods ----
 
     def _ask(self, theirs: Any, request: Request, num_local: int) -> tuple[int | None, bool]:
-        """Accepts a connector's offer as a whole or not at all: connectors fail if only a part of it is loaded."""
+        """Accepts a connector's offer as a whole or not at all: connectors fail if only a part of
+        it is loaded."""
         if self.pulls.must_wait(request.request_id):
             return None, False
         count, is_async = theirs(request, num_local)
@@ -238,13 +270,15 @@ class ExternalKVTracker:
         if not count:
             return count, is_async
         if count < 0:
-            # ExampleConnector stores prompts only, and returns this for a preempted request whose prefix hit is longer.
-            # vLLM would then recompute the difference, overwriting blocks of the hit that others read.
+            # ExampleConnector stores prompts only, and returns this for a preempted request whose
+            # prefix hit is longer. vLLM would then recompute the difference, overwriting blocks of
+            # the hit that others read.
             return 0, False
         child = self._child(request)
         if self._kind(child) is Kind.TRANSFER:
             is_accepted = self._may_pull(request, num_local + count)
-        elif child is not None and self._children[child][1] is not None:  # which offers only what has rows
+        # which offers only what has rows
+        elif child is not None and self._children[child][1] is not None:
             is_accepted = True
         else:
             is_accepted = num_local + count <= self._first_needed(request.request_id)
@@ -253,8 +287,9 @@ class ExternalKVTracker:
     def _may_pull(self, request: Request, end: int) -> bool:
         """Whether a request may pull KV up to position `end`.
 
-        NIXL's worker ends the engine if the prefill instance has fewer blocks, or other KV cache groups. Without
-        `bidirectional_kv_xfer`, a prefill request that names remote KV would wait for it forever.
+        NIXL's worker ends the engine if the prefill instance has fewer blocks, or other KV cache
+        groups. Without `bidirectional_kv_xfer`, a prefill request that names remote KV would wait
+        for it forever.
         """
         if self.pulls.lease_s is None:
             return True
@@ -265,16 +300,20 @@ class ExternalKVTracker:
         transferred = self._kv_cache_manager.kv_cache_config.transfer_group_ids
         if groups and len(groups) != len(transferred):
             return False
-        if num_tokens is not None and -(-num_tokens // self._block_size) < -(-end // self._block_size):
+        if num_tokens is not None and -(-num_tokens // self._block_size) < -(
+            -end // self._block_size
+        ):
             return False
-        # Only this group must hold every token. If the other instance's blocks are larger, the prompt is recomputed.
+        # Only this group must hold every token. If the other instance's blocks are larger, the
+        # prompt is recomputed.
         group = transferred.index(self._kv_group) if self._kv_group in transferred else None
         if groups and group is not None and len(groups[group]) * self._block_size < end:
             return False
         return not self.pulls.is_late(request.request_id)
 
     def _child(self, request: Request) -> int | None:
-        """Index of the connector from which the request's KV would come; None if a `MultiConnector` chose none."""
+        """Index of the connector from which the request's KV would come; None if a `MultiConnector`
+        chose none."""
         is_multi = self._config.kv_connector == MULTI
         return self._connector._requests_to_connector.get(request.request_id) if is_multi else 0
 
@@ -287,18 +326,25 @@ class ExternalKVTracker:
             self.pulls.forget(request.request_id)  # KV is pulled once, or not at all
             return
         for offloading in self._offloading:
-            # Until vLLM 0.33, a block that another connector loads into is not one that offloading looks for: it would
-            # copy the block out as KV of the request that had it before, whose copy is still to be made.
-            allocated = {block.block_id for group in blocks.blocks for block in group if not block.is_null}
+            # Until vLLM 0.33, a block that another connector loads into is not one that offloading
+            # looks for: it would copy the block out as KV of the request that had it before, whose
+            # copy is still to be made.
+            allocated = {
+                block.block_id for group in blocks.blocks for block in group if not block.is_null
+            }
             offloading.scheduler._current_batch_allocated_block_ids |= allocated
-        table = np.array([block.block_id for block in blocks.blocks[self._kv_group]], dtype=np.int64)
+        table = np.array(
+            [block.block_id for block in blocks.blocks[self._kv_group]], dtype=np.int64
+        )
         for load in self._decided(request, table, count):
             self._loads.append(load)
             for with_weights, without in enumerate(self._blocks_without):
                 without.difference_update(self._blocks(load.slots))
                 without.update(self._blocks(load.slots[~load.are_known(bool(with_weights))]))
 
-    def _decided(self, request: Request, table: NDArray[np.int64], count: int) -> Iterator[KVLoad | OffloadLoad]:
+    def _decided(
+        self, request: Request, table: NDArray[np.int64], count: int
+    ) -> Iterator[KVLoad | OffloadLoad]:
         """The loads of `count` tokens into the blocks of `table`."""
         asked, num_local, is_async = self._asked
         child, capacity = self._child(request), len(table) * self._block_size
@@ -309,10 +355,14 @@ class ExternalKVTracker:
             yield KVLoad(self._slots(table, 0, capacity), None, Cause.FAULT, ends_late=True)
             return
         is_transfer = self._kind(child) is Kind.TRANSFER
-        if not self.writes_behind_hit:  # running requests that asked for these rows lose them, whatever the policy
+        # running requests that asked for these rows lose them, whatever the policy
+        if not self.writes_behind_hit:
             overwrites = Cause.KV_TRANSFER if is_transfer else Cause.KV_STORE
             yield KVLoad(self._slots(table, 0, num_local), None, overwrites, ends_late=is_async)
-        slots, offloaded = self._slots(table, num_local, num_local + count), self._children[child][1]
+        slots, offloaded = (
+            self._slots(table, num_local, num_local + count),
+            self._children[child][1],
+        )
         if offloaded is not None:
             yield offloaded.pop_load(request.request_id, slots, num_local)
         elif is_transfer:
@@ -331,4 +381,6 @@ class ExternalKVTracker:
     def _slots(self, table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
         """Slots of positions `first` to `end`."""
         positions = np.arange(first, end)
-        return table[positions // self._block_size] * self._block_size + positions % self._block_size
+        return (
+            table[positions // self._block_size] * self._block_size + positions % self._block_size
+        )

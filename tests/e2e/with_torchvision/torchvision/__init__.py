@@ -1,6 +1,8 @@
-"""The torchvision that comes next on the path, also where its compiled operators cannot be loaded, as without CUDA.
+"""The torchvision that comes next on the path, also where its compiled operators cannot be loaded,
+as without CUDA.
 
-It wants two of them declared before it can be imported. What resizes and normalises images is PyTorch's.
+It wants two of them declared before it can be imported. What resizes and normalises images is
+PyTorch's.
 """
 
 import sys
@@ -9,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-_elsewhere = [path for path in sys.path if Path(path).resolve() != Path(__file__).parents[1].resolve()]
+_elsewhere = [
+    path for path in sys.path if Path(path).resolve() != Path(__file__).parents[1].resolve()
+]
 _real = PathFinder.find_spec("torchvision", _elsewhere)
 if _real is None or _real.origin is None or _real.loader is None:
     raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
