@@ -64,7 +64,8 @@ class Drain:
         self.until: float | None = None
         self.has_engine_died = False
         self._has_told_engine = False  # to stop, so that its end is no death
-        self._is_closed = False  # the port, for this process
+        self._replaces_shutdown = False
+        self._closing: asyncio.Task[None] | None = None  # of the port, for this process
         self._shared: Shared | None = None  # among several API processes
         self._args = Namespace()
         self._engine: AsyncLLM | None = None
@@ -92,8 +93,6 @@ class Drain:
                     timeout = timeout and max(self.until - time.monotonic(), 1.0)
             self._has_told_engine = True
             shutdown(timeout=timeout)
-            if waits:
-                _wait_for(self._close(server), loop)
 
         engine.shutdown = shutdown_after_requests
         self._answer_when_dead(engine)
@@ -149,13 +148,14 @@ class Drain:
             )
 
     async def _end_server(self, server: Any) -> None:
+        self._close_port_first(server)
         await self._end_requests(server)
         if not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
-            await self._close(server)
             server.should_exit = True
 
     async def _run(self, server: Any, timeout: float) -> None:
         """Returns when no request is running, at the latest after about `timeout` seconds."""
+        self._close_port_first(server)
         if self._end is not None:
             await asyncio.wait([self._end])
             return
@@ -203,16 +203,29 @@ class Drain:
             await asyncio.sleep(_POLL_S)
         return True
 
-    async def _close(self, server: Any) -> None:
-        """Closes the port before uvicorn ends connections, and answers those who have just
-        connected.
+    def _close_port_first(self, server: Any) -> None:
+        """Replaces uvicorn's `shutdown`, which vLLM calls in several ways: if the engine is dead,
+        whenever it looks.
 
-        vLLM keeps the port of several API processes open meanwhile, though nobody accepts a
-        connection any more.
+        uvicorn closes connections whose client has not sent its request yet, and waits for others.
+        Meanwhile, vLLM keeps the port of several API processes open, though nobody accepts a
+        connection.
         """
-        if self._is_closed:
+        if self._replaces_shutdown:
             return
-        self._is_closed = True
+        self._replaces_shutdown = True
+        shutdown = server.shutdown
+
+        async def close_and_shut_down(sockets: Any = None) -> None:
+            if self._closing is None:
+                self._closing = background.start("Closing the port", self._close(server))
+            await asyncio.shield(self._closing)  # vLLM may cancel this, and call it again
+            await shutdown(sockets)
+
+        server.shutdown = close_and_shut_down
+
+    async def _close(self, server: Any) -> None:
+        """Closes the port, and answers those who have just connected."""
         listening = listening_sockets(server) if self._shared is None else [self._shared.listening]
         stop_accepting(server)
         if self._shared is None or self._shared.is_last_to_listen():

@@ -179,7 +179,7 @@ class Visitors(threading.Thread):
         names = {"ConnectError": "closed", 200: "served", 503: "refused"}
         outcomes = [names.get(each, each) for each in self.outcomes]
         cut = [outcome for outcome in outcomes if outcome not in names.values()]
-        assert len(cut) <= most_cut, self.outcomes
+        assert len(cut) <= most_cut, sorted(self.waits)[-20:]
         assert "refused" in outcomes, self.outcomes
         first_closed = outcomes.index("closed") if "closed" in outcomes else len(outcomes)
         assert {*outcomes[first_closed:]} <= {"closed", *cut}, self.outcomes
