@@ -9,6 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine import FinishReason
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
@@ -18,6 +21,10 @@ from tests.contract.engine import BLOCK, Client, tokens
 from tests.contract.loads import PULL, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADING
 from tests.contract.offloading import engine_that_offloads, num_loaded
+from tests.contract.test_versions import looks_first
+
+IS_MENDED = looks_first(OffloadingConnectorScheduler.update_state_after_alloc.__code__.co_names)
+"""Whether vLLM's offloading sees what other connectors load (0.33)."""
 
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, PARAM: True}
 PROMPT = tokens(6 * BLOCK + 1)
@@ -94,7 +101,7 @@ def test_a_pull_into_a_block_that_is_copied_out_still(captures: bool) -> None:
     if captures:
         client.finish()
         assert num_loaded(core) == 6
-    else:
+    elif not IS_MENDED:
         with pytest.raises(AssertionError, match="loads: its blocks hold another prefix"):
             client.run()
 
