@@ -194,6 +194,7 @@ HTTP: tuple[Name, ...] = (
     *_of(f"{_GENERATE}.protocol:GenerateRequest", "is_sampling_param_provided"),
     # Substitutes stand in for these on older versions (`server/http/seams.py`).
     *_of("vllm.exceptions", "VLLMClientError", since="0.27.1"),
+    *_of("vllm.plugins.endpoint_plugins.interface", "attach_endpoint_plugins", since="0.29.0"),
     *_of(f"{_ENTRY}.serve.utils.sse_keep_alive", "with_sse_keep_alive", since="0.30.0"),
     *_of("vllm.logger", "configure_logging_from_args", since="0.31.0"),
     *_of("vllm.exceptions", "RetryableRequestError", since="0.32.0"),

@@ -64,7 +64,9 @@ _configure_logging = _first_or_none("configure_logging_from_args", "vllm.logger"
 _retryable = _first_or_none("RetryableRequestError", "vllm.exceptions")  # 0.32
 _generation_error = _first("GenerationError", "vllm.exceptions", f"{_ENTRY}.openai.engine.protocol")
 _register_scale_out = _first("register_scale_out_api_routers", f"{_ENTRY}.scale_out.factories")
-_attach_plugins = _first("attach_endpoint_plugins", "vllm.plugins.endpoint_plugins.interface")
+_attach_plugins = _first_or_none(  # 0.29
+    "attach_endpoint_plugins", "vllm.plugins.endpoint_plugins.interface"
+)
 
 HAS_SCALE_OUT_FLAG = "enable_scale_out" in _register_scale_out.__code__.co_consts
 STREAMS_CHOICES = _tokens_response is not None
