@@ -28,7 +28,7 @@ CHECKS = [
     checks.response_schema_conformance,
 ]
 MANY = settings(
-    max_examples=times(300),
+    max_examples=times(150),
     deadline=None,
     database=None,
     phases=[Phase.generate],

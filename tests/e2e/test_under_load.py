@@ -24,14 +24,15 @@ from tests.long_runs import times
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-ROUNDS = times(3)
-CLIENTS = 40
+ROUNDS = times(2)
+CLIENTS = 24
+MAX_TOKENS = 200
 END_LIMIT_S = 30
 """Of requests whose engine is dead."""
 
 
-def answered(request: Request) -> bool:
-    """Whether it has its whole answer. Otherwise it was ended with an error."""
+def has_whole_answer(request: Request) -> bool:
+    """Otherwise it was ended with an error."""
     if not request.stream:
         return request.status == 200
     return "error" not in orjson.loads(request.lines[-2].removeprefix("data: "))
@@ -44,7 +45,7 @@ def test_sigterm_under_load(tiny_model: Path, tmp_path: Path, cases: Cases, proc
     flags = (*FLAGS, "--api-server-count", str(processes), "--shutdown-timeout", str(LIMIT_S))
     for index in range(ROUNDS):
         with serving(tiny_model, tmp_path / f"log-{index}", *flags) as server:
-            with under_way(server, CLIENTS, max_tokens=300) as requests:
+            with under_way(server, CLIENTS, max_tokens=MAX_TOKENS) as requests:
                 os.kill(server.process.pid, signal.SIGTERM)
                 wait_until_draining(server)
             check_end(server)
@@ -54,31 +55,23 @@ def test_sigterm_under_load(tiny_model: Path, tmp_path: Path, cases: Cases, proc
             answer = answer_of(
                 [*read_events(lines)] if request.stream else orjson.loads(request.lines[0])
             )
-            assert (answer.finish_reason, len(answer.tokens)) == ("length", 300)
+            assert (answer.finish_reason, len(answer.tokens)) == ("length", MAX_TOKENS)
             check(answer, oracle)
         cases.add(CLIENTS)
 
 
-@pytest.mark.parametrize("victim", ["EngineCore", "server"])
-def test_kill_9_under_load(tiny_model: Path, tmp_path: Path, cases: Cases, victim: str) -> None:
-    """Clients of a killed engine are told; those of a killed server lose their connections. No
-    process stays."""
+def test_kill_9_of_the_engine_under_load(tiny_model: Path, tmp_path: Path, cases: Cases) -> None:
+    """Every client is told, none waits, and no process stays."""
     for index in range(ROUNDS):
         with serving(tiny_model, tmp_path / f"log-{index}", *FLAGS) as server:
-            assert server.complete(prompt="abc", max_tokens=2)["choices"]
             with under_way(server, CLIENTS, max_tokens=5000) as requests:
-                processes = processes_of(server)
-                killed = (
-                    processes[0]
-                    if victim == "server"
-                    else next(p for p in processes if victim in p.name())
-                )
-                killed.kill()
-                begun = time.monotonic()
+                engine = next(p for p in processes_of(server) if "EngineCore" in p.name())
+                engine.kill()
+                killed_at = time.monotonic()
                 for request in requests:
                     request.ended()
-                assert time.monotonic() - begun < END_LIMIT_S
-            assert victim == "server" or not any(map(answered, requests))
+                assert time.monotonic() - killed_at < END_LIMIT_S
+            assert not any(has_whole_answer(request) for request in requests)
             server.process.wait(LIMIT_S)
             wait_until_gone(server)
         cases.add(CLIENTS)
