@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.wire.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, RowsOutput
 from routed_experts.protocol.collect import collect
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.server.http import metrics, recording
@@ -27,6 +28,8 @@ from tests.server.test_row_buffer import (
     output,
     prompt,
     request_of,
+    rows_of,
+    rows_output,
     take,
 )
 
@@ -150,6 +153,17 @@ def recorder_of(frontend: Frontend, folder: Path) -> Recorder:
     return frontend.buffers.recorder
 
 
+def unasked(n: int = 1) -> SamplingParams:
+    """Of a client that does not ask for rows."""
+    return SamplingParams(n=n, output_kind=RequestOutputKind.DELTA, detokenize=False)
+
+
+def recorded_prompt(frontend: Frontend, choice: str) -> EngineCoreOutput:
+    """The prompt's rows, as the engine sends them for what the recorder has opted in."""
+    prompt_id = frontend.processor.request_states[choice].prompt_id
+    return rows_output(RowsOutput(PROMPT_ROWS, prompt_id, choice), 0, rows_of(0, 3))
+
+
 def test_an_aborted_request_is_recorded_with_all_rows_of_its_tokens(tmp_path: Path) -> None:
     frontend = Frontend()
     recorder, no_rows = (
@@ -157,9 +171,14 @@ def test_an_aborted_request_is_recorded_with_all_rows_of_its_tokens(tmp_path: Pa
         metrics.RECORD_DROPPED.labels(metrics._model, "no_rows")._value.get(),
     )
     for name in ("b", "early"):
-        queue = frontend.add(name)
-    several = frontend.add("c", n=2)
-    frontend.step(prompt("b"), first_token("b"), prompt("0_c"), first_token("0_c"))
+        queue = frontend.add(name, params=unasked())
+    several = frontend.add("c", n=2, params=unasked(n=2))
+    frontend.step(
+        recorded_prompt(frontend, "b"),
+        first_token("b"),
+        recorded_prompt(frontend, "0_c"),
+        first_token("0_c"),
+    )
     frontend.step(output("b", 1, first=3), output("0_c", 1, first=3))
     frontend.step(output("b", 1))  # its row is still in the engine, as it is to come at the end
     for name in ("b", "early", "c"):
