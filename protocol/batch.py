@@ -416,13 +416,14 @@ def align_values(
     For token ids, masks, log-probabilities, rewards: whatever has one number for each token. The
     batch has their dtype, or one that also holds `pad`.
 
-    >>> rows = np.zeros((3, 1, 1), np.int16) >>> routing = Routing(rows, prompt_len=2,
-    prompt_token_ids=(5, 6), token_ids=(7, 8), logprobs=np.array([-0.5, -2])) >>>
-    align_values([routing], [(*routing.prompt_token_ids, *routing.token_ids)], length=5,
-    padding="left").tolist() [[0, 5, 6, 7, 8]] >>> align_values([routing], [routing.logprobs],
-    length=5, padding="left").tolist() [[0.0, 0.0, 0.0, -0.5, -2.0]] >>> align_values([routing],
-    [np.ones(len(routing.token_ids), bool)], length=5, padding="left").tolist() [[False, False,
-    False, True, True]]
+    >>> rows = np.zeros((3, 1, 1), np.int16)
+    >>> routing = Routing(rows, prompt_len=2, prompt_token_ids=(5, 6), token_ids=(7, 8), logprobs=np.array([-0.5, -2]))
+    >>> align_values([routing], [(*routing.prompt_token_ids, *routing.token_ids)], length=5, padding="left").tolist()
+    [[0, 5, 6, 7, 8]]
+    >>> align_values([routing], [routing.logprobs], length=5, padding="left").tolist()
+    [[0.0, 0.0, 0.0, -0.5, -2.0]]
+    >>> align_values([routing], [np.ones(len(routing.token_ids), bool)], length=5, padding="left").tolist()
+    [[False, False, False, True, True]]
 
     Args:
         values: for each sequence, those of its P + G tokens or of its G generated ones; None

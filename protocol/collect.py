@@ -3,12 +3,21 @@
 Imports numpy and the standard library only. A stream may consist of chunk objects of the OpenAI
 client, dicts, or lines of server-sent events.
 
->>> answer = { ...     "prompt_routed_experts": { ...         "data": "AwABAAAAAgA=", "shape": [2,
-1, 2], "dtype": "int16", "start": 0, "missing": 0, ...     }, ...     "choices": [{ ...
-"index": 0, ...         "routed_experts": {"data": "AQACAA==", "shape": [1, 1, 2], "dtype": "int16",
-"start": 2, "missing": 0}, ...         "finish_reason": "length", ...     }], ... } >>> (routing,) =
-collect(answer) >>> routing.rows.tolist() [[[3, 1]], [[0, 2]], [[1, 2]]] >>>
-routing.prompt_rows.shape, routing.generated_rows.shape, routing.missing ((2, 1, 2), (1, 1, 2), 0)
+>>> answer = {
+...     "prompt_routed_experts": {
+...         "data": "AwABAAAAAgA=", "shape": [2, 1, 2], "dtype": "int16", "start": 0, "missing": 0,
+...     },
+...     "choices": [{
+...         "index": 0,
+...         "routed_experts": {"data": "AQACAA==", "shape": [1, 1, 2], "dtype": "int16", "start": 2, "missing": 0},
+...         "finish_reason": "length",
+...     }],
+... }
+>>> (routing,) = collect(answer)
+>>> routing.rows.tolist()
+[[[3, 1]], [[0, 2]], [[1, 2]]]
+>>> routing.prompt_rows.shape, routing.generated_rows.shape, routing.missing
+((2, 1, 2), (1, 1, 2), 0)
 """
 
 import json

@@ -54,8 +54,8 @@ def sum_weights(
     """The sum of the weights that each expert was chosen with: [L, num_experts]. Unknown ones are
     left out.
 
-    >>> sum_weights(np.array([[[0, 2]], [[2, -1]]]), np.array([[[0.5, 0.25]], [[1, np.nan]]],
-    np.float32), 3).tolist() [[0.5, 0.0, 1.25]]
+    >>> sum_weights(np.array([[[0, 2]], [[2, -1]]]), np.array([[[0.5, 0.25]], [[1, np.nan]]], np.float32), 3).tolist()
+    [[0.5, 0.0, 1.25]]
 
     Raises:
         CodecError: an id is not an expert's.
@@ -102,9 +102,11 @@ class ExpertLoad:
 def expert_load(counts: ArrayLike) -> ExpertLoad:
     """The load of each layer, from `counts` [L, E] of `count_experts` or of a response's histogram.
 
-    >>> found = expert_load([[4, 4, 0, 0], [2, 2, 2, 2]]) >>> found.load.tolist() [[2.0, 2.0, 0.0,
-    0.0], [1.0, 1.0, 1.0, 1.0]] >>> found.entropy.tolist(), found.balance.tolist(),
-    found.imbalance.tolist(), found.unused.tolist() ([1.0, 2.0], [0.5, 1.0], [2.0, 1.0], [2, 0])
+    >>> found = expert_load([[4, 4, 0, 0], [2, 2, 2, 2]])
+    >>> found.load.tolist()
+    [[2.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+    >>> found.entropy.tolist(), found.balance.tolist(), found.imbalance.tolist(), found.unused.tolist()
+    ([1.0, 2.0], [0.5, 1.0], [2.0, 1.0], [2, 0])
     """
     given = arguments.array("counts", counts, "iuf", "LE")
     if (

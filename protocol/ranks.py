@@ -128,9 +128,10 @@ def stage_layers(
     """Which of the L layers of rows a stage of a pipeline has. As they follow each other, `rows[:,
     slice]` is a view.
 
-    >>> stage_layers([1, 2, 3, 4, 5], 6, pipeline=(0, 2))  # decoder layers 0 to 2, of which 0 is
-    dense slice(0, 2, None) >>> [stage_layers(range(8), 8, pipeline=(1, 2), virtual=(v, 2)) for v in
-    (0, 1)] [slice(2, 4, None), slice(6, 8, None)]
+    >>> stage_layers([1, 2, 3, 4, 5], 6, pipeline=(0, 2))  # decoder layers 0 to 2, of which 0 is dense
+    slice(0, 2, None)
+    >>> [stage_layers(range(8), 8, pipeline=(1, 2), virtual=(v, 2)) for v in (0, 1)]
+    [slice(2, 4, None), slice(6, 8, None)]
 
     Args:
         layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`.

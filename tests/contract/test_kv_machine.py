@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from vllm.v1.engine import FinishReason
 
-from routed_experts.capture.engine.kv_transfer import pulls
+from routed_experts.capture.scheduler.kv import pulls
 from routed_experts.capture.scheduler.kv.pulls import Pulls
 from routed_experts.capture.wire.prefill_rows import PARAM
 from tests.conftest import Cases
