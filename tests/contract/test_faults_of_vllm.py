@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine import FinishReason
-from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from routed_experts.capture.wire.prefill_rows import PARAM
 from tests.contract.engine import BLOCK, Client, tokens
@@ -57,11 +57,12 @@ def offer(prompt: list[int], captures: bool) -> dict[str, object]:
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="vLLM's kernel for this needs Triton, which is installed")
-def test_drafts_and_top_k_in_a_batch() -> None:
-    """On a CPU the step raises, which ends the engine: there are no rows of it."""
-    top_k, num_drafts = torch.tensor([3, 4]), torch.tensor([1, 3])
-    with pytest.raises(TypeError, match="Cannot inspect kernel parameters"):
-        expand_batch_to_tokens(top_k, num_drafts, num_tokens=3)
+def test_top_k_in_a_step_for_which_nothing_was_drafted() -> None:
+    """With drafts, top_k is applied to the drafted positions. On a CPU the step raises where there
+    is none, which ends the engine: there are no rows of it."""
+    logits, top_k = torch.empty(0, 8), torch.empty(0, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="Expected reduction dim to be specified"):
+        apply_top_k_top_p(logits, top_k, None)
 
 
 def test_two_resets_of_what_is_offloaded_without_a_step_between(captures: bool) -> None:
