@@ -22,7 +22,8 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
+from routed_experts.server.outputs.processor import RowBuffers, opt_in
+from routed_experts.server.outputs.row_buffer import RowBuffer
 
 VARIANTS = ("off", "vllm", "ours")
 

@@ -10,7 +10,7 @@ from routed_experts.protocol.version import VERSION
 from routed_experts.server.http.drain import Drain
 from routed_experts.server.http.metrics import EngineMetrics, label_with
 from routed_experts.server.outputs.array_store import ArrayStore
-from routed_experts.server.outputs.row_buffer import RowBuffers
+from routed_experts.server.outputs.processor import RowBuffers
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
 

@@ -33,7 +33,8 @@ from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.outputs.folders import open_private, private_folder, try_lock, write_all
-from routed_experts.server.outputs.row_buffer import NoRecorder, RowBuffer
+from routed_experts.server.outputs.processor import NoRecorder
+from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     CompletionOutput,

@@ -39,7 +39,7 @@ from routed_experts.server.http.vllm_http import (
     VLLMClientError,
 )
 from routed_experts.server.outputs.prefill_param import PARAMS
-from routed_experts.server.outputs.row_buffer import opt_in
+from routed_experts.server.outputs.processor import opt_in
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 
@@ -136,7 +136,12 @@ class RoutedRequest(RoutingFields):
         if self._routing is not None:
             # vLLM's models have the field `stream` each, and not their common base.
             at_end = self._routing.at_end or not getattr(self, "stream", False)
-            opt_in(params, self._routing.prompt_start, self._routing.weights, at_end)
+            opt_in(
+                params,
+                self._routing.prompt_start,
+                weights=self._routing.weights,
+                at_end=at_end,
+            )
             if self._most_tokens is not None and params.max_tokens is not None:
                 params.max_tokens = min(params.max_tokens, self._most_tokens)
         # Not used here. vLLM checks its own field of this name too late, after a stream has begun.

@@ -18,13 +18,8 @@ from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
-from routed_experts.server.outputs.row_buffer import (
-    BufferedRequestState,
-    RowBuffer,
-    RowBuffers,
-    is_complete,
-    opt_in,
-)
+from routed_experts.server.outputs.processor import BufferedRequestState, RowBuffers, opt_in
+from routed_experts.server.outputs.row_buffer import RowBuffer, is_complete
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     AsyncLLM,
@@ -272,7 +267,13 @@ class InProcessCapture:
         prompt_id = None  # the same for all requests of one prompt with `n` > 1
         if parent_req is not None:
             prompt_id = vars(parent_req).setdefault("routed_experts_prompt_id", os.urandom(16))
-        opt_in(params, start, self.form.has_weights, store is not None, prompt_id)
+        opt_in(
+            params,
+            start,
+            weights=self.form.has_weights,
+            at_end=store is not None,
+            prompt_id=prompt_id,
+        )
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
         buffer = ArrayBuffer(

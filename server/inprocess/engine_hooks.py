@@ -14,7 +14,7 @@ from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.api_processes import share_with_api_processes
 from routed_experts.server.inprocess.arrays import InProcessCapture
 from routed_experts.server.inprocess.patching import replace_once
-from routed_experts.server.outputs.row_buffer import RowBuffers
+from routed_experts.server.outputs.processor import RowBuffers
 from routed_experts.server.settings import (
     VLLM_FLAG_ENABLED,
     Settings,

@@ -4,10 +4,12 @@ an instance."""
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import pybase64
+from numpy.typing import NDArray
 
 from routed_experts.capture.wire.prefill_rows import (
     MAX_BYTES,
@@ -62,9 +64,9 @@ class PrefillRowsParam:
             )
         if not is_time(value.get("until")):
             raise PrefillRowsError(f"{FIELD}.until must be a Unix time in seconds")
-        given = {name: value.get(name) for name in ("dtype", "shape", "until")}
-        given["data"] = _bytes_of(value.get("data"), f"{FIELD}.data", MAX_BYTES)
-        rows = decode(given)
+        message = {name: value.get(name) for name in ("dtype", "shape", "until")}
+        message["data"] = _bytes_of(value.get("data"), f"{FIELD}.data", MAX_BYTES)
+        rows = decode(message)
         if rows is None or rows.has_weights or rows.rows.shape[1:] != shape:
             raise PrefillRowsError(
                 f"{FIELD} must have shape [n, {shape[0]}, {shape[1]}], dtype uint8 or int16, and data of that size"
@@ -72,15 +74,12 @@ class PrefillRowsParam:
         if rows.rows.max(initial=0) >= num_experts:
             raise PrefillRowsError(f"{FIELD} has ids outside {UNKNOWN} to {num_experts - 1}")
         if with_weights and value.get(WEIGHTS) is not None:
-            size = rows.rows.size * _WEIGHT_BYTES
-            raw = _bytes_of(value[WEIGHTS], f"{FIELD}.{WEIGHTS}", size)
-            if len(raw) != size:
-                raise PrefillRowsError(
-                    f"{FIELD}.{WEIGHTS} must be base64 of {size} bytes, a float32 for each id"
-                )
-            words = joined(rows.rows, np.frombuffer(raw, dtype="<f4").reshape(rows.rows.shape))
-            given |= {"data": words.tobytes(), "dtype": WORDS, "shape": list(words.shape)}
-        self._rows, self.shape = given, given["shape"]
+            words = joined(rows.rows, _weights_of(value[WEIGHTS], rows.rows.shape))
+            message["data"] = words.tobytes()
+            message["dtype"] = WORDS
+            message["shape"] = list(words.shape)
+        self._rows = message
+        self.shape = message["shape"]
 
     def take(self) -> dict[str, Any] | None:
         """The rows for the engine on the first call, an empty array later."""
@@ -94,21 +93,19 @@ def put_rows(request: EngineCoreRequest, index: int) -> None:
     """Puts the rows of a request into the message to the engine, for the first choice (`index` 0)
     only."""
     sampling = request.sampling_params
-    params = (
-        sampling.extra_args.get(PARAMS) if sampling is not None and sampling.extra_args else None
-    )
-    if (
-        not isinstance(params, dict)
-        or (value := params.get(PARAM)) is None
-        or isinstance(value, bool)
-    ):
+    if sampling is None or not sampling.extra_args:
+        return
+    params = sampling.extra_args.get(PARAMS)
+    value = params.get(PARAM) if isinstance(params, dict) else None
+    if value is None or isinstance(value, bool):  # true asks a prefill instance for rows
         return
     if isinstance(value, PrefillRowsParam):
         value = value.take()
     elif index and decode(value) is not None:  # from a program
         value = without_rows(value)
-    request.sampling_params = sampling = copy(sampling)  # all choices share the object
-    sampling.extra_args = {**sampling.extra_args, PARAMS: {**params, PARAM: value}}
+    request.sampling_params = copy(sampling)  # all choices share the object
+    extra_args = {**sampling.extra_args, PARAMS: {**params, PARAM: value}}
+    request.sampling_params.extra_args = extra_args
 
 
 def rows_nbytes(params: dict[str, Any] | None) -> int:
@@ -119,11 +116,9 @@ def rows_nbytes(params: dict[str, Any] | None) -> int:
 def has_prompt(params: dict[str, Any] | None, weights: bool) -> bool:
     """Whether `kv_transfer_params` have a prompt's rows as asked for. Weights may be too large to
     go with them."""
-    return (
-        rows_nbytes(params) > 0
-        and params is not None
-        and (params[PARAM]["dtype"] == WORDS or not weights)
-    )
+    if params is None or rows_nbytes(params) == 0:
+        return False
+    return params[PARAM]["dtype"] == WORDS or not weights
 
 
 def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, Any] | None:
@@ -138,19 +133,30 @@ def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, An
         assert ids is not None  # they take at most a third of what the rows took
         value = {**ids, WEIGHTS: weights_of(words).tobytes()}
     if not packed:
-        value = value | {
-            name: pybase64.b64encode_as_string(value[name])
-            for name in ("data", WEIGHTS)
-            if name in value
+        value = {
+            name: pybase64.b64encode_as_string(item) if name in ("data", WEIGHTS) else item
+            for name, item in value.items()
         }
     return {**params, PARAM: value}
+
+
+def _weights_of(value: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """The weights beside ids of this shape."""
+    size = prod(shape) * _WEIGHT_BYTES
+    raw = _bytes_of(value, f"{FIELD}.{WEIGHTS}", size)
+    if len(raw) != size:
+        raise PrefillRowsError(
+            f"{FIELD}.{WEIGHTS} must be base64 of {size} bytes, a float32 for each id"
+        )
+    return np.frombuffer(raw, dtype="<f4").reshape(shape)
 
 
 def _bytes_of(value: Any, name: str, limit: int) -> bytes:
     """`value` from JSON (base64) or MessagePack (bytes)."""
     if not isinstance(value, str | bytes):
         raise PrefillRowsError(f"{name} must be base64, or bytes in MessagePack")
-    if len(value) > (limit if isinstance(value, bytes) else limit // 3 * 4 + 4):
+    longest = limit if isinstance(value, bytes) else limit // 3 * 4 + 4
+    if len(value) > longest:
         raise PrefillRowsError(f"{name} has more than {limit} bytes")
     if isinstance(value, bytes):
         return value

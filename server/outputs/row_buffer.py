@@ -1,36 +1,14 @@
-"""Buffers rows between the engine's outputs and the responses."""
+"""Buffers the rows of one choice between the engine's outputs and the response."""
 
-import itertools
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
-from routed_experts.capture.wire.envelope import CAUSES, SMALL_ARRAY_BYTES, STATS, Unpacker
-from routed_experts.capture.wire.message import (
-    OPT_IN_ARG,
-    PROMPT_ROWS,
-    Cause,
-    OptIn,
-    RowsOutput,
-    UnknownRows,
-)
-from routed_experts.capture.wire.stats import EngineStats
+from routed_experts.capture.wire.envelope import SMALL_ARRAY_BYTES
+from routed_experts.capture.wire.message import Cause
 from routed_experts.protocol.codec import UNKNOWN, Rows
-from routed_experts.server.outputs.prefill_param import put_rows
-from routed_experts.server.vllm_api import (
-    CompletionOutput,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    OutputProcessor,
-    OutputProcessorOutput,
-    RequestState,
-    SamplingParams,
-    VLLMValidationError,
-    get_logger,
-)
+from routed_experts.server.vllm_api import get_logger
 
 logger = get_logger(__name__)
 
@@ -48,22 +26,6 @@ def causes_of(buffers: Iterable["RowBuffer"], joined: bool) -> Causes:
         prompt = prompt + buffer.prompt_causes if joined else prompt | buffer.prompt_causes
         choices += buffer.own_causes
     return prompt + choices
-
-
-def opt_in(
-    params: SamplingParams,
-    prompt_start: int,
-    weights: bool = False,
-    at_end: bool = False,  # whether rows are needed at the end only
-    prompt_id: bytes | None = None,  # of a request that is one of the prompt's
-) -> None:
-    """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with
-    their weights."""
-    # where a stop string ends a request, the engine does not know in time
-    final_only = at_end and not params.stop
-    shared = params.n > 1 or prompt_id is not None
-    asked = OptIn(prompt_start, prompt_id or os.urandom(16), shared, weights, final_only)
-    params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
 
 
 class RowBuffer:
@@ -93,7 +55,8 @@ class RowBuffer:
         self.num_lost = 0  # rows that did not arrive
         # Why the engine does not know some rows of the prompt, and of the choice. Not changed in
         # place.
-        self.prompt_causes = self.own_causes = _NO_CAUSES
+        self.prompt_causes = _NO_CAUSES
+        self.own_causes = _NO_CAUSES
         self._request_id = request_id
         self._shape: tuple[int, ...] = ()
         # prompt rows from other choices, until the first own row
@@ -110,7 +73,8 @@ class RowBuffer:
             if self.end < 0 and self._offers:
                 self._accept(start)
             if self.end < 0:
-                self._first = self.end = start
+                self._first = start
+                self.end = start
                 self._shape = rows.shape[1:]
             elif start > self.end:
                 self._append(self._lost(self.end, start - self.end))
@@ -138,7 +102,8 @@ class RowBuffer:
         longest."""
         best = max(self._offers.values(), key=lambda offer: (offer.end == end, offer.end))
         self._offers.clear()
-        self._first = self.end = best._first
+        self._first = best._first
+        self.end = best._first
         self._shape = best._shape
         self.num_lost += best.num_lost
         for rows in best._arrays:
@@ -169,271 +134,33 @@ class RowBuffer:
         """
         if self.end < 0 and self._offers:  # no own row has arrived
             self._accept(end)
-        arrays = self._arrays
-        if self._first == first and self.end == end and len(arrays) == 1:  # the usual case
-            self._arrays, self._first = [], end
-            return arrays
-        taken, at = [], first
-        if at < self._first:
-            at = min(self._first, end)
-            if at > first:
-                taken.append(self._lost(first, at - first))
-        _, arrays = split_at(arrays, max(at - self._first, 0))
-        some, arrays = split_at(arrays, max(end - at, 0))
-        at += sum(map(len, some))
-        taken += some
-        if arrays and arrays[0] is not self._arrays[-len(arrays)]:
-            arrays[0] = arrays[0].copy()  # a view would keep the rows before it alive
-        self._arrays = arrays
-        self._first = self.end - sum(map(len, self._arrays))
-        if shape is not None and at < end:
+        if self._first == first and self.end == end and len(self._arrays) == 1:  # the usual case
+            taken = self._arrays
+            self._arrays = []
+            self._first = end
+            return taken
+        taken = []
+        position = first  # of the next row to take
+        if position < self._first:
+            position = min(self._first, end)
+            if position > first:
+                taken.append(self._lost(first, position - first))
+        _, waiting = split_at(self._arrays, max(position - self._first, 0))
+        arrived, waiting = split_at(waiting, max(end - position, 0))
+        taken += arrived
+        position += num_rows(arrived)
+        self._leave(waiting)
+        if shape is not None and position < end:
             self._shape = shape
-            taken.append(self._lost(at, end - at))
+            taken.append(self._lost(position, end - position))
         return taken
 
-
-class BufferedRequestState(RequestState):
-    """vLLM's state of a request, with a row buffer that it puts on each output.
-
-    vLLM would collect rows until the request finishes, and lose rows when it merges outputs for a
-    slow reader. Can go when vLLM streams routed experts.
-    """
-
-    buffer: RowBuffer | None  # for the response; None if the client did not ask for rows
-    record: Any  # the `RecordedChoice` for the server's record; None if the request is not recorded
-    buffers: tuple[RowBuffer, ...]  # those of the two that there are
-
-    @classmethod
-    def give(cls, state: RequestState, buffer: RowBuffer | None, record: Any = None) -> None:
-        """Gives `state` buffers by changing its class, because vLLM creates the state itself."""
-        state.__class__ = cls
-        state.buffer, state.record = buffer, record
-        state.buffers = tuple(each for each in (buffer, record) if each is not None)
-
-    def _new_completion_output(self, *args: Any) -> CompletionOutput:
-        output = _new_completion_output(self, *args)
-        if self.buffer is not None:
-            output.routed_experts = self.buffer
-        if self.record is not None and output.finish_reason is not None:
-            record, self.record = self.record, None
-            record.finish(self, output.finish_reason)
-        return output
-
-
-_new_completion_output = RequestState._new_completion_output
-
-
-class NoRecorder:
-    """Records nothing; see `http.recording.Recorder`."""
-
-    def begin(self, request: EngineCoreRequest, parent: Any) -> Any:
-        """Opts in a choice's request that is to be recorded, before it goes to the engine; else
-        None. Never raises."""
-        return None
-
-    def leave_out(self, reason: str) -> None:
-        """Records no further requests of the current task, and counts that once."""
-
-
-class RowBuffers:
-    """Takes rows and counters off the engine's outputs."""
-
-    def __init__(self, processor: OutputProcessor) -> None:
-        self.on_stats: Callable[[EngineStats], None] | None = None  # receives the counters
-        # the `arrays.InProcessCapture`; None if requests opt in one by one
-        self.every_request: Any = None
-        self.recorder = NoRecorder()
-        self.num_failed_reports = 0  # counters and causes of unknown rows that could not be read
-        self._processor = processor
-        self._add: Callable[..., None] = processor.add_request
-        self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs
-        self._abort: Callable[..., list[str]] = processor.abort_requests
-        self._unpacker = Unpacker()
-
-    @classmethod
-    def install(cls, processor: OutputProcessor) -> "RowBuffers":
-        """Replaces `processor.process_outputs`, `add_request` and `abort_requests`, once per
-        processor. A subclass is not possible, because AsyncLLM creates its OutputProcessor
-        itself."""
-        installed = vars(processor).get("process_outputs")
-        if installed is not None:
-            return installed.__self__
-        buffers = cls(processor)
-        processor.process_outputs = buffers.process_outputs
-        processor.add_request = buffers.add_request
-        processor.abort_requests = buffers.abort_requests
-        return buffers
-
-    def __len__(self) -> int:
-        """Number of running choices with rows."""
-        states = self._processor.request_states.values()
-        begun = (
-            type(state) is BufferedRequestState and any(each.end >= 0 for each in state.buffers)
-            for state in states
-        )
-        return sum(begun)
-
-    def add_request(
-        self,
-        request: EngineCoreRequest,
-        prompt: str | None,
-        parent_req: Any = None,
-        request_index: int = 0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the
-        engine."""
-        put_rows(request, request_index)
-        states = self._processor.request_states
-        if (running := states.get(request.request_id)) is not None:
-            self._check_is_more(running)
-            self._add(request, prompt, parent_req, request_index, *args, **kwargs)
-            return
-        record = self.recorder.begin(request, parent_req)
-        self._add(request, prompt, parent_req, request_index, *args, **kwargs)
-        asked = OptIn.of(request.sampling_params)
-        state = states[request.request_id]
-        state.final_only = asked is not None and asked.final_only
-        state.prompt_id = None if asked is None else asked.prompt_id
-        if asked is not None:
-            # Before any output: of those that vLLM merges for a slow reader, up to 0.30 the first
-            # one's buffer stays.
-            buffer = (
-                RowBuffer(state.external_req_id) if record is None or record.client_asks else None
-            )
-            BufferedRequestState.give(state, buffer, record)
-
-    def _check_is_more(self, running: RequestState) -> None:
-        """Raises unless a request with the id of a running one is more of its prompt, which is
-        streamed in.
-
-        vLLM gives each request an id of its own, unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is
-        set. Then two of one id would end its engine. One that was aborted runs until the engine has
-        sent the rows of its end.
-        """
-        if not running.streaming_input:
-            raise VLLMValidationError(
-                f"The request id {running.external_req_id!r} is in use by a request that has not ended, or is ending. "
-                "Use another id.",
-                parameter="request_id",
-            )
-
-    def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
-        """vLLM's `abort_requests`. Choices whose rows come at the end do not end here, but with the
-        engine's answer to the abort, which brings the rows of the tokens that they have."""
-        aborted: list[str] = []
-        for given in request_ids:
-            ids = self._choices_of(given, internal)
-            waiting = [
-                each
-                for each in ids
-                if getattr(self._processor.request_states.get(each), "final_only", False)
-            ]
-            aborted += waiting
-            if not waiting:
-                aborted += self._abort([given], internal)
-            elif others := [each for each in ids if each not in waiting]:
-                aborted += self._abort(others, True)
-        return aborted
-
-    def _choices_of(self, request_id: str, internal: bool) -> list[str]:
-        """The ids of running choices for which an id stands in vLLM's `abort_requests`."""
-        processor = self._processor
-        ids = [request_id] if internal else processor.external_req_ids.get(request_id, [])
-        parents = processor.parent_requests
-        return [
-            child
-            for each in ids
-            for child in (parents[each].child_requests if each in parents else [each])
-        ]
-
-    def process_outputs(
-        self,
-        engine_core_outputs: list[EngineCoreOutput],
-        engine_core_timestamp: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> OutputProcessorOutput:
-        """vLLM's `process_outputs`, after the rows are taken off."""
-        notes = self._unpacker.open(engine_core_outputs, engine_core_timestamp)
-        if notes:
-            self._take_notes(notes)
-        states = self._processor.request_states
-        for output, start, rows in self._unpacker.rows(engine_core_outputs):
-            state = states.get(output.request_id)
-            if state is None and (brings := RowsOutput.of(output)) is not None:
-                if brings.kind == PROMPT_ROWS:
-                    self._take_prompt(brings.prompt_id, brings.request_id, start, rows)
-                else:
-                    state = self._state(brings.prompt_id, brings.request_id)
-            if state is not None:
-                for buffer in _buffers_of(state):
-                    buffer.push(start, rows)
-        processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
-        if self.every_request is not None:  # LLMEngine returns its outputs
-            for output in processed.request_outputs:
-                self.every_request.fill(output)
-        return processed
-
-    def _take_notes(self, notes: Mapping[str, Any]) -> None:
-        """Takes causes and counters. Exceptions must not end vLLM's output handler, and with it the
-        server."""
-        try:
-            self._take_causes(notes.get(CAUSES, ()))
-            if STATS in notes and self.on_stats is not None:
-                self.on_stats(EngineStats(**notes[STATS]))
-        except Exception:
-            if self.num_failed_reports == 0:
-                logger.exception(
-                    "A report of the engine cannot be read. Further ones are counted only."
-                )
-            self.num_failed_reports += 1
-
-    def _take_prompt(self, prompt_id: bytes, sender: str, start: int, rows: Rows) -> None:
-        """Gives a prompt's rows to the choice `sender`, and to all other choices of the prompt.
-        They share one array.
-
-        `sender` may have been aborted, and the others not. With data parallelism the rows arrive
-        once from each engine, and after new weights again with choices that start later.
-        """
-        rows = owned_copy(rows)
-        for each, buffer in self._buffers_of_prompt(prompt_id, sender):
-            buffer.push_prompt(sender, each == sender, start, rows)
-
-    def _buffers_of_prompt(self, prompt_id: bytes, sender: str) -> Iterator[tuple[str, RowBuffer]]:
-        """The id and buffer of each running choice of the prompt of `sender`."""
-        states, parents = self._processor.request_states, self._processor.parent_requests
-        state = states.get(sender)
-        # vLLM names a choice of `n` > 1 `<index>_<parent>`.
-        parent = state.parent_req if state is not None else parents.get(sender.partition("_")[2])
-        for each in (sender,) if parent is None else parent.child_requests:
-            if (state := self._state(prompt_id, each)) is not None:
-                for buffer in _buffers_of(state):
-                    yield each, buffer
-
-    def _state(self, prompt_id: bytes, request_id: str) -> RequestState | None:
-        """The state of a running choice of this prompt; None if another request has its id by
-        now."""
-        state = self._processor.request_states.get(request_id)
-        return state if state is not None and state.prompt_id == prompt_id else None
-
-    def _take_causes(self, causes: Any) -> None:
-        for unknown in itertools.starmap(UnknownRows, causes):
-            found = Counter({Cause(unknown.cause): unknown.num_rows})
-            if unknown.is_prompt:  # with data parallelism, each engine sends it
-                for _, buffer in self._buffers_of_prompt(unknown.prompt_id, unknown.request_id):
-                    buffer.prompt_causes = buffer.prompt_causes | found
-            elif (state := self._state(unknown.prompt_id, unknown.request_id)) is not None:
-                for buffer in _buffers_of(state):
-                    buffer.own_causes = buffer.own_causes + found
-
-
-def _buffers_of(state: RequestState) -> tuple[RowBuffer, ...]:
-    if type(state) is not BufferedRequestState:
-        BufferedRequestState.give(state, RowBuffer(state.external_req_id))
-    buffers: tuple[RowBuffer, ...] = state.buffers
-    return buffers
+    def _leave(self, waiting: list[Rows]) -> None:
+        """Leaves the last of the arrays, of which the first may be a part of one."""
+        if waiting and waiting[0] is not self._arrays[-len(waiting)]:
+            waiting[0] = waiting[0].copy()  # a view would keep the rows before it alive
+        self._arrays = waiting
+        self._first = self.end - num_rows(waiting)
 
 
 _CUT_SHORT = (None, "abort", "error")
@@ -452,13 +179,18 @@ def owned_copy(rows: Rows) -> Rows:
     return rows if rows.base is None or rows.nbytes > SMALL_ARRAY_BYTES else rows.copy()
 
 
+def num_rows(arrays: Iterable[Rows]) -> int:
+    return sum(map(len, arrays))
+
+
 def split_at(arrays: list[Rows], count: int) -> tuple[list[Rows], list[Rows]]:
-    first: list[Rows] = []
+    """The first `count` rows of `arrays`, and the rest."""
+    before: list[Rows] = []
     for index, rows in enumerate(arrays):
         if len(rows) > count:
             if count <= 0:
-                return first, arrays[index:]
-            return [*first, rows[:count]], [rows[count:], *arrays[index + 1 :]]
-        first.append(rows)
+                return before, arrays[index:]
+            return [*before, rows[:count]], [rows[count:], *arrays[index + 1 :]]
+        before.append(rows)
         count -= len(rows)
-    return first, []
+    return before, []

@@ -16,7 +16,8 @@ import pytest
 
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.http.streaming import SSERewriter
-from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer
+from routed_experts.server.outputs.processor import BufferedRequestState
+from routed_experts.server.outputs.row_buffer import RowBuffer
 from tests.conftest import Cases
 from tests.contract.served import check, serving
 from tests.e2e.harness import (

@@ -29,7 +29,7 @@ from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_paths
-from routed_experts.server.outputs.row_buffer import BufferedRequestState
+from routed_experts.server.outputs.processor import BufferedRequestState
 from tests.contract import test_seams
 from tests.contract.served import serving, serving_weights
 from tests.e2e.harness import SMALL_KV

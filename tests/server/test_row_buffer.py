@@ -25,7 +25,8 @@ from routed_experts.capture.wire.message import (
     RowsOutput,
 )
 from routed_experts.capture.wire.stats import EngineStats
-from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
+from routed_experts.server.outputs.processor import RowBuffers, opt_in
+from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput, VLLMValidationError
 from tests.server.known import K, L, rows_of
 
