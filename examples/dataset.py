@@ -27,8 +27,9 @@ class RoutingDataset(Dataset[torch.Tensor]):
 
     Args:
         sequences: for each, the references of its turns. Together they cover its rows from position
-        0 on. layers: the layers of this rank: the first, and the one after the last. base_url: of
-        the server's API.
+            0 on.
+        layers: the layers of this rank: the first, and the one after the last.
+        base_url: of the server's API.
     """
 
     def __init__(

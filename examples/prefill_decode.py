@@ -88,7 +88,7 @@ def from_client(content: bytes) -> dict[str, Any]:
 
     Raises:
         BadRequest: it cannot be read. An instance may read what this proxy cannot, so it is never
-        passed on.
+            passed on.
     """
     try:
         body = msgspec.json.decode(content)

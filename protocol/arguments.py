@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Iterable
 from numbers import Real
-from reprlib import repr as shown  # which is short
+from reprlib import repr as shown  # a short one
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ def instance(name: str, value: Any, of: Any) -> Any:
     return value
 
 
-def each(name: str, values: Any, of: Any) -> list[Any]:
+def sequence_of(name: str, values: Any, of: Any) -> list[Any]:
     """The items of `values`, if each of them is an `of`."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a sequence, not {shown(values)}")
@@ -54,7 +54,7 @@ def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> i
 
 def integers(name: str, values: Any, count: int | None = None) -> list[int]:
     """`values` as integers that are not negative; as many as `count`."""
-    found = [integer(f"each of {name}", value) for value in each(name, values, object)]
+    found = [integer(f"each of {name}", value) for value in sequence_of(name, values, object)]
     if count is not None and len(found) != count:
         raise ValueError(f"{name} must be {count} integers, not {len(found)}")
     return found

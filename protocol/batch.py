@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -12,7 +12,9 @@ from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
 from routed_experts.protocol.collect import PROMPT_END_UNKNOWN, Routing, RoutingError
 
 Number = TypeVar("Number", bound=np.generic)
-_Tokens = NDArray[np.int64]
+Padding = Literal["left", "right"] | int
+"""The side to pad, or the column of the first generated token."""
+_TokenIds = NDArray[np.int64]
 
 
 def verify(routing: Routing, num_experts: int) -> None:
@@ -28,8 +30,7 @@ def verify(routing: Routing, num_experts: int) -> None:
 
     Raises:
         RoutingError: an id is -1, out of range, or twice in a layer of a row, or weights are not as
-        they must be; names
-            the first.
+            they must be; names the first.
     """
     ids = arguments.instance("routing", routing, Routing).rows
     num_experts = arguments.integer("num_experts", num_experts, least=1)
@@ -72,10 +73,11 @@ def _reject(
 ) -> None:
     """Raises `RoutingError` with the first of `values` [n, L, K], the ids if there are none, that
     is wrong."""
-    if wrong.any():
-        row, layer, _ = np.argwhere(wrong)[0]
-        found = (routing.rows if values is None else values)[row, layer].tolist()
-        raise RoutingError(f"position {routing.start + row}, layer {layer}: {why}: {found}")
+    if not wrong.any():
+        return
+    row, layer, _ = np.argwhere(wrong)[0]
+    wrong_values = (routing.rows if values is None else values)[row, layer].tolist()
+    raise RoutingError(f"position {routing.start + row}, layer {layer}: {why}: {wrong_values}")
 
 
 def splice(decode: Routing, prefill: Routing) -> Routing:
@@ -97,34 +99,39 @@ def splice(decode: Routing, prefill: Routing) -> Routing:
     """
     arguments.instance("decode", decode, Routing)
     arguments.instance("prefill", prefill, Routing)
-    if decode.prompt_len is None or decode.prompt_len != prefill.prompt_len:
-        raise RoutingError(f"legs of {decode.prompt_len} and {prefill.prompt_len} prompt tokens")
-    if (
-        decode.prompt_token_ids
-        and prefill.prompt_token_ids
-        and decode.prompt_token_ids != prefill.prompt_token_ids
-    ):
-        raise RoutingError("the legs have different prompts")
-    if None not in (decode.media, prefill.media) and decode.media != prefill.media:
-        raise RoutingError("the legs have different media")
-    _same_shape(decode, prefill)
+    _check_same_prompt(decode, prefill)
+    _check_same_shape(decode, prefill)
     rows = decode.rows.copy()
     weights = None if decode.weights is None else decode.weights.copy()
-    first, end = max(decode.start, prefill.start), min(decode.prompt_len, decode.end, prefill.end)
-    if first < end:
-        ours, theirs = (
-            rows[first - decode.start : end - decode.start],
-            prefill.rows[first - prefill.start :],
-        )
-        unknown = np.flatnonzero((ours == UNKNOWN).any(axis=(1, 2)))
-        ours[unknown] = theirs[unknown]
-        if weights is not None:
-            at = unknown + first
-            known = prefill.weights
-            weights[at - decode.start] = (
-                UNKNOWN_WEIGHT if known is None else known[at - prefill.start]
-            )
+    positions = _positions_to_fill(decode, prefill)
+    if len(positions):
+        rows[positions - decode.start] = prefill.rows[positions - prefill.start]
+    if len(positions) and weights is not None:
+        of_prefill: Any = UNKNOWN_WEIGHT
+        if prefill.weights is not None:
+            of_prefill = prefill.weights[positions - prefill.start]
+        weights[positions - decode.start] = of_prefill
     return replace(decode, rows=rows, weights=weights, prompt_histogram=None, histogram=None)
+
+
+def _check_same_prompt(decode: Routing, prefill: Routing) -> None:
+    if decode.prompt_len is None or decode.prompt_len != prefill.prompt_len:
+        raise RoutingError(f"legs of {decode.prompt_len} and {prefill.prompt_len} prompt tokens")
+    have_ids = decode.prompt_token_ids and prefill.prompt_token_ids
+    if have_ids and decode.prompt_token_ids != prefill.prompt_token_ids:
+        raise RoutingError("the legs have different prompts")
+    have_media = decode.media is not None and prefill.media is not None
+    if have_media and decode.media != prefill.media:
+        raise RoutingError("the legs have different media")
+
+
+def _positions_to_fill(decode: Routing, prefill: Routing) -> NDArray[np.intp]:
+    """Positions [n] of the prompt that both have, where the row of `decode` is not known."""
+    assert decode.prompt_len is not None
+    first = max(decode.start, prefill.start)
+    end = max(first, min(decode.prompt_len, decode.end, prefill.end))
+    rows_of_both = decode.rows[first - decode.start : end - decode.start]
+    return first + np.flatnonzero((rows_of_both == UNKNOWN).any(axis=(1, 2)))
 
 
 def shared_prefix(
@@ -148,44 +155,45 @@ def shared_prefix(
 
     Args:
         media: those of `prompt`, as in `Routing.media`. Token ids do not tell one picture from
-        another of its size. end: the result ends there at the latest; rows before it hold for
-        `prompt` by the caller's word, whichever media
-            it has. Without `media` the result then has no token ids, so that `join_turns` joins it
-            by positions alone.
+            another of its size.
+        end: the result ends there at the latest; rows before it hold for `prompt` by the caller's
+            word, whichever media it has. Without `media` the result then has no token ids, so that
+            `join_turns` joins it by positions alone.
 
     Raises:
         RoutingError: the tokens of `before` are unknown, or differ before its first row; or,
-        without `end`, the media
-            differ, or are not given although a prompt repeats a token, as placeholders of media do.
+            without `end`, the media differ, or are not given although a prompt repeats a token, as
+            placeholders of media do.
     """
     arguments.instance("before", before, Routing)
     if before.prompt_token_ids is None or before.token_ids is None:
         raise RoutingError("the response has no token ids: set return_token_ids in the request")
-    tokens, its_media = (
-        _tokens("prompt", prompt),
-        None if media is None else tuple(arguments.each("media", media, str)),
-    )
-    same = _common(_tokens_of(before), tokens)
+    tokens = _token_ids("prompt", prompt)
+    new_media = None
+    if media is not None:
+        new_media = tuple(arguments.sequence_of("media", media, str))
+    num_same = _num_same(_tokens_with_rows(before), tokens)
     if end is None:
-        _same_media(before, tokens, its_media, same)
+        _check_same_media(before, tokens, new_media, num_same)
     else:
-        same = min(same, arguments.integer("end", end))
-    if same < before.start:
+        num_same = min(num_same, arguments.integer("end", end))
+    if num_same < before.start:
         raise RoutingError(
-            f"the prompt differs at position {same}, but rows before {before.start} were left out"
+            f"the prompt differs at position {num_same}, but rows before {before.start} were left out"
         )
-    kept = same - before.start
-    weights = None if before.weights is None else before.weights[:kept]
-    found = replace(
-        before, rows=before.rows[:kept], weights=weights, prompt_histogram=None, histogram=None
+    num_rows = num_same - before.start
+    prefix = replace(
+        before,
+        rows=before.rows[:num_rows],
+        weights=None if before.weights is None else before.weights[:num_rows],
+        prompt_histogram=None,
+        histogram=None,
     )
-    if its_media is None:
-        return (
-            found
-            if end is None
-            else replace(found, prompt_token_ids=None, token_ids=None, media=None)
-        )
-    return replace(found, media=its_media)
+    if new_media is not None:
+        return replace(prefix, media=new_media)
+    if end is not None:  # by the caller's word: the next turn is joined by positions alone
+        return replace(prefix, prompt_token_ids=None, token_ids=None, media=None)
+    return prefix
 
 
 def join_turns(turns: Sequence[Routing]) -> Routing:
@@ -201,11 +209,11 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
 
     Raises:
         RoutingError: rows between two turns are missing; only some turns have weights; or the
-        responses have token ids,
-            and a turn's prompt does not begin with the tokens before it (some chat templates drop
-            or rewrite tokens); or media differ or are not given, as for `shared_prefix`.
+            responses have token ids, and a turn's prompt does not begin with the tokens before it
+            (some chat templates drop or rewrite tokens); or media differ or are not given, as for
+            `shared_prefix`.
     """
-    turns = arguments.each("turns", turns, Routing)
+    turns = arguments.sequence_of("turns", turns, Routing)
     if not turns:
         raise RoutingError("no turns")
     joined: Routing = turns[0]
@@ -216,8 +224,8 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
             )
         if turn.end < joined.end:
             raise RoutingError(f"a turn that ends at {turn.end}, after rows up to {joined.end}")
-        _same_shape(joined, turn)
-        _same_tokens(joined, turn)
+        _check_same_shape(joined, turn)
+        _check_same_tokens(joined, turn)
         rows = np.concatenate([joined.rows, turn.rows[joined.end - turn.start :]])
         weights = None
         if joined.weights is not None and turn.weights is not None:
@@ -228,18 +236,24 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
     return replace(joined, prompt_histogram=None, histogram=None) if len(turns) > 1 else joined
 
 
-def _same_tokens(before: Routing, turn: Routing) -> None:
-    theirs, ours = _tokens_of(before), _tokens("prompt_token_ids", turn.prompt_token_ids or ())
+def _check_same_tokens(before: Routing, turn: Routing) -> None:
+    """Raises `RoutingError` if the prompt of `turn` does not begin with the tokens of `before`."""
+    tokens_before = _tokens_with_rows(before)
+    prompt = _token_ids("prompt_token_ids", turn.prompt_token_ids or ())
     are_known = None not in (before.prompt_token_ids, before.token_ids, turn.prompt_token_ids)
-    same = _common(theirs, ours) if are_known else 0
+    num_same = _num_same(tokens_before, prompt) if are_known else 0
     # The last token of the previous turn has no row, so it may differ.
-    if are_known and same < len(theirs):
-        raise RoutingError(f"the turn's prompt differs from what came before it at position {same}")
-    _same_media(before, ours, turn.media, same)
+    if are_known and num_same < len(tokens_before):
+        raise RoutingError(
+            f"the turn's prompt differs from what came before it at position {num_same}"
+        )
+    _check_same_media(before, prompt, turn.media, num_same)
 
 
-def _same_media(before: Routing, prompt: _Tokens, media: tuple[str, ...] | None, same: int) -> None:
-    """Raises `RoutingError` if the first `same` tokens, which are the same, may stand for other
+def _check_same_media(
+    before: Routing, prompt: _TokenIds, media: tuple[str, ...] | None, num_same: int
+) -> None:
+    """Raises `RoutingError` if the first `num_same` tokens, which are the same, may stand for other
     media in `prompt`.
 
     Equal media have equally many placeholders. So if one list begins with the other, each
@@ -247,40 +261,44 @@ def _same_media(before: Routing, prompt: _Tokens, media: tuple[str, ...] | None,
     shares with another has none.
     """
     if before.media is not None and media is not None:
-        pairs = enumerate(zip(before.media, media, strict=False))
-        if (other := next((at for at, (one, its) in pairs if one != its), None)) is not None:
-            raise RoutingError(
-                f"medium {other} of the prompt is another: give `end`, the position where it begins"
-            )
-    elif () not in (before.media, media):
-        sent = _tokens("prompt_token_ids", before.prompt_token_ids or ())
-        for ids in (sent, prompt[: len(sent)]):  # what was generated has no media
-            repeated = np.flatnonzero(ids[:-1][:same] == ids[1:][:same])
-            if len(repeated):
+        for index, (medium_before, medium) in enumerate(zip(before.media, media, strict=False)):
+            if medium_before != medium:
                 raise RoutingError(
-                    f"the prompt repeats token {ids[repeated[0]]} at position {repeated[0] + 1}, as placeholders of "
-                    "pictures, sounds and embeddings do: give the `media` of each prompt, `()` for text, or `end`"
+                    f"medium {index} of the prompt is another: give `end`, the position where it begins"
                 )
+        return
+    has_no_media = () in (before.media, media)
+    if has_no_media:
+        return
+    sent = _token_ids("prompt_token_ids", before.prompt_token_ids or ())
+    # What was generated has no media, so only the prompt that was sent is looked at.
+    for ids in (sent, prompt[: len(sent)]):
+        repeated = np.flatnonzero(ids[:-1][:num_same] == ids[1:][:num_same])
+        if len(repeated):
+            raise RoutingError(
+                f"the prompt repeats token {ids[repeated[0]]} at position {repeated[0] + 1}, as placeholders of "
+                "pictures, sounds and embeddings do: give the `media` of each prompt, `()` for text, or `end`"
+            )
 
 
-def _tokens_of(routing: Routing) -> _Tokens:
-    """The tokens that have rows."""
-    prompt = _tokens("prompt_token_ids", routing.prompt_token_ids or ())
-    return np.concatenate([prompt, _tokens("token_ids", routing.token_ids or ())])[: routing.end]
+def _tokens_with_rows(routing: Routing) -> _TokenIds:
+    prompt = _token_ids("prompt_token_ids", routing.prompt_token_ids or ())
+    generated = _token_ids("token_ids", routing.token_ids or ())
+    return np.concatenate([prompt, generated])[: routing.end]
 
 
-def _tokens(name: str, ids: Sequence[int]) -> _Tokens:
+def _token_ids(name: str, ids: Sequence[int]) -> _TokenIds:
     return arguments.array(name, ids, "iu", "n").astype(np.int64)
 
 
-def _common(a: _Tokens, b: _Tokens) -> int:
+def _num_same(a: _TokenIds, b: _TokenIds) -> int:
     """How many tokens both begin with."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
 
 
-def _same_shape(a: Routing, b: Routing) -> None:
+def _check_same_shape(a: Routing, b: Routing) -> None:
     if len(a.rows) and len(b.rows) and a.rows.shape[1:] != b.rows.shape[1:]:
         raise RoutingError(f"rows of shapes {a.rows.shape[1:]} and {b.rows.shape[1:]}")
 
@@ -305,8 +323,7 @@ def spread_layers(
 
     Raises:
         ValueError: `rows` do not have one layer for each of `layer_ids`, or a decoder layer is
-        named twice or does not
-            exist.
+            named twice or does not exist.
     """
     rows = arguments.array("rows", rows, "iuf", "...LK")
     num_hidden_layers = arguments.integer("num_hidden_layers", num_hidden_layers)
@@ -319,10 +336,8 @@ def spread_layers(
         )
     if len(set(layers)) < len(layers):
         raise ValueError(f"layer_ids must differ, not {layers}")
-    filled = arguments.fitting("fill", fill, rows.dtype)
-    spread = np.full(
-        (*rows.shape[:-2], num_hidden_layers, rows.shape[-1]), filled, dtype=rows.dtype
-    )
+    shape = (*rows.shape[:-2], num_hidden_layers, rows.shape[-1])
+    spread = np.full(shape, arguments.fitting("fill", fill, rows.dtype), dtype=rows.dtype)
     if rows.dtype.kind == "f":
         spread[np.isnan(rows).any(axis=(-2, -1))] = np.nan
     elif rows.min(initial=0) == UNKNOWN:
@@ -336,7 +351,7 @@ def align(
     length: int,
     *,
     last: ArrayLike,
-    padding: Literal["left", "right"] | int = "right",
+    padding: Padding = "right",
     num_tokens: Sequence[int] | None = None,
     pad: ArrayLike = UNKNOWN,
     dtype: DTypeLike = np.int16,
@@ -351,30 +366,33 @@ def align(
     [[3, 1], [0, 2], [0, 2], [0, 1], [0, 1]]
 
     Args:
-        length: columns of the batch. last: the row of the last token, which never enters the model:
-        `repeat` copies the row before it; otherwise an
-            id, or ids [K] or [L, K].
+        length: columns of the batch.
+        last: the row of the last token, which never enters the model: `repeat` copies the row
+            before it; otherwise an id, or ids [K] or [L, K].
         padding: the side to pad; or the column of the first generated token, with prompts padded on
-        the left and
-            responses on the right.
+            the left and responses on the right.
         num_tokens: tokens of each sequence, if they were truncated; P + G by default.
         pad: an id, or ids [K] or [L, K], for padding.
         dtype: an integer type of numpy or torch.
 
     Raises:
         RoutingError: a sequence does not fit, lacks rows before its last token, or does not fit
-        `dtype`.
+            `dtype`.
     """
-    found = arguments.integer_dtype("dtype", dtype)
-    routings = arguments.each("routings", routings, Routing)
+    wanted = arguments.integer_dtype("dtype", dtype)
+    routings = arguments.sequence_of("routings", routings, Routing)
     arrays = [routing.rows for routing in routings]
     batch = _aligned(
-        routings, arrays, length, last, padding, num_tokens, pad, np.result_type(np.int16, *arrays)
+        arrays,
+        _Batch(routings, length, padding, num_tokens),
+        last=last,
+        pad=pad,
+        dtype=np.result_type(np.int16, *arrays),
     )
-    limits = np.iinfo(found)
+    limits = np.iinfo(wanted)
     if batch.min(initial=0) < limits.min or batch.max(initial=0) > limits.max:
-        raise RoutingError(f"{found} cannot hold all of {batch.min()} to {batch.max()}")
-    return batch.astype(found, copy=False)
+        raise RoutingError(f"{wanted} cannot hold all of {batch.min()} to {batch.max()}")
+    return batch.astype(wanted, copy=False)
 
 
 def align_weights(
@@ -382,7 +400,7 @@ def align_weights(
     length: int,
     *,
     last: ArrayLike = np.nan,
-    padding: Literal["left", "right"] | int = "right",
+    padding: Padding = "right",
     num_tokens: Sequence[int] | None = None,
     pad: ArrayLike = np.nan,
 ) -> NDArray[np.float32]:
@@ -392,13 +410,19 @@ def align_weights(
     Raises:
         RoutingError: as `align`; a response has no weights.
     """
-    routings = arguments.each("routings", routings, Routing)
+    routings = arguments.sequence_of("routings", routings, Routing)
     arrays = [routing.weights for routing in routings if routing.weights is not None]
     if len(arrays) < len(routings):
         raise RoutingError(
             "a response has no weights: set return_routed_expert_weights in the request"
         )
-    return _aligned(routings, arrays, length, last, padding, num_tokens, pad, np.dtype(np.float32))
+    return _aligned(
+        arrays,
+        _Batch(routings, length, padding, num_tokens),
+        last=last,
+        pad=pad,
+        dtype=np.dtype(np.float32),
+    )
 
 
 def align_values(
@@ -406,7 +430,7 @@ def align_values(
     values: Sequence[ArrayLike],
     length: int,
     *,
-    padding: Literal["left", "right"] | int = "right",
+    padding: Padding = "right",
     num_tokens: Sequence[int] | None = None,
     pad: float = 0,
 ) -> NDArray[Any]:
@@ -427,69 +451,129 @@ def align_values(
 
     Args:
         values: for each sequence, those of its P + G tokens or of its G generated ones; None
-        becomes NaN. length, padding, num_tokens: as for `align`. pad: the value of padding, and of
-        a prompt whose values were not given.
+            becomes NaN.
+        length, padding, num_tokens: as for `align`.
+        pad: the value of padding, and of a prompt whose values were not given.
 
     Raises:
         RoutingError: as `align`; values of another number of tokens.
     """
-    routings = arguments.each("routings", routings, Routing)
-    places = _places(routings, length, padding, num_tokens)
+    routings = arguments.sequence_of("routings", routings, Routing)
+    layout = _Batch(routings, length, padding, num_tokens)
     arrays = [
-        _flat(place, each) for place, each in enumerate(arguments.each("values", values, object))
+        _numbers(f"values of sequence {index}", numbers)
+        for index, numbers in enumerate(arguments.sequence_of("values", values, object))
     ]
     if len(arrays) != len(routings):
         raise ValueError(f"values must be those of {len(routings)} sequences, not of {len(arrays)}")
-    dtype = np.result_type(*arrays, *([arguments.number("pad", pad)] if pad else []))
+    operands: list[Any] = [*arrays]
+    if pad:  # 0 is in every dtype
+        operands.append(arguments.number("pad", pad))
+    dtype = np.result_type(*operands)
     batch = np.full((len(routings), length), arguments.fitting("pad", pad, dtype), dtype)
-    for place, (routing, array, (count, first)) in enumerate(
-        zip(routings, arrays, places, strict=True)
-    ):
-        total = routing.end + 1
-        if len(array) != total and (
-            routing.prompt_len is None or len(array) != total - routing.prompt_len
-        ):
-            generated = "unknown" if routing.prompt_len is None else total - routing.prompt_len
-            raise RoutingError(
-                f"sequence {place} of {total} tokens ({generated} generated) has {len(array)} values"
-            )
-        kept = array[: max(count - (total - len(array)), 0)]
-        batch[place, first + count - len(kept) : first + count] = kept
+    for index, routing in enumerate(routings):
+        array = arrays[index]
+        columns = layout.columns[index]
+        num_without = _num_without_values(index, routing, len(array))
+        inside = array[: max(columns.num_tokens - num_without, 0)]
+        end = columns.first + columns.num_tokens
+        batch[index, end - len(inside) : end] = inside
     return batch
 
 
-def _flat(place: int, values: Any) -> NDArray[Any]:
+def _num_without_values(index: int, routing: Routing, num_values: int) -> int:
+    """How many tokens of a sequence, its first ones, have no values."""
+    num_tokens = routing.end + 1
+    num_generated = None if routing.prompt_len is None else num_tokens - routing.prompt_len
+    if num_values not in (num_tokens, num_generated):
+        generated = "unknown" if num_generated is None else num_generated
+        raise RoutingError(
+            f"sequence {index} of {num_tokens} tokens ({generated} generated) has {num_values} values"
+        )
+    return num_tokens - num_values
+
+
+def _numbers(name: str, values: Any) -> NDArray[Any]:
+    """Numbers [n]; None becomes NaN."""
     if isinstance(values, list | tuple) or getattr(values, "dtype", None) == np.dtype(object):
         values = [np.nan if value is None else value for value in values]
-    return arguments.array(f"values of sequence {place}", values, "biuf", "n")
+    return arguments.array(name, values, "biuf", "n")
+
+
+class _Columns(NamedTuple):
+    """Where the tokens of a sequence are in its row of a batch."""
+
+    first: int
+    num_tokens: int
+
+
+class _Batch:
+    """Sequences, and the columns of their tokens in a padded batch."""
+
+    def __init__(
+        self,
+        routings: Sequence[Routing],
+        length: int,
+        padding: Padding,
+        num_tokens: Sequence[int] | None,
+    ) -> None:
+        """Raises `RoutingError` if a sequence does not fit."""
+        self.routings = routings
+        self.length = arguments.integer("length", length)
+        if isinstance(padding, str):
+            arguments.one_of("padding, if it is no column,", padding, ("left", "right"))
+        else:
+            padding = arguments.integer("padding, if it is no side,", padding)
+        self._padding = padding
+        counts = token_counts(routings, num_tokens)
+        self.columns = [self._columns_of(index, count) for index, count in enumerate(counts)]
+
+    def _columns_of(self, index: int, count: int) -> _Columns:
+        first = self._first_column(self.routings[index], count)
+        if first < 0 or first + count > self.length:
+            raise RoutingError(
+                f"sequence {index} of {count} tokens does not fit {self.length} columns with "
+                f"padding={self._padding!r}"
+            )
+        return _Columns(first, count)
+
+    def _first_column(self, routing: Routing, count: int) -> int:
+        if self._padding == "right":
+            return 0
+        if self._padding == "left":
+            return self.length - count
+        if routing.prompt_len is None:
+            raise RoutingError(PROMPT_END_UNKNOWN)
+        assert isinstance(self._padding, int)
+        return self._padding - routing.prompt_len
 
 
 def _aligned(
-    routings: Sequence[Routing],
     arrays: Sequence[NDArray[Any]],
-    length: int,
+    layout: _Batch,
+    *,
     last: ArrayLike,
-    padding: Literal["left", "right"] | int,
-    num_tokens: Sequence[int] | None,
     pad: ArrayLike,
     dtype: np.dtype[Any],
 ) -> NDArray[Any]:
-    """The arrays of `routings`, ids or weights, as `align` has them."""
-    places = _places(routings, length, padding, num_tokens)
-    check_rows(routings)
-    shape, repeats = routings[0].rows.shape[1:], isinstance(last, str) and last == "repeat"
-    of_last = None if repeats else _filler("last, if it is not 'repeat',", last, dtype, shape)
-    batch = np.empty((len(routings), length, *shape), dtype=dtype)
+    """A batch [B, length, L, K] of arrays [n, L, K], ids or weights, one for each sequence of
+    `layout`; `last` and `pad` as for `align`."""
+    check_rows(layout.routings)
+    shape = layout.routings[0].rows.shape[1:]
+    row_of_last: NDArray[Any] | None = None  # None: the one before it
+    if not (isinstance(last, str) and last == "repeat"):
+        row_of_last = _filler("last, if it is not 'repeat',", last, dtype, shape)
+    batch = np.empty((len(arrays), layout.length, *shape), dtype=dtype)
     batch[...] = _filler("pad", pad, dtype, shape)
-    for columns, routing, array, (count, first) in zip(
-        batch, routings, arrays, places, strict=True
-    ):
-        known = min(count, routing.end)
-        columns[first : first + known] = array[:known]
-        if known < count:
-            if of_last is None and not known:
-                raise RoutingError("there is no row to repeat")
-            columns[first + known] = array[-1] if of_last is None else of_last
+    for index, array in enumerate(arrays):
+        first, count = layout.columns[index]
+        num_rows = min(count, layout.routings[index].end)
+        batch[index, first : first + num_rows] = array[:num_rows]
+        if num_rows == count:  # truncated before its last token
+            continue
+        if row_of_last is None and num_rows == 0:
+            raise RoutingError("there is no row to repeat")
+        batch[index, first + num_rows] = array[-1] if row_of_last is None else row_of_last
     return batch
 
 
@@ -497,42 +581,13 @@ def _filler(
     name: str, value: ArrayLike, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> NDArray[Any]:
     """`value` for each layer and expert."""
-    found = arguments.fitting(name, value, dtype)
+    filler = arguments.fitting(name, value, dtype)
     try:
-        return np.broadcast_to(found, shape)
+        return np.broadcast_to(filler, shape)
     except ValueError:
         raise ValueError(
-            f"{name} must be of a shape that fits [L, K] = {[*shape]}, not {[*found.shape]}"
+            f"{name} must be of a shape that fits [L, K] = {[*shape]}, not {[*filler.shape]}"
         ) from None
-
-
-def _places(
-    routings: Sequence[Routing],
-    length: int,
-    padding: Literal["left", "right"] | int,
-    num_tokens: Sequence[int] | None,
-) -> list[tuple[int, int]]:
-    """For each sequence, how many of its tokens are in the batch, and the column of the first."""
-    length = arguments.integer("length", length)
-    if isinstance(padding, str):
-        arguments.one_of("padding, if it is no column,", padding, ("left", "right"))
-    else:
-        padding = arguments.integer("padding, if it is no side,", padding)
-    counts = token_counts(routings, num_tokens)
-    places = []
-    for place, (routing, count) in enumerate(zip(routings, counts, strict=True)):
-        if isinstance(padding, str):
-            first = 0 if padding == "right" else length - count
-        elif routing.prompt_len is None:
-            raise RoutingError(PROMPT_END_UNKNOWN)
-        else:
-            first = padding - routing.prompt_len
-        if first < 0 or first + count > length:
-            raise RoutingError(
-                f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}"
-            )
-        places.append((count, first))
-    return places
 
 
 def token_counts(routings: Sequence[Routing], num_tokens: Sequence[int] | None = None) -> list[int]:
@@ -556,6 +611,6 @@ def check_rows(routings: Sequence[Routing]) -> None:
     """Raises `RoutingError` if the first rows of a sequence were left out, or the sequences' rows
     have other shapes."""
     for routing in routings:
-        _same_shape(routings[0], routing)
+        _check_same_shape(routings[0], routing)
         if routing.start:
             raise RoutingError(f"rows before {routing.start} were left out: join the turns first")

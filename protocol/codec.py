@@ -156,7 +156,7 @@ def decode(
 
     Raises:
         CodecError: `value` has none of the forms, its contents are not expert ids, or the shape of
-        `raw` is missing.
+            `raw` is missing.
     """
     with _reading("expert ids", dtype, num_layers, top_k):
         found = _ids(_decoded(value, dtype, num_layers, top_k, {int}))
@@ -173,7 +173,7 @@ def decode_weights(
 
     Raises:
         CodecError: `value` has none of the forms or its contents are not float32, or the shape of
-        `raw` is missing.
+            `raw` is missing.
     """
     with _reading("weights", "float32", num_layers, top_k):
         weights = _decoded(value, "float32", num_layers, top_k, {int, float, type(None)})

@@ -105,25 +105,23 @@ class Routing:
 
     Attributes:
         rows: [n, L, K] expert ids of the positions `start` to `end`; -1 in unknown rows. None of
-        them if the response
-            has histograms only.
-        start: absolute position of the first row. prompt_len: P, tokens of the prompt; None if
-        neither the response contains it (joined layout without token ids)
-            nor the caller of `collect` gave it.
-        index: the choice's index in the response. prompt_token_ids, token_ids: if the response has
-        them (`return_token_ids`). finish_reason: None if the response was cut off. weights: [n, L,
-        K] the router's weights of the ids, if the response has them; NaN where unknown. logprobs:
-        log-probabilities of the G generated tokens, with `echo` of all P + G, if the response has
-        them; NaN
-            for a token without one (the first of a prompt).
+            them if the response has histograms only.
+        start: absolute position of the first row.
+        prompt_len: P, tokens of the prompt; None if neither the response contains it (joined layout
+            without token ids) nor the caller of `collect` gave it.
+        index: the choice's index in the response.
+        prompt_token_ids, token_ids: if the response has them (`return_token_ids`).
+        finish_reason: None if the response was cut off.
+        weights: [n, L, K] the router's weights of the ids, if the response has them; NaN where
+            unknown.
+        logprobs: log-probabilities of the G generated tokens, with `echo` of all P + G, if the
+            response has them; NaN for a token without one (the first of a prompt).
         texts: of the P + G tokens, None where unknown; if log-probabilities tell them.
         prompt_histogram, histogram: counts of the rows of the prompt and of the generated tokens,
-        if the response has
-            them (`routed_experts_histogram`).
+            if the response has them (`routed_experts_histogram`).
         media: the hash of each picture, sound and block of embeddings of the prompt, in their
-        order, or other names
-            that differ where what the model sees differs; () if the prompt has none, None if nobody
-            said.
+            order, or other names that differ where what the model sees differs; () if the prompt
+            has none, None if nobody said.
     """
 
     rows: Rows
@@ -146,7 +144,7 @@ class Routing:
         if self.prompt_len is not None:
             arguments.integer("prompt_len", self.prompt_len)
         if self.media is not None:
-            arguments.each("media", self.media, str)
+            arguments.sequence_of("media", self.media, str)
         if self.weights is not None:
             object.__setattr__(
                 self, "weights", arguments.array("weights", self.weights, "f", "nLK")
@@ -189,13 +187,11 @@ class Asked(TypedDict, total=False):
 
     Attributes:
         prompt_start: `routed_experts_prompt_start`, 0 by default. The forms `npy`, `raw` and `list`
-        have no positions;
-            the form `object` does, and is checked against it. None accepts any, for responses whose
-            request is unknown.
+            have no positions; the form `object` does, and is checked against it. None accepts any,
+            for responses whose request is unknown.
         prompt_len: P, tokens of the prompt (of each prompt, if there are several). Needed to tell
-        prompt rows from
-            generated ones where the response does not say where the prompt ends: in the joined
-            layout without token ids, and from `/inference/v1/generate`.
+            prompt rows from generated ones where the response does not say where the prompt ends:
+            in the joined layout without token ids, and from `/inference/v1/generate`.
         n: choices per prompt. Needed for several prompts, and to notice absent choices.
         dtype, num_layers, top_k: needed for the form `raw`, which is bare bytes.
         media: of the prompt (of each prompt, if there are several), as in `Routing`.
@@ -213,7 +209,7 @@ class Asked(TypedDict, total=False):
 def _check_asked(asked: Mapping[str, Any]) -> None:
     for name, value in asked.items():
         if name == "media":
-            arguments.each(name, value, str)
+            arguments.sequence_of(name, value, str)
         elif name == "dtype":
             arguments.one_of(name, value, NUMPY_DTYPES)
         elif name not in Asked.__annotations__:
@@ -227,13 +223,13 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
 
     Args:
         source: a response (dict, object of the OpenAI client, or JSON body as text or bytes; also a
-        line of a batch's
-            output file), or an iterator over a stream's chunks or lines, whose ends may be absent.
+            line of a batch's output file), or an iterator over a stream's chunks or lines, whose
+            ends may be absent.
         asked: see `Asked`.
 
     Raises:
         RoutingError: rows are missing, doubled or of another shape; the response is an error or was
-        cut short.
+            cut short.
     """
     collector = Collector(**asked)
     if isinstance(source, bytearray | memoryview):
@@ -291,7 +287,7 @@ class Collector:
 
         Raises:
             RoutingError: the response was cut short, or has fewer or more rows than its tokens
-            need.
+                need.
         """
         return list(self.each_finished())
 

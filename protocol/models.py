@@ -160,8 +160,7 @@ def parse_options(
 
     Raises:
         FieldError: an invalid value, an unknown routing field, or a field without the opt-in. The
-        last case reveals a
-            gateway that removes the opt-in.
+            last case reveals a gateway that removes the opt-in.
     """
     check_names(body)
     own = given = {name: body[name] for name in RoutingFields.model_fields if name in body}

@@ -31,11 +31,9 @@ class Packed:
 
     Attributes:
         rows: [T, L, K] ids; -1, which means "do not replay", where a row is not known: in padding
-        and for the last
-            token of a sequence too.
+            and for the last token of a sequence too.
         cu_seqlens: int32 [B + 1], where the sequences begin and end with their padding.
-        TransformerEngine calls it
-            `cu_seqlens_padded`.
+            TransformerEngine calls it `cu_seqlens_padded`.
         num_tokens: int32 [B], tokens of each sequence without its padding.
         weights: [T, L, K] of the ids, NaN where unknown; None if the responses have none.
     """
@@ -71,20 +69,18 @@ def pack(
 
     Args:
         multiple: each sequence is padded to a multiple of it. Context parallelism needs one of 2 ·
-        CP, sequence
-            parallelism one of TP, both together 2 · CP · TP.
+            CP, sequence parallelism one of TP, both together 2 · CP · TP.
         length: T; what is left is padding of the last sequence.
         num_tokens: tokens of each sequence, if they were truncated; P + G by default.
         layers: those of a stage (`stage_layers`); only they are read and copied.
 
     Raises:
         RoutingError: a sequence lacks rows before its last token, the sequences do not fit
-        `length`, or only some have
-            weights.
+            `length`, or only some have weights.
     """
     multiple = arguments.integer("multiple", multiple, least=1)
     arguments.instance("layers", layers, slice)
-    routings = arguments.each("routings", routings, Routing)
+    routings = arguments.sequence_of("routings", routings, Routing)
     counts = token_counts(routings, num_tokens)
     check_rows(routings)
     starts = np.zeros(len(counts) + 1, np.int32)
@@ -136,9 +132,10 @@ def stage_layers(
     Args:
         layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`.
         num_hidden_layers: decoder layers of the model, from there too: layers of multi-token
-        prediction are none. virtual: the virtual stage, of so many per rank. counts: decoder layers
-        of each stage in the model's order: all ranks' first virtual stages, then all ranks'
-            second ones. Equally many by default.
+            prediction are none.
+        virtual: the virtual stage, of so many per rank.
+        counts: decoder layers of each stage in the model's order: all ranks' first virtual stages,
+            then all ranks' second ones. Equally many by default.
 
     Raises:
         ValueError: the layers cannot be split in this way.

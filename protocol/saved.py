@@ -213,9 +213,10 @@ def page_lines(
     If a response cannot be read, the last line is `{"error": {"message": str}}`.
 
     Args:
-        given: facts about the model, which take precedence. about: what files before these say
-        about the model. is_upload: whether the limits hold for all files together, as on a server;
-        else for each response.
+        given: facts about the model, which take precedence.
+        about: what files before these say about the model.
+        is_upload: whether the limits hold for all files together, as on a server; else for each
+            response.
     """
     reader = Reader(given, about, MAX_UPLOADED_ITEMS if is_upload else None)
     left = MAX_PAGE_BYTES

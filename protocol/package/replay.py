@@ -79,20 +79,18 @@ def replayed(
 
     Args:
         rows: [..., L, K] ids, an array or tensor, in the order of the model's tokens: [B, S, L, K]
-        or [T, L, K]. weights: like `rows`, the server's weights of the ids, times the factors of
-        `batch.scaled`. They take the place
-            of the router's own, but not of their gradients. Where they are NaN, the router's own
-            stay.
+            or [T, L, K].
+        weights: like `rows`, the server's weights of the ids, times the factors of `batch.scaled`.
+            They take the place of the router's own, but not of their gradients. Where they are NaN,
+            the router's own stay.
         layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`; `range(L)`
-        for rows that were
-            requested with all layers. By default the L layers are those of the routers, in their
-            order.
+            for rows that were requested with all layers. By default the L layers are those of the
+            routers, in their order.
 
     Raises:
         ReplayError: the model has no known routers, or other layers, experts or tokens than `rows`,
-        or weighs experts
-            in another way than is known; a row has an expert twice; a router was asked in a second
-            forward pass; or, at the end, was never asked.
+            or weighs experts in another way than is known; a row has an expert twice; a router was
+            asked in a second forward pass; or, at the end, was never asked.
     """
     # On a GPU, the checks below take a thousandth of the time that they take on its host.
     device = next((each.device for each in model.parameters() if not each.is_meta), None)
@@ -494,8 +492,7 @@ class MegatronReplay:
 
     Raises:
         ReplayError: a router has no `RouterReplay`, or two are of one layer; or, at the end, a
-        router was never asked,
-            or only some microbatches were recomputed.
+            router was never asked, or only some microbatches were recomputed.
     """
 
     def __init__(self, chunks: Module | Sequence[Module]) -> None:
@@ -521,15 +518,14 @@ class MegatronReplay:
 
         Args:
             rows: [..., L, K] ids of this rank's tokens in the order of its hidden states: [T, L, K]
-            of packed
-                sequences, else [S, B, L, K] (see `protocol.ranks`).
+                of packed sequences, else [S, B, L, K] (see `protocol.ranks`).
             layer_ids: decoder layer of each of the L layers; other stages' layers may be among
-            them. chunk: the place of the virtual stage in `chunks`.
+                them.
+            chunk: the place of the virtual stage in `chunks`.
 
         Raises:
             ReplayError: the rows lack layers of the stage, or have an expert twice; the microbatch
-            before was not
-                replayed; or this is not within the block.
+                before was not replayed; or this is not within the block.
         """
         if not self._fed:
             raise ReplayError(
