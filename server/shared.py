@@ -1,9 +1,11 @@
 """What the first process shares with each of several API processes: its port, and whether its
 engines live."""
 
+import ctypes
 import multiprocessing
 import os
 import socket
+import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -41,10 +43,16 @@ class Shared:
         self.engines_live.close()
 
 
+_SO_ATTACH_FILTER = 26  # asm-generic/socket.h; the module `socket` has no name for it
+_BPF_RETURN = 0x06  # linux/bpf_common.h: BPF_RET | BPF_K, with the number of bytes to keep
+
+
 def close_for_all(listening: socket.socket) -> list[socket.socket]:
     """Closes a port for all processes that hold it, unlike `close`. Returns the connections that
     nobody has accepted: the system would reset them."""
     connections = []
+    with suppress(OSError):  # it is closed already
+        _let_nobody_in(listening)
     with suppress(OSError):  # nobody has listened yet, or it is closed, or nobody waits
         listening.setblocking(False)
         while True:
@@ -52,6 +60,18 @@ def close_for_all(listening: socket.socket) -> list[socket.socket]:
     with suppress(OSError):
         listening.shutdown(socket.SHUT_RDWR)
     return connections
+
+
+def _let_nobody_in(listening: socket.socket) -> None:
+    """Has the system drop packets of new clients. They try again after a second, and learn then
+    that the port is closed.
+
+    A client that came between the last `accept` and `shutdown` would be reset. Between the two,
+    this thread may wait milliseconds for another one.
+    """
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+    program = struct.pack("HP", 1, ctypes.addressof(drop_all))  # linux/filter.h: sock_fprog
+    listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def ends_of_engines() -> list[int]:
