@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
-from routed_experts.protocol.collect import PROMPT_END_UNKNOWN, Routing, RoutingError
+from routed_experts.protocol.routing import PROMPT_END_UNKNOWN, Routing, RoutingError
 
 Number = TypeVar("Number", bound=np.generic)
 Padding = Literal["left", "right"] | int
@@ -26,7 +26,7 @@ def verify(routing: Routing, num_experts: int) -> None:
     >>> verify(Routing(np.array([[[0, 2], [2, 2]]], np.int16), start=7), num_experts=4)
     Traceback (most recent call last):
     ...
-    routed_experts.protocol.collect.RoutingError: position 7, layer 1: an expert twice: [2, 2]
+    routed_experts.protocol.routing.RoutingError: position 7, layer 1: an expert twice: [2, 2]
 
     Raises:
         RoutingError: an id is -1, out of range, or twice in a layer of a row, or weights are not as

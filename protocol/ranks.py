@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol import arguments
 from routed_experts.protocol.batch import check_rows, token_counts
 from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
-from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.protocol.routing import Routing, RoutingError
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 Span = tuple[int, int]

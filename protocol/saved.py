@@ -16,16 +16,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from routed_experts.protocol.answers import is_number, without_envelope
 from routed_experts.protocol.codec import encode
-from routed_experts.protocol.collect import (
-    Asked,
-    Collector,
-    Routing,
-    RoutingError,
-    Texts,
-    is_number,
-    without_envelope,
-)
+from routed_experts.protocol.collect import Collector, RequestValues
+from routed_experts.protocol.routing import Routing, RoutingError, Texts
 from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
@@ -163,13 +157,15 @@ class SavedAnswer:
     ) -> Collector:
         """The response, before arrays of its choices are made; they may take `most_bytes`."""
         info = self._info(model)
-        asked: Asked = {"prompt_start": None}
+        request: RequestValues = {"prompt_start": None}
         if info.n is not None:
-            asked["n"] = info.n
+            request["n"] = info.n
         if info.rows_dtype is not None and info.num_layers is not None and info.top_k is not None:
-            asked |= {"num_layers": info.num_layers, "top_k": info.top_k, "dtype": info.rows_dtype}
+            request["num_layers"] = info.num_layers
+            request["top_k"] = info.top_k
+            request["dtype"] = info.rows_dtype
         with self.located():
-            collector = Collector(**asked)
+            collector = Collector(**request)
             for part in self.parts:
                 collector.take(part)
             if (size := collector.num_bytes) > most_bytes:

@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
         return serve(rest)
     import numpy as np
 
-    from routed_experts.protocol.collect import RoutingError
+    from routed_experts.protocol.routing import RoutingError
 
     module = "cli.tiny_model" if command == "tiny-model" else f"tools.{command}"
     try:  # files come from anywhere: what is wrong with one is an error with its place

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from routed_experts.protocol.collect import RoutingError
+from routed_experts.protocol.routing import RoutingError
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.console import CommandError, Parser, say
 from routed_experts.server.tools.differences import Comparison, table

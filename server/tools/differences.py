@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import UNKNOWN
-from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.server.tools.reference import Ids, Reference, Scores
 
 

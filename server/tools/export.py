@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from routed_experts.protocol.codec import UNKNOWN, Rows, count_missing
-from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
 from routed_experts.server.cli.console import CommandError, Parser, progress
 from routed_experts.server.tools.running import RunningServer, add_server_flags, bodies_of

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from routed_experts.protocol.collect import Routing
+from routed_experts.protocol.routing import Routing
 from routed_experts.protocol.saved import MAX_CHARS, ModelInfo, SavedAnswer
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.tools.saved import open_text

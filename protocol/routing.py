@@ -1,0 +1,171 @@
+"""The rows of one choice, as `collect` returns them and `batch` and `ranks` take them.
+
+Imports numpy and the standard library only.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.protocol import arguments
+from routed_experts.protocol.codec import Rows, count_missing
+from routed_experts.protocol.expert_load import Histogram
+
+PROMPT_END_UNKNOWN = (
+    "where the prompt ends is not known: give prompt_len, or ask with return_token_ids, "
+    "or for the split layout"
+)
+
+
+class RoutingError(ValueError):
+    """An incomplete or impossible response."""
+
+
+class Texts(Sequence[str | None]):
+    """The texts of tokens by position; None where unknown.
+
+    Unknown ones before the first take no memory: a response may say that its prompt is longer than
+    any is.
+    """
+
+    def __init__(self, num_absent: int, texts: Sequence[str | None]) -> None:
+        self._num_absent = num_absent
+        self._texts = tuple(texts)
+
+    def __len__(self) -> int:
+        return self._num_absent + len(self._texts)
+
+    def __iter__(self) -> Iterator[str | None]:
+        return chain(repeat(None, self._num_absent), self._texts)
+
+    @overload
+    def __getitem__(self, index: int) -> str | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str | None, ...]: ...
+    def __getitem__(self, index: int | slice) -> str | tuple[str | None, ...] | None:
+        positions = range(len(self))[index]
+        if isinstance(positions, range):
+            return tuple(map(self._text, positions))
+        return self._text(positions)
+
+    def _text(self, position: int) -> str | None:
+        if position < self._num_absent:
+            return None
+        return self._texts[position - self._num_absent]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Sequence) and len(self) == len(other) and tuple(self) == tuple(other)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def known(self) -> tuple[int, tuple[str | None, ...]]:
+        """The position of the first text that came, and those from there on."""
+        return self._num_absent, self._texts
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The rows of one choice, its prompt's first.
+
+    The prompt has P tokens, the choice G generated ones, the model L MoE layers, and K experts are
+    chosen for a token. The last token has no row.
+
+    Attributes:
+        rows: int16 [n, L, K], expert ids of the positions `start` to `end`; -1 in unknown rows.
+            None of them if the response has histograms only.
+        start: absolute position of the first row, in tokens.
+        prompt_len: P; None if neither the response contains it (joined layout without token ids)
+            nor the caller of `collect` gave it.
+        index: the choice's index in the response.
+        prompt_token_ids: [P], if the response has them (`return_token_ids`).
+        token_ids: [G], the generated ones, likewise.
+        finish_reason: None if the response was cut off.
+        weights: float32 [n, L, K], the router's weights of the ids, if the response has them; NaN
+            where unknown.
+        logprobs: float64, log-probabilities of the G generated tokens, with `echo` of all P + G, if
+            the response has them; NaN for a token without one (the first of a prompt).
+        texts: of the P + G tokens, None where unknown; if log-probabilities tell them.
+        prompt_histogram: counts of the rows of the prompt, if the response has them
+            (`routed_experts_histogram`).
+        histogram: counts of the rows of the generated tokens, likewise.
+        media: the hash of each picture, sound and block of embeddings of the prompt, in their
+            order, or other names that differ where what the model sees differs; () if the prompt
+            has none, None if nobody said.
+
+    Raises:
+        TypeError: an argument has another type, or an array another kind of elements.
+        ValueError: an array has another shape; `start` or `prompt_len` is negative.
+    """
+
+    rows: Rows
+    start: int = 0
+    prompt_len: int | None = None
+    index: int = 0
+    prompt_token_ids: tuple[int, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    finish_reason: str | None = None
+    weights: NDArray[np.float32] | None = None
+    logprobs: NDArray[np.float64] | None = None
+    texts: Sequence[str | None] | None = None
+    prompt_histogram: Histogram | None = None
+    histogram: Histogram | None = None
+    media: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", arguments.array("rows", self.rows, "iu", "nLK"))
+        arguments.integer("start", self.start)
+        if self.prompt_len is not None:
+            arguments.integer("prompt_len", self.prompt_len)
+        if self.media is not None:
+            arguments.sequence_of("media", self.media, str)
+        if self.weights is not None:
+            weights = arguments.array("weights", self.weights, "f", "nLK")
+            object.__setattr__(self, "weights", weights)
+            if weights.shape != self.rows.shape:
+                raise ValueError(
+                    f"weights must have the shape of rows {self.rows.shape}, not {weights.shape}"
+                )
+
+    @property
+    def end(self) -> int:
+        """The position after the last row.
+
+        In a finished response that is the position of the last token.
+        """
+        return self.start + len(self.rows)
+
+    @property
+    def missing(self) -> int:
+        """Number of rows with an unknown id."""
+        return count_missing(self.rows)
+
+    @property
+    def prompt_rows(self) -> Rows:
+        """[P - start, L, K], a view of `rows`.
+
+        Raises:
+            RoutingError: `prompt_len` is None.
+        """
+        return self.rows[: self._num_prompt_rows]
+
+    @property
+    def generated_rows(self) -> Rows:
+        """[G - 1, L, K], a view of `rows`.
+
+        Raises:
+            RoutingError: `prompt_len` is None.
+        """
+        return self.rows[self._num_prompt_rows :]
+
+    @property
+    def _num_prompt_rows(self) -> int:
+        if self.prompt_len is None:
+            raise RoutingError(PROMPT_END_UNKNOWN)
+        return max(self.prompt_len - self.start, 0)
