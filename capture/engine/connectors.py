@@ -1,7 +1,7 @@
 """The known KV connectors. KV that was computed elsewhere, or earlier, arrives without rows."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -15,22 +15,32 @@ ON_LOAD_VARIABLE = "ROUTED_EXPERTS_ON_LOAD"
 RECOMPUTE, MISSING = "recompute", "missing"
 
 
-class Kind(Enum):
-    """Where a connector's KV comes from."""
+class KVSource(Enum):
+    """Where a KV connector's KV comes from, and with it what is done about its rows
+    (`capture/scheduler/kv/children.py`)."""
 
-    STORE = "store"  # an earlier computation of the same tokens, which a request can recompute
-    # the prefill instance: loaded even without rows, unless that instance may have freed it
+    STORE = "store"
+    """An earlier computation of the same tokens. Its rows are not known: a request that needs rows
+    computes the tokens again, or has -1 (`--routed-experts-on-load`)."""
+
+    OFFLOAD = "offload"
+    """Whole blocks that this engine computed and that vLLM's `OffloadingConnector`, or a class
+    derived from it, copied to host memory: their rows are kept with them. With tiers, or a manager
+    of a third party, chunks may come from elsewhere, and it is a `STORE`."""
+
     TRANSFER = "transfer"
+    """The prefill instance. Loaded even without rows, unless that instance may have freed it."""
 
 
 @dataclass(frozen=True)
-class Connector:
-    """A KV connector whose loads are all announced to the scheduler."""
+class KnownConnector:
+    """A KV connector of vLLM's that was reviewed: all its loads are announced to the scheduler."""
 
-    kind: Kind
-    # Whether loads never overwrite blocks of a prefix hit. Other connectors may fetch whole chunks
-    # and overwrite KV that this engine computed.
-    writes_behind_hit: bool
+    source: KVSource
+    # Whether a load may write into blocks of the request's prefix hit, which hold KV that this
+    # engine computed and other requests read: those of KV connectors that fetch whole chunks. The
+    # rows in these blocks then become unknown. Others load only into the blocks behind the hit.
+    may_overwrite_hits: bool
     # Default of `kv_lease_duration`, in seconds; None if unknown. After the lease the blocks go to
     # other requests, and a later pull silently reads their KV.
     lease_s: float | None = None
@@ -38,51 +48,60 @@ class Connector:
 
 
 _NIXL_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
-_NIXL_PULL = Connector(
-    Kind.TRANSFER,
-    writes_behind_hit=True,
+_NIXL_PULL = KnownConnector(
+    KVSource.TRANSFER,
+    may_overwrite_hits=False,
     lease_s=30,
     pull_fields=(*_NIXL_FIELDS, "remote_block_ids"),
 )
-_NIXL_PUSH = Connector(
-    Kind.TRANSFER, writes_behind_hit=True, lease_s=30, pull_fields=(*_NIXL_FIELDS, "tp_size")
+_NIXL_PUSH = KnownConnector(
+    KVSource.TRANSFER,
+    may_overwrite_hits=False,
+    lease_s=30,
+    pull_fields=(*_NIXL_FIELDS, "tp_size"),
 )
-_MOONCAKE_FIELDS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+_MOONCAKE = KnownConnector(
+    KVSource.TRANSFER,
+    may_overwrite_hits=False,
+    pull_fields=("remote_engine_id", "remote_bootstrap_addr", "transfer_id"),
+)
+# The fields that a pull needs depend on its mode and on the request id, which may contain the
+# address.
+_MORIIO = KnownConnector(KVSource.TRANSFER, may_overwrite_hits=True)
 
-CONNECTORS: dict[str, Connector] = {
+CONNECTORS: dict[str, KnownConnector] = {
     "NixlConnector": _NIXL_PULL,
     "NixlPullConnector": _NIXL_PULL,
     "NixlPushConnector": _NIXL_PUSH,
-    "MooncakeConnector": Connector(
-        Kind.TRANSFER, writes_behind_hit=True, pull_fields=_MOONCAKE_FIELDS
-    ),
-    # The fields that a pull needs depend on its mode and on the request id, which may contain the
-    # address.
-    "MoRIIOConnector": Connector(Kind.TRANSFER, writes_behind_hit=False),
-    "OffloadingConnector": Connector(Kind.STORE, writes_behind_hit=True),
-    "SimpleCPUOffloadConnector": Connector(Kind.STORE, writes_behind_hit=True),
-    "LMCacheConnectorV1": Connector(Kind.STORE, writes_behind_hit=False),
-    "LMCacheMPConnector": Connector(Kind.STORE, writes_behind_hit=False),
-    "MooncakeStoreConnector": Connector(Kind.STORE, writes_behind_hit=False),
-    "FlexKVConnectorV1": Connector(Kind.STORE, writes_behind_hit=False),
-    "HF3FSKVConnector": Connector(Kind.STORE, writes_behind_hit=False),
-    "ExampleConnector": Connector(Kind.STORE, writes_behind_hit=False),
+    "MooncakeConnector": _MOONCAKE,
+    "MoRIIOConnector": _MORIIO,
+    "OffloadingConnector": KnownConnector(KVSource.OFFLOAD, may_overwrite_hits=False),
+    "SimpleCPUOffloadConnector": KnownConnector(KVSource.STORE, may_overwrite_hits=False),
+    "LMCacheConnectorV1": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
+    "LMCacheMPConnector": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
+    "MooncakeStoreConnector": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
+    "FlexKVConnectorV1": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
+    "HF3FSKVConnector": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
+    "ExampleConnector": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
 }
-"""By name. Absent: DecodeBenchConnector (its KV is made up), ExampleHiddenStatesConnector,
-HiSparseConnector (it moves KV of running requests), and connectors whose code was not reviewed."""
+"""By the name that `--kv-transfer-config` has. A new KV connector is one line here; without one it
+is refused.
+
+Absent: DecodeBenchConnector (its KV is made up), ExampleHiddenStatesConnector, HiSparseConnector
+(it moves KV of running requests), and KV connectors whose code was not reviewed."""
 
 MULTI = "MultiConnector"
 
 
-def used_by(config: KVTransferConfig) -> list[Connector | None]:
-    """The connectors of a configuration, for a `MultiConnector` its children in order; None for an
-    unknown one."""
+def used_by(config: KVTransferConfig) -> list[KnownConnector | None]:
+    """The KV connectors of a configuration, for a `MultiConnector` its children in order; None for
+    an unknown one."""
     return [_known(child) for child in children_of(config)]
 
 
 def num_transfers(config: KVTransferConfig) -> int:
-    """Number of connectors that load KV from other instances."""
-    return sum(known is not None and known.kind is Kind.TRANSFER for known in used_by(config))
+    """Number of KV connectors that load KV from other instances."""
+    return sum(known is not None and known.source is KVSource.TRANSFER for known in used_by(config))
 
 
 def lease_of(config: KVTransferConfig) -> float | None:
@@ -90,30 +109,31 @@ def lease_of(config: KVTransferConfig) -> float | None:
     for child in children_of(config):
         known = _known(child)
         if known is not None and known.lease_s is not None:
-            return float(
-                (child.get("kv_connector_extra_config") or {}).get(
-                    "kv_lease_duration", known.lease_s
-                )
-            )
+            return float(_extra_config(child).get("kv_lease_duration", known.lease_s))
     return None
 
 
 def reads_back(config: KVTransferConfig) -> bool:
     """Whether prefill instances read KV of decode instances too (NIXL's
     `bidirectional_kv_xfer`)."""
-    extra = (child.get("kv_connector_extra_config") or {} for child in children_of(config))
-    return any(each.get("bidirectional_kv_xfer", False) for each in extra)
+    return any(
+        _extra_config(child).get("bidirectional_kv_xfer", False) for child in children_of(config)
+    )
 
 
 def children_of(config: KVTransferConfig) -> list[Mapping[str, Any]]:
-    """The configuration of each connector, for a `MultiConnector` of its children in order."""
+    """The configuration of each KV connector, for a `MultiConnector` of its children in order."""
     if config.kv_connector == MULTI:
         return config.kv_connector_extra_config.get("connectors", [])
     names = ("kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config")
     return [{name: getattr(config, name) for name in names}]
 
 
-def _known(config: Mapping[str, Any]) -> Connector | None:
+def _extra_config(child: Mapping[str, Any]) -> Mapping[str, Any]:
+    return child.get("kv_connector_extra_config") or {}
+
+
+def _known(config: Mapping[str, Any]) -> KnownConnector | None:
     """None for a class from another module, which may differ from vLLM's of that name; LMCache has
     its own classes."""
     path = config.get("kv_connector_module_path") or ""
@@ -125,21 +145,3 @@ def _known(config: Mapping[str, Any]) -> Connector | None:
 def on_load() -> str:
     """The policy for KV without rows if a request asks for rows: `recompute` or `missing`."""
     return os.environ.get(ON_LOAD_VARIABLE, RECOMPUTE)
-
-
-def describe(config: KVTransferConfig, policy: str, keep_rows: Sequence[bool]) -> str:
-    """One log line on what a configuration means for rows. `keep_rows`: for each connector, whether
-    rows are kept."""
-    transfer = "KV of another instance has the rows that come in kv_transfer_params, else none (-1)"
-    kept = "KV that is offloaded keeps its rows"
-    store = (
-        "KV of a store comes without rows (-1)"
-        if policy == MISSING
-        else "requests that ask for rows compute what they would load from a store"
-    )
-    children = [child for child in used_by(config) if child is not None]
-    said = [
-        transfer if child.kind is Kind.TRANSFER else kept if keeps else store
-        for child, keeps in zip(children, keep_rows, strict=True)
-    ]
-    return f"KV connector {config.kv_connector}: {'; '.join(dict.fromkeys(said))}."

@@ -15,8 +15,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.scheduler.host_cache import HostCache
-from routed_experts.capture.scheduler.kv.offloading import OffloadLoad, OffloadStore
-from routed_experts.capture.scheduler.kv.tracker import KVLoad
+from routed_experts.capture.scheduler.kv.children import Load
+from routed_experts.capture.scheduler.kv.offloading import OffloadStore
 from routed_experts.capture.scheduler.output_queue import OutputQueue
 from routed_experts.capture.scheduler.pending_rows import PendingRows, Piece
 from routed_experts.capture.scheduler.request_rows import RequestRows
@@ -39,7 +39,7 @@ class Step:
     scheduled: SchedulerOutput
     # block tables (vLLM's objects), where rows before the step's are needed
     blocks: Mapping[str, Sequence[Any]]
-    loads: Sequence[KVLoad | OffloadLoad] = ()  # before or during it
+    loads: Sequence[Load] = ()  # before or during it
     stores: Sequence[OffloadStore] = ()  # before or after it runs
     # Ids that are other requests' by now: the requests that it ran were aborted, and the ids have
     # come again.

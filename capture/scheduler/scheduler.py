@@ -58,10 +58,10 @@ class SchedulerConnector(ConnectorSlot):
             self.external_kv = ExternalKVTracker(
                 scheduler,
                 config.kv_transfer_config,
-                kv_group,
                 self.cache,
-                self.distributor.tracked,
-                self._on_unexpected,
+                kv_group=kv_group,
+                tracked=self.distributor.tracked,
+                on_unexpected=self._on_unexpected,
             )
         self.prefill_rows = PrefillRowsExchange(source, self.external_kv.pulls)
 
@@ -118,7 +118,7 @@ class SchedulerConnector(ConnectorSlot):
         for store in step.stores:
             if store.runs_before_step:
                 store.apply(self.cache)
-        if step.loads and not self.external_kv.writes_behind_hit:
+        if step.loads and self.external_kv.may_overwrite_hits:
             self.distributor.before_overwrite()
         for load in step.loads:
             load.apply(self.cache)
@@ -150,7 +150,7 @@ class SchedulerConnector(ConnectorSlot):
         stats = self._stats.report(
             is_idle,
             len(self.distributor.tracked),
-            lambda: self.external_kv.kept_bytes + self.cache.used_bytes,
+            lambda: self.external_kv.used_bytes + self.cache.used_bytes,
         )
         if stats is not None:  # for one process, because metrics are summed over processes
             notes.setdefault(0, {})[STATS] = asdict(stats)

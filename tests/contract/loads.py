@@ -29,7 +29,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
+from routed_experts.capture.engine.connectors import (
+    CONNECTORS,
+    ON_LOAD_VARIABLE,
+    KnownConnector,
+    KVSource,
+)
 from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract import engine as around
@@ -421,13 +426,14 @@ def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
     global STORE
     STORE = Store(policy, **about)
     with pytest.MonkeyPatch.context() as patch:
-        for name, *about in (
-            (NAME, Kind.STORE),
-            (TRANSFER, Kind.TRANSFER),
-            (PULL, Kind.TRANSFER, LEASE_S, ("remote_request_id",)),
+        overwrites = {"may_overwrite_hits": STORE.fetches_hits}
+        pulls = {"lease_s": LEASE_S, "pull_fields": ("remote_request_id",)}
+        for name, known in (
+            (NAME, KnownConnector(KVSource.STORE, **overwrites)),
+            (TRANSFER, KnownConnector(KVSource.TRANSFER, **overwrites)),
+            (PULL, KnownConnector(KVSource.TRANSFER, **overwrites, **pulls)),
         ):
-            kind, *pulls = about
-            patch.setitem(CONNECTORS, name, Connector(kind, not STORE.fetches_hits, *pulls))
+            patch.setitem(CONNECTORS, name, known)
         patch.setenv(ON_LOAD_VARIABLE, policy)
         yield STORE
 

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
+from routed_experts.capture.scheduler.kv.children import OffloadChild
 from routed_experts.capture.scheduler.kv.offloading import OffloadedRows
 from tests.contract.engine import Core
 from tests.contract.loads import Slot, TracingExecutor, _Metadata, engine_with, slots_of
@@ -119,8 +120,10 @@ def engine_that_offloads(
 
 
 def rows_of(core: Core) -> OffloadedRows:
-    (rows,) = (rows for _, rows in core.capture.external_kv._children if rows is not None)
-    return rows
+    (child,) = (
+        child for child in core.capture.external_kv.children if isinstance(child, OffloadChild)
+    )
+    return child.rows
 
 
 def keys_kept(core: Core) -> list[bytes]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from routed_experts.capture.scheduler.kv.tracker import ExternalKVTracker
+from routed_experts.capture.scheduler.kv.tracker import ExternalKVTracker, Offer
 from routed_experts.capture.wire.message import Cause
 from tests.contract.engine import BLOCK, SHARED, Client, share_partly, tokens
 from tests.contract.loads import NAME, TRANSFER, Store, computed_before, engine_with_store, store
@@ -96,11 +96,11 @@ def test_what_another_instance_computed_is_loaded_for_all(
 
 @pytest.mark.parametrize("warm", ["missing"], indirect=True)
 @pytest.mark.parametrize(
-    "asked",
-    [("another", 0, False), ("asks", 5 * BLOCK, False)],
+    "offer",
+    [Offer("another", 0, False), Offer("asks", 5 * BLOCK, False)],
     ids=["of another", "behind its blocks"],
 )
-def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int, bool]) -> None:
+def test_a_load_that_nobody_was_asked_for(warm: Warm, offer: Offer) -> None:
     """Which of the request's blocks it fills is not known: none of them has rows, and the engine
     goes on."""
     client, kept = warm
@@ -108,7 +108,7 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int, boo
     load = core.scheduler.connector.update_state_after_alloc
 
     def unasked(*args: Any) -> None:
-        core.capture.external_kv._asked = asked
+        core.capture.external_kv._offer = offer
         load(*args)
 
     core.scheduler.connector.update_state_after_alloc = unasked
@@ -170,7 +170,7 @@ def test_a_block_without_rows_that_is_copied_over_has_those_of_its_source(is_asy
         core = client.engines[0]
         client.answer("loads", PROMPT, start=None)
         core.empty_prefix_cache()
-        (without,) = core.capture.external_kv._blocks_without
+        without = core.capture.external_kv.blocks_without_rows.without_ids
         client.add("takes the others", tokens(3 * BLOCK, seed=2), start=None, max_tokens=BLOCK)
         client.add("source", prompt := tokens(SHARED + 4, seed=1), max_tokens=20)
         client.steps(4)

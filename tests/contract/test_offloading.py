@@ -98,7 +98,8 @@ def test_a_load_of_others_than_were_prepared(warm: Client, of: str, keys: slice)
 
     def fewer(asked: Any, context: Any) -> Any:
         spec = prepare(asked, context)
-        rows._loaded = of, rows._loaded[1][keys]
+        prepared = rows._prepared_load
+        rows._prepared_load = prepared._replace(request_id=of, keys=prepared.keys[keys])
         return spec
 
     manager.prepare_load = fewer
@@ -111,7 +112,9 @@ def unknown_spec(rows: OffloadedRows, job: Any) -> None:
 
 
 def one_key_more(rows: OffloadedRows, job: Any) -> None:
-    rows._stores = [(spec, [*keys, b"another"]) for spec, keys in rows._stores]
+    rows._prepared_stores = [
+        store._replace(keys=[*store.keys, b"another"]) for store in rows._prepared_stores
+    ]
 
 
 def one_block_less(rows: OffloadedRows, job: Any) -> None:

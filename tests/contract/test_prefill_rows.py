@@ -15,8 +15,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine import transfer_params
 from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.kv.loads import KVLoad
 from routed_experts.capture.scheduler.kv.pulls import Pulls
-from routed_experts.capture.scheduler.kv.tracker import KVLoad
 from routed_experts.capture.wire import prefill_rows
 from routed_experts.capture.wire.message import OPT_IN_ARG, Cause, OptIn
 from routed_experts.capture.wire.prefill_rows import PARAM

@@ -1,11 +1,9 @@
-"""Tracks KV that a connector loads, whose slots have only the rows that came with it, or lets
-requests recompute it."""
+"""Follows what a KV connector loads, whose rows are those that came with the KV, or has requests
+compute it instead."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,83 +18,65 @@ from vllm.v1.request import Request
 from routed_experts.capture.engine.connectors import (
     MULTI,
     RECOMPUTE,
-    Kind,
-    describe,
+    KnownConnector,
+    KVSource,
     lease_of,
     on_load,
     reads_back,
     used_by,
 )
 from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.kv.blocks import BlocksWithoutRows, blocks_of, slots_of
+from routed_experts.capture.scheduler.kv.children import (
+    Child,
+    Load,
+    OffloadChild,
+    StoreChild,
+    TransferChild,
+)
+from routed_experts.capture.scheduler.kv.loads import KVLoad
+from routed_experts.capture.scheduler.kv.needs import RowNeeds
 from routed_experts.capture.scheduler.kv.offloading import (
     OffloadedRows,
-    OffloadLoad,
     OffloadStore,
     OnUnexpected,
-    keeps_rows,
 )
 from routed_experts.capture.scheduler.kv.pulls import Pulls
 from routed_experts.capture.scheduler.request_rows import RequestRows
 from routed_experts.capture.wire.message import Cause
-from routed_experts.capture.wire.prefill_rows import PrefillRows
-from routed_experts.capture.wire.rows import missing_weights
-from routed_experts.protocol.codec import UNKNOWN
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")
 
-_PIECE_ROWS = 256
 
-LocalHit = tuple[KVCacheBlocks, int, int, bool]
-"""Result of a lookup in the prefix cache: blocks, tokens, and two values for hybrid models."""
+class LocalHit(NamedTuple):
+    """What vLLM's lookup in the prefix cache returns."""
+
+    blocks: KVCacheBlocks
+    num_tokens: int
+    # of hybrid models
+    shared_prefix_boundary: int
+    is_divergent: bool
 
 
-@dataclass(frozen=True)
-class KVLoad:
-    """An update of the host cache for loaded KV."""
+class Offer(NamedTuple):
+    """What a KV connector was last asked about: vLLM passes the blocks of a load in a later
+    call."""
 
-    slots: NDArray[np.int64]  # [n], all loaded slots
-    # m <= n, of the first m slots; the others are unknown. In a cache of rows with weights, those
-    # of ids that came without are unknown. `PrefillRowsExchange` has checked their shape.
-    rows: PrefillRows | None
-    cause: Cause  # why some are unknown
-    # Whether it may overwrite what the step writes into the slots, because it runs beside steps.
-    ends_late: bool = False
-
-    def are_known(self, with_weights: bool = False) -> NDArray[np.bool_]:
-        """[n], True for slots whose rows are known, with their weights."""
-        known = np.zeros(len(self.slots), dtype=np.bool_)
-        if self.rows is not None and (self.rows.has_weights or not with_weights):
-            ids = self.rows.ids
-            known[: len(ids)] = ids.min(initial=0) > UNKNOWN or (ids != UNKNOWN).all(axis=(1, 2))
-            if with_weights:
-                known[: len(ids)] &= ~missing_weights(self.rows.rows)
-        return known
-
-    def apply(self, cache: HostCache) -> None:
-        cache.forget(self.slots, self.cause)
-        if self.rows is None:
-            return
-        count, height = self.rows.rows.shape[:2]
-        buffer = np.full((min(count, _PIECE_ROWS), *cache.row_shape), UNKNOWN, dtype=np.int16)
-        # each piece stays in the processor's cache until it is written
-        for first in range(0, count, _PIECE_ROWS):
-            piece = self.rows.rows[first : first + _PIECE_ROWS]
-            buffer[: len(piece), :height] = piece
-            slots, rows = self.slots[first : first + len(piece)], buffer[: len(piece)]
-            cache.write(slots, rows)
-            if (unknown := rows[:, 0, 0] == UNKNOWN).any():  # there too
-                cache.forget(slots[unknown], self.cause)
+    request_id: str
+    num_local: int  # tokens of the request's prefix hit, behind which the load begins
+    is_async: bool  # whether the load would run beside steps
 
 
 class NoExternalKV:
-    """In place of `ExternalKVTracker` without a connector."""
+    """In place of `ExternalKVTracker` without a KV connector."""
 
-    writes_behind_hit, kept_bytes = True, 0
+    may_overwrite_hits = False
+    used_bytes = 0
 
     def __init__(self) -> None:
         self.pulls = Pulls(None)  # of this engine: a process may have several
 
-    def pop_loads(self, *step: Any) -> list[KVLoad | OffloadLoad]:
+    def pop_loads(self, *step: Any) -> list[Load]:
         return []
 
     def pop_stores(self, step: SchedulerOutput) -> list[OffloadStore]:
@@ -107,9 +87,9 @@ class NoExternalKV:
 
 
 class ExternalKVTracker:
-    """Follows the loads of a connector on the scheduler's side.
+    """Follows the loads of a KV connector on the scheduler's side.
 
-    vLLM asks the connector how many tokens it can load (`get_num_new_matched_tokens`), allocates
+    vLLM asks the KV connector how many tokens it can load (`get_num_new_matched_tokens`), allocates
     blocks and passes them (`update_state_after_alloc`). External KV has no other way into a block,
     so both methods are replaced on the instance; for a `MultiConnector`, on the outer one.
 
@@ -123,150 +103,163 @@ class ExternalKVTracker:
         self,
         scheduler: Scheduler,
         config: KVTransferConfig,
-        kv_group: int,
         cache: HostCache,
-        tracked: Mapping[str, RequestRows],
+        *,
+        kv_group: int,  # the KV cache group by whose slots rows are kept
+        tracked: Mapping[str, RequestRows],  # the requests that opted in, by id
         on_unexpected: OnUnexpected,
     ) -> None:
         self._connector: Any = scheduler.connector
-        self._config = config
+        self._is_multi = config.kv_connector == MULTI
         self._kv_cache_manager = scheduler.kv_cache_manager
         self._kv_group = kv_group
         self._block_size = cache.block_size
-        self._tracked = tracked
+        self._has_weights = cache.has_weights
         self._on_unexpected = on_unexpected
         self._recompute = on_load() == RECOMPUTE
-        is_hybrid = len(self._kv_cache_manager.kv_cache_config.kv_cache_groups) > 1
-        # Otherwise no request that asks for rows gets KV of a store without them: see
-        # `truncate_prefix_hit` and `_ask`.
-        self._store_cause = (
-            Cause.COMPUTED_IF_ASKED if self._recompute and not is_hybrid else Cause.KV_STORE
-        )
-        needs = (self._first_needed, self._needs_weights)
-        about = (
-            kv_group,
-            cache.block_size,
-            cache.has_weights,
-            *needs,
-            self._store_cause,
-            on_unexpected,
-        )
-        # what is known of each connector, and the rows of its KV, if they are kept
-        self._children = [
-            (known, OffloadedRows(child.scheduler, *about) if keeps_rows(child) else None)
-            for known, child in zip(
-                used_by(config), self._each(self._connector, "_connectors"), strict=True
-            )
-            if known is not None
-        ]
-        connectors = self._each(self._connector, "_connectors")
-        self._offloading = [child for child in connectors if isinstance(child, OffloadingConnector)]
-        # The last request that was asked for, its tokens in the prefix cache, and whether it would
-        # load beside steps.
-        self._asked = "", 0, False
-        self._loads: list[KVLoad | OffloadLoad] = []
+        self._reads_back = reads_back(config)
+        self._needs = RowNeeds(tracked, recompute=self._recompute, has_weights=cache.has_weights)
         self.pulls = Pulls(lease_of(config))
-        # As of the next step: blocks with unknown rows, and, if weights are captured, these with
-        # blocks whose rows came without weights, which only requests that ask for weights cannot
-        # use.
-        self._blocks_without: list[set[int]] = [set() for _ in range(1 + cache.has_weights)]
+        self.blocks_without_rows = BlocksWithoutRows()
+        self._offer = Offer("", 0, False)
+        self._loads: list[Load] = []  # of the step that is being scheduled
+
+        known_connectors = used_by(config)
+        # Whether a load may overwrite blocks of a prefix hit.
+        self.may_overwrite_hits = any(
+            known is not None and known.may_overwrite_hits for known in known_connectors
+        )
+        connectors = self._of_children(self._connector, "_connectors")
+        self.children = [
+            self._child(child, known)
+            for child, known in zip(connectors, known_connectors, strict=True)
+        ]
+        self._offloading = [child for child in connectors if isinstance(child, OffloadingConnector)]
+
         connector = self._connector
         connector.get_num_new_matched_tokens = partial(
-            self._ask, connector.get_num_new_matched_tokens
+            self._limit_offer, connector.get_num_new_matched_tokens
         )
-        connector.update_state_after_alloc = partial(self._load, connector.update_state_after_alloc)
-        logger.info(describe(config, on_load(), [rows is not None for _, rows in self._children]))
+        connector.update_state_after_alloc = partial(
+            self._record_load, connector.update_state_after_alloc
+        )
+        descriptions = dict.fromkeys(child.description for child in self.children)
+        logger.info("KV connector %s: %s.", config.kv_connector, "; ".join(descriptions))
+
+    def _child(self, connector: Any, known: KnownConnector | None) -> Child:
+        assert known is not None, "an unknown KV connector is refused (`capture/engine/config.py`)"
+        if known.source is KVSource.TRANSFER:
+            return TransferChild(
+                self.pulls,
+                self._kv_cache_manager.kv_cache_config,
+                kv_group=self._kv_group,
+                block_size=self._block_size,
+                reads_back=self._reads_back,
+            )
+        if known.source is KVSource.OFFLOAD and OffloadChild.can_follow(connector):
+            rows = OffloadedRows(
+                connector.scheduler,
+                self._needs,
+                kv_group=self._kv_group,
+                block_size=self._block_size,
+                has_weights=self._has_weights,
+                cause=self._store_cause,
+                on_unexpected=self._on_unexpected,
+            )
+            return OffloadChild(rows)
+        return StoreChild(self._needs, self._store_cause, recompute=self._recompute)
 
     @property
-    def writes_behind_hit(self) -> bool:
-        """Whether no load overwrites blocks of a prefix hit."""
-        return all(known.writes_behind_hit for known, _ in self._children)
+    def _store_cause(self) -> Cause:
+        """Why rows of a store's KV are unknown."""
+        is_hybrid = len(self._kv_cache_manager.kv_cache_config.kv_cache_groups) > 1
+        if self._recompute and not is_hybrid:
+            # No request that asks for rows gets this KV: see `truncate_prefix_hit` and
+            # `StoreChild.accepts`.
+            return Cause.COMPUTED_IF_ASKED
+        return Cause.KV_STORE
+
+    def _of_children(self, whole: Any, name: str) -> Sequence[Any]:
+        """What `whole` has for each child: its attribute `name` if it is a `MultiConnector`'s."""
+        return getattr(whole, name) if self._is_multi else [whole]
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of rows that are kept with KV outside the KV cache."""
-        return sum(rows.store.used_bytes for _, rows in self._children if rows is not None)
+    def used_bytes(self) -> int:
+        """Bytes of the rows that are kept with KV outside the KV cache."""
+        return sum(child.used_bytes for child in self.children)
+
+    # ---- what a step does ----
+
+    def pop_loads(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[Load]:
+        """The loads of a scheduled step. Called before the step's requests are advanced."""
+        loads = self._loads
+        self._loads = []
+        if self.blocks_without_rows:
+            if step.kv_cache_block_copies:
+                self.blocks_without_rows.copy(step.kv_cache_block_copies)
+            # which may be overwritten after the step has computed them
+            late = {
+                block
+                for load in loads
+                if load.ends_late
+                for block in blocks_of(load.slots, self._block_size)
+            }
+            for request_id, num_tokens in step.num_scheduled_tokens.items():
+                first = requests[request_id].num_computed_tokens
+                computed = self._computed_blocks(request_id, first, first + num_tokens)
+                self.blocks_without_rows.computed(computed - late)
+        return loads
+
+    def _computed_blocks(self, request_id: str, first: int, end: int) -> set[int]:
+        """The blocks that are computed as a whole once positions `first` to `end` of a request are:
+        those whose first slot is among them."""
+        first_block = -(-first // self._block_size)
+        end_block = -(-end // self._block_size)
+        if first_block == end_block:
+            return set()
+        manager = self._kv_cache_manager.coordinator.single_type_managers[self._kv_group]
+        blocks = manager.req_to_blocks[request_id][first_block:end_block]
+        return {block.block_id for block in blocks}
 
     def pop_stores(self, step: SchedulerOutput) -> list[OffloadStore]:
         """The stores of a scheduled step, to apply before or after it runs."""
-        pairs = zip(self._children, self._each(step.kv_connector_metadata, "metadata"), strict=True)
-        return [
-            store
-            for (_, rows), child in pairs
-            if rows is not None
-            for store in rows.pop_stores(child)
-        ]
-
-    def _each(self, whole: Any, name: str) -> Sequence[Any]:
-        """`whole`, or what a `MultiConnector`'s has for each of its connectors."""
-        return getattr(whole, name) if self._config.kv_connector == MULTI else [whole]
-
-    def pop_loads(
-        self, step: SchedulerOutput, requests: Mapping[str, Request]
-    ) -> list[KVLoad | OffloadLoad]:
-        """The loads of a scheduled step. Called before the step's requests are advanced."""
-        loads, self._loads = self._loads, []
-        if any(self._blocks_without):
-            late = {block for load in loads if load.ends_late for block in self._blocks(load.slots)}
-            copies = step.kv_cache_block_copies or ()
-            for blocks in self._blocks_without:
-                # All sources are read before any destination is written.
-                copied = {destination for source, destination in copies if source in blocks}
-                blocks.difference_update(destination for _, destination in copies)
-                blocks |= copied
-            manager = self._kv_cache_manager.coordinator.single_type_managers[self._kv_group]
-            for request_id, count in step.num_scheduled_tokens.items():
-                start = requests[request_id].num_computed_tokens
-                first, end = -(-start // self._block_size), -(-(start + count) // self._block_size)
-                if first < end:  # a block whose first slot is computed is computed as a whole
-                    computed = {
-                        block.block_id for block in manager.req_to_blocks[request_id][first:end]
-                    }
-                    for blocks in self._blocks_without:
-                        blocks -= computed - late
-        return loads
+        metadata = self._of_children(step.kv_connector_metadata, "metadata")
+        stores: list[OffloadStore] = []
+        for child, of_child in zip(self.children, metadata, strict=True):
+            stores += child.stores(of_child)
+        return stores
 
     def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
         """Truncates a prefix hit at the first block that lacks rows the request needs. Not for
         hybrid models."""
-        blocks, _, boundary, diverged = hit
-        without = self._blocks_without[self._needs_weights(request.request_id)]
-        if not without or len(blocks.blocks) > 1:
+        hit = LocalHit(*hit)
+        if not self.blocks_without_rows or len(hit.blocks.blocks) > 1:
             return hit
-        first = self._first_needed(request.request_id) // self._block_size
-        for index, block in enumerate(blocks.blocks[0][first:], first):
-            if block.block_id in without:
-                num_tokens = index * self._block_size
-                cut = self._kv_cache_manager.truncate_computed_blocks(blocks, num_tokens)
-                return cut, num_tokens, min(boundary, num_tokens), diverged
-        return hit
+        (blocks,) = hit.blocks.blocks
+        first = self._needs.first_row(request.request_id) // self._block_size
+        needed = [block.block_id for block in blocks[first:]]
+        usable = self.blocks_without_rows.cut(needed, self._needs.weights(request.request_id))
+        if usable == len(needed):
+            return hit
+        num_tokens = (first + usable) * self._block_size
+        return LocalHit(
+            self._kv_cache_manager.truncate_computed_blocks(hit.blocks, num_tokens),
+            num_tokens,
+            min(hit.shared_prefix_boundary, num_tokens),
+            hit.is_divergent,
+        )
 
-    # ---- what requests need ----
+    # ---- in place of the KV connector's methods, which are `original` ----
 
-    def _asks(self, request_id: str) -> RequestRows | None:
-        """The state of a request whose rows are worth computing again."""
-        state = self._tracked.get(request_id)
-        return None if state is None or state.opt_in.allow_missing else state
-
-    def _first_needed(self, request_id: str) -> int:
-        """Position from which on the request computes rows rather than load KV without; beyond all
-        if never."""
-        state = self._asks(request_id) if self._recompute else None
-        return sys.maxsize if state is None else state.first_needed
-
-    def _needs_weights(self, request_id: str) -> bool:
-        state = self._asks(request_id) if len(self._blocks_without) > 1 else None
-        return state is not None and state.opt_in.weights
-
-    # ---- in place of the connector's methods ----
-
-    def _ask(self, theirs: Any, request: Request, num_local: int) -> tuple[int | None, bool]:
-        """Accepts a connector's offer as a whole or not at all: connectors fail if only a part of
-        it is loaded."""
+    def _limit_offer(
+        self, original: Any, request: Request, num_local: int
+    ) -> tuple[int | None, bool]:
+        """Accepts a KV connector's offer as a whole or not at all: KV connectors fail if only a
+        part of it is loaded."""
         if self.pulls.must_wait(request.request_id):
             return None, False
-        count, is_async = theirs(request, num_local)
-        self._asked = request.request_id, num_local, is_async
+        count, is_async = original(request, num_local)
+        self._offer = Offer(request.request_id, num_local, is_async)
         if not count:
             return count, is_async
         if count < 0:
@@ -274,113 +267,71 @@ class ExternalKVTracker:
             # prefix hit is longer. vLLM would then recompute the difference, overwriting blocks of
             # the hit that others read.
             return 0, False
-        child = self._child(request)
-        if self._kind(child) is Kind.TRANSFER:
-            is_accepted = self._may_pull(request, num_local + count)
-        # which offers only what has rows
-        elif child is not None and self._children[child][1] is not None:
-            is_accepted = True
-        else:
-            is_accepted = num_local + count <= self._first_needed(request.request_id)
-        return (count, is_async) if is_accepted else (0, False)
+        child = self._chosen(request)
+        if child is None or not child.accepts(request, num_local + count):
+            return 0, False
+        return count, is_async
 
-    def _may_pull(self, request: Request, end: int) -> bool:
-        """Whether a request may pull KV up to position `end`.
+    def _chosen(self, request: Request) -> Child | None:
+        """The child from which the request's KV would come; None if a `MultiConnector` chose
+        none."""
+        if not self._is_multi:
+            return self.children[0]
+        index = self._connector._requests_to_connector.get(request.request_id)
+        return None if index is None else self.children[index]
 
-        NIXL's worker ends the engine if the prefill instance has fewer blocks, or other KV cache
-        groups. Without `bidirectional_kv_xfer`, a prefill request that names remote KV would wait
-        for it forever.
-        """
-        if self.pulls.lease_s is None:
-            return True
-        params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill") and not reads_back(self._config):
-            return False
-        groups, num_tokens = params.get("remote_block_ids"), params.get("remote_num_tokens")
-        transferred = self._kv_cache_manager.kv_cache_config.transfer_group_ids
-        if groups and len(groups) != len(transferred):
-            return False
-        if num_tokens is not None and -(-num_tokens // self._block_size) < -(
-            -end // self._block_size
-        ):
-            return False
-        # Only this group must hold every token. If the other instance's blocks are larger, the
-        # prompt is recomputed.
-        group = transferred.index(self._kv_group) if self._kv_group in transferred else None
-        if groups and group is not None and len(groups[group]) * self._block_size < end:
-            return False
-        return not self.pulls.is_late(request.request_id)
-
-    def _child(self, request: Request) -> int | None:
-        """Index of the connector from which the request's KV would come; None if a `MultiConnector`
-        chose none."""
-        is_multi = self._config.kv_connector == MULTI
-        return self._connector._requests_to_connector.get(request.request_id) if is_multi else 0
-
-    def _kind(self, child: int | None) -> Kind:
-        return Kind.STORE if child is None else self._children[child][0].kind
-
-    def _load(self, theirs: Any, request: Request, blocks: KVCacheBlocks, count: int) -> None:
-        theirs(request, blocks, count)
+    def _record_load(
+        self, original: Any, request: Request, blocks: KVCacheBlocks, count: int
+    ) -> None:
+        """Records a load of `count` tokens, 0 if nothing is loaded, into some of `blocks`."""
+        original(request, blocks, count)
         if not count:
             self.pulls.forget(request.request_id)  # KV is pulled once, or not at all
             return
-        for offloading in self._offloading:
-            # Until vLLM 0.33, a block that another connector loads into is not one that offloading
-            # looks for: it would copy the block out as KV of the request that had it before, whose
-            # copy is still to be made.
-            allocated = {
-                block.block_id for group in blocks.blocks for block in group if not block.is_null
-            }
-            offloading.scheduler._current_batch_allocated_block_ids |= allocated
+        self._tell_offloading(blocks)
         table = np.array(
             [block.block_id for block in blocks.blocks[self._kv_group]], dtype=np.int64
         )
-        for load in self._decided(request, table, count):
+        for load in self._loads_of(request, table, count):
             self._loads.append(load)
-            for with_weights, without in enumerate(self._blocks_without):
-                without.difference_update(self._blocks(load.slots))
-                without.update(self._blocks(load.slots[~load.are_known(bool(with_weights))]))
+            self._mark(load)
 
-    def _decided(
-        self, request: Request, table: NDArray[np.int64], count: int
-    ) -> Iterator[KVLoad | OffloadLoad]:
-        """The loads of `count` tokens into the blocks of `table`."""
-        asked, num_local, is_async = self._asked
-        child, capacity = self._child(request), len(table) * self._block_size
-        if asked != request.request_id or child is None or num_local + count > capacity:
+    def _tell_offloading(self, blocks: KVCacheBlocks) -> None:
+        """Until vLLM 0.33, a block that another KV connector loads into is not one that offloading
+        looks for: it would copy the block out as KV of the request that had it before, whose copy
+        is still to be made."""
+        allocated = {
+            block.block_id for group in blocks.blocks for block in group if not block.is_null
+        }
+        for offloading in self._offloading:
+            offloading.scheduler._current_batch_allocated_block_ids |= allocated
+
+    def _loads_of(self, request: Request, table: NDArray[np.int64], count: int) -> Iterator[Load]:
+        """What a load of `count` tokens into the blocks of `table` ([blocks]) does to rows."""
+        offer = self._offer
+        child = self._chosen(request)
+        capacity = len(table) * self._block_size
+        end = offer.num_local + count
+        if offer.request_id != request.request_id or child is None or end > capacity:
             # The start of the load is unknown, so all rows of the request's blocks become unknown.
             self._on_unexpected("loads KV that it was not asked for", capacity)
             self.pulls.forget(request.request_id)
-            yield KVLoad(self._slots(table, 0, capacity), None, Cause.FAULT, ends_late=True)
+            slots = slots_of(table, 0, capacity, self._block_size)
+            yield KVLoad(slots, None, Cause.FAULT, ends_late=True)
             return
-        is_transfer = self._kind(child) is Kind.TRANSFER
-        # running requests that asked for these rows lose them, whatever the policy
-        if not self.writes_behind_hit:
-            overwrites = Cause.KV_TRANSFER if is_transfer else Cause.KV_STORE
-            yield KVLoad(self._slots(table, 0, num_local), None, overwrites, ends_late=is_async)
-        slots, offloaded = (
-            self._slots(table, num_local, num_local + count),
-            self._children[child][1],
-        )
-        if offloaded is not None:
-            yield offloaded.pop_load(request.request_id, slots, num_local)
-        elif is_transfer:
-            rows = self.pulls.begin(request.request_id)
-            rows = rows and rows._replace(rows=rows.rows[num_local : num_local + count])
-            yield KVLoad(slots, rows, Cause.KV_TRANSFER)
-        else:
-            yield KVLoad(slots, None, self._store_cause)
+        if self.may_overwrite_hits:
+            # Running requests that asked for these rows lose them, whatever the policy.
+            hit = slots_of(table, 0, offer.num_local, self._block_size)
+            yield KVLoad(hit, None, child.overwrite_cause, ends_late=offer.is_async)
+        slots = slots_of(table, offer.num_local, end, self._block_size)
+        yield child.load(request.request_id, slots, offer.num_local)
 
-    def _blocks(self, slots: NDArray[np.int64]) -> list[int]:
-        """The blocks of `slots`, which follow each other in a block table."""
-        blocks = slots // self._block_size
-        ids: list[int] = blocks[np.flatnonzero(np.diff(blocks, prepend=-1))].tolist()
-        return ids
-
-    def _slots(self, table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
-        """Slots of positions `first` to `end`."""
-        positions = np.arange(first, end)
-        return (
-            table[positions // self._block_size] * self._block_size + positions % self._block_size
+    def _mark(self, load: Load) -> None:
+        """Marks the blocks of a load that lack rows from the next step on."""
+        lacks_ids = ~load.are_known()
+        lacks_weights = ~load.are_known(with_weights=True) if self._has_weights else lacks_ids
+        self.blocks_without_rows.mark(
+            blocks_of(load.slots, self._block_size),
+            without_ids=blocks_of(load.slots[lacks_ids], self._block_size),
+            without_weights=blocks_of(load.slots[lacks_weights], self._block_size),
         )
