@@ -123,6 +123,7 @@ WORKER: tuple[Name, ...] = (
     *_of("vllm.v1.outputs:ModelRunnerOutput", "aux_output_connector_output", since="0.31.0"),
     *_of("vllm.sequence:IntermediateTensors", "tensors"),
     *_of(f"{_FUSED_MOE}.layer", "MoERunner"),
+    *_of(f"{_FUSED_MOE}.router.zero_expert_router", "ZeroExpertRouter"),
     *_of(_ROUTER, "set_capture_fn", "_compute_routing", "select_experts"),
     *_of(_EXPERTS, "forward_modular", "forward_monolithic"),
     *_of(

@@ -1,7 +1,8 @@
 """The worker's side of the capture, for both model runners."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,23 +24,25 @@ class RowShape:
 
     @classmethod
     def of_stages(cls, stages: Sequence["RowShape"]) -> "RowShape":
-        """The shape of the whole model from those of its pipeline stages, in order; refuses stages
-        that differ."""
-        kinds = {(stage.num_experts, stage.top_k) for stage in stages if stage.layer_ids}
-        if not kinds:
+        """The shape of the whole model from those of its pipeline stages, in order.
+
+        Raises `ValueError` if no stage has MoE layers, or if stages differ.
+        """
+        sizes = {(stage.num_experts, stage.top_k) for stage in stages if stage.layer_ids}
+        if not sizes:
             raise ValueError("no MoE layer was found in the model")
-        if len(kinds) != 1:
+        if len(sizes) != 1:
             raise ValueError(
-                f"the MoE layers of a model must agree in experts and top-k, but these are {sorted(kinds)}"
+                f"the MoE layers of a model must agree in experts and top-k, but these are {sorted(sizes)}"
             )
-        num_experts, top_k = kinds.pop()
-        return cls(
-            tuple(layer for stage in stages for layer in stage.layer_ids),
-            num_experts,
-            top_k,
-            tuple(scale for stage in stages for scale in stage.weights_scale),
-            any(stage.weights_on_input for stage in stages),
-        )
+        num_experts, top_k = sizes.pop()
+        layer_ids: tuple[int, ...] = ()
+        weights_scale: tuple[float, ...] = ()
+        for stage in stages:
+            layer_ids += stage.layer_ids
+            weights_scale += stage.weights_scale
+        weights_on_input = any(stage.weights_on_input for stage in stages)
+        return cls(layer_ids, num_experts, top_k, weights_scale, weights_on_input)
 
 
 LocalTokenSlice = Callable[[torch.Tensor], tuple[int, torch.Tensor]]
@@ -51,12 +54,24 @@ Sink = Callable[..., None]
 captured."""
 
 
+def ignore(ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+    """A `Sink` that stores nothing."""
+
+
+class _Deferred(NamedTuple):
+    """What a layer's router has chosen, to be stored at the end of the forward pass."""
+
+    ids: torch.Tensor  # [n, K] int32
+    weights: torch.Tensor | None  # [n, K] float32
+
+
 class Capturer:
     """Owns the device cache of one worker and sends each step's rows to the host."""
 
     def __init__(
         self,
         shape: RowShape,  # of the whole model
+        *,
         stage_layers: Sequence[int],  # how many MoE layers each pipeline stage has, in order
         stage: int,  # which of them this worker's is
         max_tokens: int,  # in one step
@@ -65,11 +80,18 @@ class Capturer:
         with_weights: bool = False,
     ) -> None:
         self.shape = shape
-        self.cache = DeviceCache(stage_layers[stage], max_tokens, shape.top_k, device, with_weights)
+        self.cache = DeviceCache(
+            stage_layers[stage],
+            max_tokens=max_tokens,
+            top_k=shape.top_k,
+            device=device,
+            with_weights=with_weights,
+        )
         self.pipeline = Pipeline(
             self.cache, max_steps_in_flight, num_upstream_layers=sum(stage_layers[:stage])
         )
-        self._held: dict[int, tuple[torch.Tensor, ...]] | None = None
+        # by layer, between `defer_stores` and `flush_stores`
+        self._deferred: dict[int, _Deferred] | None = None
 
     def sink(
         self, layer: int, own_tokens: LocalTokenSlice | None = None, may_defer: bool = False
@@ -84,51 +106,68 @@ class Capturer:
         `own_tokens` picks this rank's rows where the router sees those of other ranks as well, or a
         part of them. It `may_defer` if the tensors stay unmodified while they are referenced.
         """
-        (view, weights_view), top_k = self.cache.views(layer), self.cache.top_k
+        view, weights_view = self.cache.views(layer)
+        top_k = self.cache.top_k
 
         def store(ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
             if weights_view is None:
                 weights = None
-            if may_defer and self._held is not None and own_tokens is None:
-                self._held[layer] = tuple(
-                    each[:, :top_k] for each in (ids, weights) if each is not None
+            if may_defer and self._deferred is not None and own_tokens is None:
+                self._deferred[layer] = _Deferred(
+                    ids[:, :top_k], None if weights is None else weights[:, :top_k]
                 )
                 return
-            first, own = (0, ids) if own_tokens is None else own_tokens(ids)
-            view[first : first + own.shape[0]].copy_(own[:, :top_k])
+            first = 0
+            own = ids
+            if own_tokens is not None:
+                first, own = own_tokens(ids)
+            end = first + own.shape[0]
+            view[first:end].copy_(own[:, :top_k])
             if weights is not None and weights_view is not None:
-                # `own_tokens` counts calls
+                # Not by another call of `own_tokens`, which counts its calls.
                 source = (own.storage_offset() - ids.storage_offset()) // ids.stride(0)
-                own = weights[source : source + own.shape[0]]
-                weights_view[first : first + own.shape[0]].copy_(own[:, :top_k])
+                own_weights = weights[source : source + own.shape[0]]
+                weights_view[first:end].copy_(own_weights[:, :top_k])
 
         return store
 
     def defer_stores(self) -> None:
-        """Until `flush_stores`, sinks that may hold keep the ids where their router has put them.
+        """Until `flush_stores`, sinks that may defer keep the ids where their router has put them.
         For a forward pass that is recorded as one CUDA graph. A copy in each of 58 layers took 1 %
         of a step of 4 ms."""
-        self._held = {}
+        self._deferred = {}
 
     def flush_stores(self) -> None:
-        """Enqueues two kernels that store what was held, with weights four, as the end of the
+        """Enqueues two kernels that store what was deferred, with weights four, as the end of the
         forward pass."""
-        held, self._held = self._held, None
-        planes = (
-            [self.cache.ids] if self.cache.weights is None else [self.cache.ids, self.cache.weights]
-        )
-        for index, plane in enumerate(planes if held else ()):
-            assert held is not None
-            if len(held) == self.cache.num_layers:
-                stacked = torch.stack([held[layer][index] for layer in range(len(held))])
-                plane[:, : stacked.shape[1]].copy_(stacked)
-                continue
-            for layer, kept in held.items():  # the others are stored, or written directly
-                plane[layer, : len(kept[index])].copy_(kept[index])
+        deferred = self._deferred
+        self._deferred = None
+        if not deferred:
+            return
+        self._store(self.cache.ids, {layer: chosen.ids for layer, chosen in deferred.items()})
+        if self.cache.weights is not None:
+            weights = {
+                layer: chosen.weights
+                for layer, chosen in deferred.items()
+                if chosen.weights is not None
+            }
+            self._store(self.cache.weights, weights)
+
+    def _store(self, plane: torch.Tensor, chosen: Mapping[int, torch.Tensor]) -> None:
+        """Copies what layers have chosen ([n, K] each) into `plane` ([L, N, K]). Layers that are
+        not in `chosen` are stored already, or written directly."""
+        if len(chosen) == self.cache.num_layers:
+            stacked = torch.stack([chosen[layer] for layer in range(len(chosen))])  # [L, n, K]
+            plane[:, : stacked.shape[1]].copy_(stacked)
+            return
+        for layer, of_layer in chosen.items():
+            plane[layer, : len(of_layer)].copy_(of_layer)
 
     def downstream(self, num_tokens: int, upstream: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, layers so far, K] int32 (2K with weights) for the next stage: `upstream`'s
         rows, then its own. Always memory of its own: the next forward pass writes into the device
         cache while this is still being sent."""
-        own = self.cache.planes[:, :, :num_tokens].permute(2, 1, 0, 3).flatten(2)
-        return torch.cat([own] if upstream is None else [upstream[:num_tokens], own], dim=1)
+        planes = self.cache.planes[:, :, :num_tokens]  # [1 or 2, L, n, K]
+        own = planes.permute(2, 1, 0, 3).flatten(2)  # [n, L, K or 2K]
+        parts = [own] if upstream is None else [upstream[:num_tokens], own]
+        return torch.cat(parts, dim=1)

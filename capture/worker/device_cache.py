@@ -14,13 +14,17 @@ class DeviceCache:
     def __init__(
         self,
         num_layers: int,
+        *,
         max_tokens: int,
         top_k: int,
         device: torch.device,
         with_weights: bool = False,
     ) -> None:
-        self.num_layers, self.max_tokens, self.top_k = num_layers, max_tokens, top_k
-        shape = (2 if with_weights else 1, num_layers, max_tokens, top_k)
+        self.num_layers = num_layers
+        self.max_tokens = max_tokens
+        self.top_k = top_k
+        num_planes = 2 if with_weights else 1
+        shape = (num_planes, num_layers, max_tokens, top_k)
         # [1, L, N, K], with weights [2, L, N, K]. One allocation, which one kernel resets.
         self.planes = torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
         self.ids = self.planes[0]  # [L, N, K]

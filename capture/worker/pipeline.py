@@ -102,8 +102,9 @@ class Pipeline:
         self, cache: DeviceCache, max_steps_in_flight: int, num_upstream_layers: int = 0
     ) -> None:
         self._cache = cache
-        self._num_layers = num_upstream_layers + cache.num_layers
-        self._row_shape = row_shape(self._num_layers, cache.top_k, cache.weights is not None)
+        self._num_upstream_layers = num_upstream_layers
+        num_layers = num_upstream_layers + cache.num_layers
+        self._row_shape = row_shape(num_layers, cache.top_k, cache.weights is not None)
         self._words_per_token = _SLOT_WORDS + self._row_shape[0] * self._row_shape[1]
         device = cache.ids.device
         self._copier: CpuCopier | CudaCopier = CpuCopier()
@@ -127,7 +128,8 @@ class Pipeline:
         """
         cache = self._cache
         n = int(offsets[-1])
-        if (0 if upstream is None else upstream.shape[1]) != self._num_layers - cache.num_layers:
+        num_upstream = 0 if upstream is None else upstream.shape[1]
+        if num_upstream != self._num_upstream_layers:
             raise ValueError("the rows of the earlier pipeline stages did not come with the step")
         if n > cache.max_tokens:
             raise ValueError(
@@ -135,24 +137,35 @@ class Pipeline:
             )
         staging = self._copier.staging(n * self._words_per_token)
         staging[: n * _SLOT_WORDS].view(torch.int64).copy_(slots[:n])
-        rows = staging[n * _SLOT_WORDS :].view(n, *self._row_shape)
-        first, end, top_k = self._num_layers - cache.num_layers, self._num_layers, cache.top_k
+        self._pack_rows(staging[n * _SLOT_WORDS :].view(n, *self._row_shape), upstream)
+        return partial(self._result, self._copier.start(), offsets)
+
+    def _pack_rows(self, rows: torch.Tensor, upstream: torch.Tensor | None) -> None:
+        """Fills `rows` ([n, L, K] int16, [n, 3L, K] with weights) with those of earlier stages and
+        of the device cache."""
+        cache = self._cache
+        n = len(rows)
+        first = self._num_upstream_layers
+        end = first + cache.num_layers
         # One kernel transposes and narrows. A copy to the host of a view that is not contiguous
         # would block.
         rows[:, first:end].copy_(cache.ids[:, :n].transpose(0, 1))
         if upstream is not None:
-            rows[:, :first].copy_(upstream[:n, :, :top_k])
-        if cache.weights is not None:  # as words, which are moved and not converted
-            weights = rows[:, end:].view(n, end, 2 * top_k)
-            weights[:, first:].copy_(cache.planes[1].view(torch.int16)[:, :n].transpose(0, 1))
-            if upstream is not None:
-                weights[:, :first].copy_(upstream[:n, :, top_k:].view(torch.int16))
-        return partial(self._result, self._copier.start(), offsets)
+            rows[:, :first].copy_(upstream[:n, :, : cache.top_k])
+        if cache.weights is None:
+            return
+        # as words, which are moved and not converted
+        weights = rows[:, end:].view(n, end, 2 * cache.top_k)  # [n, L, 2K]
+        own_words = cache.planes[1].view(torch.int16)  # [own layers, N, 2K]
+        weights[:, first:].copy_(own_words[:, :n].transpose(0, 1))
+        if upstream is not None:
+            weights[:, :first].copy_(upstream[:n, :, cache.top_k :].view(torch.int16))
 
     def _result(self, copy: Copy, offsets: NDArray[np.int64]) -> StepRows:
         began = time.perf_counter()
         words = copy()
         waited_s = time.perf_counter() - began
         n = int(offsets[-1])
-        rows = words[n * _SLOT_WORDS :].reshape(n, *self._row_shape)
-        return StepRows(rows, words[: n * _SLOT_WORDS].view(np.int64), offsets, waited_s)
+        slots = words[: n * _SLOT_WORDS].view(np.int64)  # [n]
+        rows = words[n * _SLOT_WORDS :].reshape(n, *self._row_shape)  # [n, L, K] or [n, 3L, K]
+        return StepRows(rows, slots, offsets, waited_s)

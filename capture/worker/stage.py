@@ -12,15 +12,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from routed_experts.capture.engine.config import EXTERNAL_LAUNCHER
-from routed_experts.capture.worker.binding import has_parts
 from routed_experts.capture.worker.capturer import Capturer, RowShape
 from routed_experts.capture.worker.device_cache import DeviceCache
+from routed_experts.capture.worker.moe_layers import has_parts
 from routed_experts.protocol.codec import UNKNOWN
 
 _ROWS = "routed_experts"
+"""Name of our tensor among those that go to the next stage."""
 
 
 def gather_stages(own: RowShape) -> list[RowShape]:
+    """The shapes of all pipeline stages, in order; `own` is this worker's. All ranks must call
+    it."""
     group = get_pp_group()
     shapes: list[Any] = [own] * group.world_size
     if group.world_size > 1:
@@ -44,16 +47,17 @@ def join_cache(cache: DeviceCache, num_tokens: int) -> None:
     -1. The bits of their weights are added, with 0 from every rank but the one that has them: a
     maximum would prefer another rank's -1 to the bits of a negative number.
     """
-    planes, group = cache.planes[:, :, :num_tokens], get_tp_group().device_group
-    ids, weights = planes[0], planes[1] if cache.weights is not None else None
-    if weights is not None:
-        bits = torch.where(ids >= 0, weights, 0)
+    group = get_tp_group().device_group
+    planes = cache.planes[:, :, :num_tokens]  # [1 or 2, L, n, K]
+    ids = planes[0]
+    if cache.weights is not None:  # as long as -1 says which ids are this rank's
+        bits = torch.where(ids >= 0, planes[1], 0)
         torch.distributed.all_reduce(bits, torch.distributed.ReduceOp.SUM, group)
     whole = ids.contiguous()
     torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MAX, group)
     ids.copy_(whole)
-    if weights is not None:
-        weights.copy_(torch.where(ids >= 0, bits, UNKNOWN))
+    if cache.weights is not None:
+        planes[1].copy_(torch.where(ids >= 0, bits, UNKNOWN))
 
 
 class PipelineStage:

@@ -16,16 +16,12 @@ from routed_experts.capture.engine.versions import check_vllm_has
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.capture.seams.required import WORKER
 from routed_experts.capture.wire.rows import captures_weights
-from routed_experts.capture.worker.binding import (
-    bind,
-    check_weights,
-    find_moe_layers,
-    has_parts,
-    storing_after_forward,
-)
+from routed_experts.capture.worker.binding import bind, storing_after_forward
 from routed_experts.capture.worker.capturer import Capturer, RowShape
+from routed_experts.capture.worker.moe_layers import find_moe_layers, has_parts
 from routed_experts.capture.worker.stage import gather_stages, join_cache
 from routed_experts.capture.worker.v1 import V1Adapter
+from routed_experts.capture.worker.weights import check_weights
 
 if TYPE_CHECKING or current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker

@@ -67,7 +67,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
 @given(events=st.lists(EVENTS, max_size=20), hit=st.permutations(range(BLOCKS)))
 def test_blocks_lack_rows_where_the_host_cache_does(events: list, hit: list[int]) -> None:
     caches = Caches()

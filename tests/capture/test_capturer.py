@@ -27,7 +27,15 @@ def weights(request: pytest.FixtureRequest) -> bool:
 
 
 def capturer(stage: int = 0, weights: bool = False, layers: Sequence[int] = LAYERS) -> Capturer:
-    return Capturer(RowShape.of_stages(STAGES), layers, stage, 9, 2, torch.device("cpu"), weights)
+    return Capturer(
+        RowShape.of_stages(STAGES),
+        stage_layers=layers,
+        stage=stage,
+        max_tokens=9,
+        max_steps_in_flight=2,
+        device=torch.device("cpu"),
+        with_weights=weights,
+    )
 
 
 def choice(layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,7 @@ from vllm.forward_context import (
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
@@ -35,20 +36,16 @@ from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.versions import ALLOW_UNTESTED_VARIABLE
 from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource
+from routed_experts.capture.seams.required import WORKER
 from routed_experts.capture.wire.rows import WEIGHTS_KEY, ids_of, weights_of
 from routed_experts.capture.wire.transport import StepRows, detach
-from routed_experts.capture.worker import binding
-from routed_experts.capture.worker.binding import (
-    MoELayers,
-    bind,
-    capture_choice,
-    check_weights,
-    check_weights_are_kept,
-    find_moe_layers,
-    has_parts,
-    write_directly,
-)
+from routed_experts.capture.worker import binding, direct_writes
+from routed_experts.capture.worker.binding import bind, capture_choice
 from routed_experts.capture.worker.capturer import Capturer, RowShape
+from routed_experts.capture.worker.direct_writes import write_directly
+from routed_experts.capture.worker.moe_layers import MoELayers, find_moe_layers, has_parts
+from routed_experts.capture.worker.refusals import REFUSED_ROUTERS
+from routed_experts.capture.worker.weights import check_weights, check_weights_are_kept
 from routed_experts.server.http.seams import _first_or_none
 from tests.contract.served import worker_in_this_process
 
@@ -123,6 +120,18 @@ def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]
             cleanup_dist_env_and_memory()
 
 
+def capturer_of(shape: RowShape, max_tokens: int = 8) -> Capturer:
+    """Of a model without pipeline stages."""
+    return Capturer(
+        shape,
+        stage_layers=[len(shape.layer_ids)],
+        stage=0,
+        max_tokens=max_tokens,
+        max_steps_in_flight=1,
+        device=torch.device("cpu"),
+    )
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_a_layer_writes_what_its_gate_chooses(
     engine: Engine, tiny_model: Path, tokens: int
@@ -191,6 +200,17 @@ def test_layers_that_cannot_be_captured(
         find_moe_layers(engine.model)
 
 
+def test_routers_of_refused_classes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of classes that derive from them; the list of required names has each, so that a rename
+    in vLLM is seen."""
+    assert REFUSED_ROUTERS.keys() <= {name.short for name in WORKER}
+    derived = type("Derived", (ZeroExpertRouter,), {})
+    for cls in (ZeroExpertRouter, derived):
+        monkeypatch.setattr(engine.runners[0], "router", object.__new__(cls))
+        with pytest.raises(UnsupportedConfig, match="Layer 1 has zero experts"):
+            find_moe_layers(engine.model)
+
+
 def test_layers_of_a_vision_tower_are_refused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +235,7 @@ def test_of_layers_that_all_ranks_route_one_rank_has_the_ids(
     monkeypatch.setattr(engine.runners[1].moe_config.moe_parallel_config, "sp_size", 2)
     monkeypatch.setattr(binding, "get_tp_group", lambda: SimpleNamespace(rank_in_group=1))
     layers = MoELayers(tuple(engine.runners), engine.worker._capturer.shape)
-    capturer = Capturer(layers.shape, [len(engine.runners)], 0, 8, 1, torch.device("cpu"))
+    capturer = capturer_of(layers.shape)
     bind(layers, capturer, dp_rank=0, dp_size=2)
     metadata = DPMetadata(torch.tensor([6, 2], dtype=torch.int32))
     with override_forward_context(ForwardContext({}, {}, {}, dp_metadata=metadata)):
@@ -253,7 +273,7 @@ def test_ids_are_stored_at_the_end_of_a_forward_pass_that_is_recorded(
     recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And layer by layer in all others, also when nothing is recorded any more."""
-    capturer = Capturer(RowShape((0, 1), 8, 2), [2], 0, 4, 1, torch.device("cpu"))
+    capturer = capturer_of(RowShape((0, 1), 8, 2), max_tokens=4)
     ids = torch.arange(6, dtype=torch.int32).reshape(3, 2)
 
     class Model(torch.nn.Module):
@@ -281,7 +301,7 @@ def test_ids_that_came_from_outside_are_not_held(
     for runner, router in zip(engine.runners, (from_outside, FusedTopKRouter(4, 16)), strict=False):
         monkeypatch.setattr(runner, "router", router)
     shape = engine.worker._capturer.shape
-    capturer = Capturer(shape, [len(engine.runners)], 0, 8, 1, torch.device("cpu"))
+    capturer = capturer_of(shape)
     bind(MoELayers(tuple(engine.runners[:2]), shape), capturer, dp_rank=0, dp_size=1)
     capturer.defer_stores()
     for runner in engine.runners[:2]:
@@ -358,7 +378,7 @@ def test_fused_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         layer.eplb_state.logical_replica_count = torch.ones(8, dtype=torch.int64)
         layer.eplb_state.expert_load_view = torch.zeros(12, dtype=torch.int64)
         layer.eplb_state.should_record_tensor = torch.zeros((), dtype=torch.bool)
-    capturer = Capturer(layers.shape, [2], 0, 8, 1, torch.device("cpu"))
+    capturer = capturer_of(layers.shape)
     capturer.cache.ids.fill_(-1)
     bind(layers, capturer, dp_rank=0, dp_size=1)
     ids = torch.tensor([[0, 1, 2, 3], [4, 3, 2, 0]])
@@ -524,7 +544,7 @@ def test_a_kernel_that_writes_directly(with_weights: bool, monkeypatch: pytest.M
         ids.copy_(found.indices)
         return weights, ids
 
-    monkeypatch.setattr(binding, "dispatch_topk_softmax_func", lambda: top_k)
+    monkeypatch.setattr(direct_writes, "dispatch_topk_softmax_func", lambda: top_k)
     router = FusedTopKRouter(top_k=4, global_num_experts=16)
     view = torch.full((8, 4), -1, dtype=torch.int32)
     weights_view = torch.full((8, 4), torch.nan)

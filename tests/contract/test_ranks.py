@@ -25,8 +25,8 @@ from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner, UBatchState
 from vllm.v1.worker.ubatch_utils import UBatchSlice
 
 from routed_experts.capture.worker import stage
-from routed_experts.capture.worker.binding import local_token_slice
 from routed_experts.capture.worker.capturer import LocalTokenSlice
+from routed_experts.capture.worker.token_slices import local_token_slice
 
 TOP_K = 4
 

@@ -34,7 +34,7 @@ from routed_experts.capture.engine.config import (
     full_attention_group,
 )
 from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, used_by
-from routed_experts.capture.worker.binding import find_moe_layers
+from routed_experts.capture.worker.moe_layers import find_moe_layers
 from routed_experts.server.cli import serve
 
 OLDER_RAY = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"

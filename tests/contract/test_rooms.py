@@ -40,7 +40,13 @@ MAY_IMPORT = {
 }
 MAY_IMPORT_VLLM = (
     *("capture/engine", "capture/seams", "capture/wire/transport.py"),
-    *(f"capture/worker/{name}.py" for name in ("binding", "stage", "v1", "v2", "worker")),
+    *(
+        f"capture/worker/{name}.py"
+        for name in (
+            *("moe_layers", "refusals", "weights", "binding", "direct_writes", "token_slices"),
+            *("stage", "v1", "v2", "worker"),
+        )
+    ),
     *(f"capture/scheduler/{name}.py" for name in ("distributor", "output_queue", "scheduler")),
     *("capture/scheduler/prefill_exchange.py", "capture/scheduler/kv"),
     *("server/vllm_api.py", "server/http/vllm_http.py", "server/http/seams.py"),

@@ -28,7 +28,14 @@ class Stage:
         self.version, self.is_last = version, index == 1
         self.seen: list[str] = []  # what happened, in order
         self.intermediate_tensors = IntermediateTensors({"hidden_states": torch.zeros(8, HIDDEN)})
-        self.capturer = Capturer(RowShape((0, 1), 16, K), [1, 1], index, 8, 1, torch.device("cpu"))
+        self.capturer = Capturer(
+            RowShape((0, 1), 16, K),
+            stage_layers=[1, 1],
+            stage=index,
+            max_tokens=8,
+            max_steps_in_flight=1,
+            device=torch.device("cpu"),
+        )
         self.capturer.cache.ids.fill_(index + 1)
         self.stage = PipelineStage(self, self.capturer)
 

@@ -38,6 +38,10 @@ class Pull:
     rows: PrefillRows | None  # of the KV; None once the pull has begun
     until: float  # of `time.monotonic`; no limit once the pull has ended
 
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.until
+
 
 class Arrival(NamedTuple):
     """A request that came with rows of KV."""
@@ -47,6 +51,13 @@ class Arrival(NamedTuple):
     after: Pull | None = None  # that of the request that came first for this KV, if another did
 
 
+class _FirstPull(NamedTuple):
+    """The pull of the request that came first for some KV."""
+
+    pull: Pull
+    forget_at: float  # of `time.monotonic`
+
+
 class Pulls:
     """State of requests until they end. Which request came first for some KV is remembered for a
     lease."""
@@ -54,8 +65,7 @@ class Pulls:
     def __init__(self, lease_s: float | None) -> None:
         self.lease_s = lease_s  # equal in both instances; None if unknown: then no rows come
         self._pulls: dict[str, Pull] = {}  # by request id
-        # of the first request for it, and when to forget that
-        self._came: dict[Source, tuple[Pull, float]] = {}
+        self._first_pulls: dict[Source, _FirstPull] = {}  # oldest first
         self._waits_for: dict[str, Pull] = {}  # by the ids of later requests for the same KV
 
     def __len__(self) -> int:
@@ -69,17 +79,31 @@ class Pulls:
     def arrival(
         self, request: Request, rows: PrefillRows, source: Source, is_first: bool
     ) -> Arrival:
-        """What a request that came with rows of KV may do: of a prompt's choices in all engines,
-        the first may pull it. Nothing of it is kept before `add`."""
+        """What a request that came with rows of KV may do. Nothing of it is remembered before
+        `add`.
+
+        `is_first`: whether it is the first of its prompt's choices in all engines. The others pull
+        nothing.
+        """
         assert self.lease_s is not None
-        now, left = time.monotonic(), rows.until - time.time()
-        if not 0 <= left <= self.lease_s:  # more is left only where clocks or leases differ
+        left_s = rows.until - time.time()
+        if not 0 <= left_s <= self.lease_s:  # more is left only where clocks or leases differ
             return Arrival(source)
-        while self._came and (oldest := next(iter(self._came.items())))[1][1] <= now:
-            del self._came[oldest[0]]
-        if source in self._came:
-            return Arrival(source, after=self._came[source][0])
-        return Arrival(source, pull=Pull(request, rows, now + left) if is_first else None)
+        now = time.monotonic()
+        self._forget_first_pulls(now)
+        if source in self._first_pulls:
+            return Arrival(source, after=self._first_pulls[source].pull)
+        if not is_first:
+            return Arrival(source)
+        return Arrival(source, pull=Pull(request, rows, until=now + left_s))
+
+    def _forget_first_pulls(self, now: float) -> None:
+        """Forgets those whose time has come."""
+        while self._first_pulls:
+            source, oldest = next(iter(self._first_pulls.items()))
+            if oldest.forget_at > now:
+                return
+            del self._first_pulls[source]
 
     def add(self, request: Request, arrival: Arrival) -> None:
         """Called when vLLM has accepted the request."""
@@ -87,27 +111,30 @@ class Pulls:
         if arrival.after is not None:
             self._waits_for[request.request_id] = arrival.after
         if arrival.pull is not None:
-            self._came[arrival.source] = arrival.pull, time.monotonic() + self.lease_s
+            forget_at = time.monotonic() + self.lease_s
+            self._first_pulls[arrival.source] = _FirstPull(arrival.pull, forget_at)
             self._pulls[request.request_id] = arrival.pull
 
     def must_wait(self, request_id: str) -> bool:
         """Whether another request is about to load the same KV into the prefix cache."""
         first = self._waits_for.get(request_id)
-        # or that has ended
-        if first is None or self._pulls.get(first.request.request_id) is not first:
+        if first is None:
             return False
-        return first.request.status < RequestStatus.RUNNING
+        has_ended = self._pulls.get(first.request.request_id) is not first
+        return not has_ended and first.request.status < RequestStatus.RUNNING
 
     def is_late(self, request_id: str) -> bool:
         """Whether a request that came with rows can pull no more."""
         pull = self._pulls.get(request_id)
-        return pull is not None and time.monotonic() > pull.until
+        return pull is not None and pull.is_late
 
     def begin(self, request_id: str) -> PrefillRows | None:
         """Called when a pull begins. Returns the rows that came with the KV, if any did."""
-        if (pull := self._pulls.get(request_id)) is None:
+        pull = self._pulls.get(request_id)
+        if pull is None:
             return None
-        rows, pull.rows = pull.rows, None
+        rows = pull.rows
+        pull.rows = None
         return rows
 
     def end(self, request_id: str) -> bool:
@@ -116,7 +143,7 @@ class Pulls:
         pull = self._pulls.get(request_id)
         if pull is None or pull.rows is not None:
             return False
-        is_late = time.monotonic() > pull.until
+        is_late = pull.is_late
         pull.until = math.inf
         return is_late
 

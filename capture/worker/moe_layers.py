@@ -1,0 +1,131 @@
+"""Finds the MoE layers of a model, and what their rows look like."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+from routed_experts.capture.engine.config import BOUNDED_REPLAY
+from routed_experts.capture.engine.versions import (
+    ALLOW_UNTESTED_FLAG,
+    ALLOW_UNTESTED_VARIABLE,
+    UnsupportedConfig,
+    untested_is_allowed,
+)
+from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource
+from routed_experts.capture.worker.capturer import RowShape
+from routed_experts.capture.worker.refusals import check_layer
+
+
+@dataclass(frozen=True)
+class MoELayers:
+    """The MoE layers of this worker's part of a model, in decoder order."""
+
+    runners: tuple[MoERunner, ...]
+    shape: RowShape
+    # In place of `runners`: fused layers (MegaMoE), which give their logical ids to a `capture_fn`
+    # of their own.
+    fused: tuple[Any, ...] = ()
+
+
+def find_moe_layers(model: torch.nn.Module) -> MoELayers:
+    """The MoE layers of `model` and the shape of their rows; a pipeline stage may have none.
+
+    Raises `UnsupportedConfig` for layers whose routing cannot be captured
+    (`capture/worker/refusals.py`), or that do not fit one array.
+    """
+    if getattr(model, "decoder_replay_layers", None) is not None:
+        raise UnsupportedConfig(BOUNDED_REPLAY)
+    fused = [module for module in model.modules() if isinstance(module, RoutedExpertsCaptureSource)]
+    if fused:
+        return _fused_layers(model, fused)
+    runners = _runners(model)
+    for runner in runners:
+        check_layer(runner)
+    shape = _row_shape(
+        layer_ids=[int(runner.layer_id) for runner in runners],
+        sizes={(int(runner.moe_config.num_logical_experts), _top_k(runner)) for runner in runners},
+        weights_scale=tuple(
+            float(getattr(runner, "routed_scaling_factor", 1.0)) for runner in runners
+        ),
+        weights_on_input=any(
+            runner.routed_experts.apply_router_weight_on_input for runner in runners
+        ),
+    )
+    return MoELayers(runners, shape)
+
+
+def has_parts(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether an MoE layer among `modules` is sequence-parallel: each tensor-parallel rank routes a
+    part of the tokens. Each model decides this itself; not all follow vLLM's configuration."""
+    return any(
+        isinstance(module, MoERunner) and module.moe_config.sp_size > 1 for module in modules
+    )
+
+
+def _runners(model: torch.nn.Module) -> tuple[MoERunner, ...]:
+    """The layers with a router, in decoder order; refuses those of encoders."""
+    runners = {
+        name: module for name, module in model.named_modules() if isinstance(module, MoERunner)
+    }
+    # of multimodal models
+    towers = tuple(f"{name}." for name in getattr(model, "_tower_model_names", ()))
+    if any(name.startswith(towers) for name in runners):
+        raise UnsupportedConfig(
+            "The model's encoder of images, video or audio has MoE layers, which route no tokens."
+        )
+    return tuple(sorted(runners.values(), key=lambda runner: int(runner.layer_id)))
+
+
+def _top_k(runner: MoERunner) -> int:
+    """How many experts the router chooses. Fused shared experts, to which every token goes, are
+    counted by some routers."""
+    num_shared = int(getattr(runner.router, "num_fused_shared_experts", 0))
+    return int(runner.router.top_k) - num_shared
+
+
+def _fused_layers(model: torch.nn.Module, fused: Iterable[Any]) -> MoELayers:
+    """MegaMoE layers: one kernel sends the tokens to their experts' ranks and back. Each rank sees
+    its own tokens."""
+    if not untested_is_allowed():
+        raise UnsupportedConfig(
+            "The capture of the model's fused MoE layers (MegaMoE) has not run on a GPU yet: choose another kernel "
+            f"with --moe-backend, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment)."
+        )
+    has_others = any(isinstance(module, MoERunner) for module in model.modules())
+    if get_tp_group().world_size > 1 or has_others:
+        raise UnsupportedConfig(
+            "Fused MoE layers (MegaMoE) are captured without tensor parallelism, which spreads tokens over its ranks, "
+            "and without MoE layers of another kind: choose another kernel with --moe-backend, or use data parallelism."
+        )
+    layers = tuple(sorted(fused, key=lambda layer: int(layer.layer_id)))
+    shape = _row_shape(
+        layer_ids=[int(layer.layer_id) for layer in layers],
+        sizes={(int(layer.num_logical_experts), int(layer.top_k)) for layer in layers},
+    )
+    return MoELayers((), shape, layers)
+
+
+def _row_shape(
+    *,
+    layer_ids: Sequence[int],
+    sizes: set[tuple[int, int]],  # experts and top-k of these layers
+    weights_scale: tuple[float, ...] = (),
+    weights_on_input: bool = False,
+) -> RowShape:
+    """The shape of rows of these layers; refuses layers that do not fit one array."""
+    if len(set(layer_ids)) != len(layer_ids):
+        raise UnsupportedConfig(
+            f"Several MoE layers share a decoder layer, which rows cannot express: {tuple(layer_ids)}."
+        )
+    if len(sizes) > 1:
+        raise UnsupportedConfig(
+            f"The MoE layers differ in experts or top-k, which one array cannot express: {sorted(sizes)}."
+        )
+    if not sizes:  # a pipeline stage without MoE layers
+        return RowShape((), 0, 0)
+    num_experts, top_k = sizes.pop()
+    return RowShape(tuple(layer_ids), num_experts, top_k, weights_scale, weights_on_input)
