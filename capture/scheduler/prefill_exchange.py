@@ -12,15 +12,15 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine import transfer_params
-from routed_experts.capture.scheduler.distributor import RowSource, block_ids
 from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.scheduler.kv.pulls import Arrival, Pulls
+from routed_experts.capture.scheduler.row_source import RowSource, block_ids
 from routed_experts.capture.wire import prefill_rows
 from routed_experts.capture.wire.message import OptIn
 from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.capture.wire.rows import ids_shape
 
-logger = init_logger(f"vllm.routed_experts.{__name__}")
+logger = init_logger(f"vllm.{__name__}")
 
 _TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
 

@@ -18,10 +18,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.versions import check_vllm_has
-from routed_experts.capture.scheduler.distributor import RowDistributor, RowSource, Step
+from routed_experts.capture.scheduler.distributor import RowDistributor
 from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.scheduler.kv.tracker import ExternalKVTracker, LocalHit, NoExternalKV
 from routed_experts.capture.scheduler.prefill_exchange import PrefillRowsExchange
+from routed_experts.capture.scheduler.row_source import RowSource
+from routed_experts.capture.scheduler.step import Step
 from routed_experts.capture.seams.engine import ConnectedScheduler
 from routed_experts.capture.seams.required import SCHEDULER
 from routed_experts.capture.seams.slot import ConnectorSlot
@@ -31,8 +33,8 @@ from routed_experts.capture.wire.rows import captures_weights
 from routed_experts.capture.wire.stats import StatsRecorder
 from routed_experts.capture.wire.transport import detach
 
-# a child of vLLM's logger, which is configured
-logger = init_logger(f"vllm.routed_experts.{__name__}")
+# `__name__` begins with "routed_experts". A child of vLLM's logger, which is configured.
+logger = init_logger(f"vllm.{__name__}")
 
 
 class SchedulerConnector(ConnectorSlot):
@@ -60,7 +62,7 @@ class SchedulerConnector(ConnectorSlot):
                 config.kv_transfer_config,
                 self.cache,
                 kv_group=kv_group,
-                tracked=self.distributor.tracked,
+                tracked=self.distributor.requests.running,
                 on_unexpected=self._on_unexpected,
             )
         self.prefill_rows = PrefillRowsExchange(source, self.external_kv.pulls)
@@ -109,36 +111,60 @@ class SchedulerConnector(ConnectorSlot):
         return self._num_steps
 
     def receive(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Step:
-        """Takes the rows of a step's output, before vLLM passes it to requests. Rows move as their
-        KV did."""
-        step = self._steps.pop(scheduler_output.aux_output_connector_metadata)
-        arrived = detach(output)
-        if arrived is None and scheduler_output.total_num_scheduled_tokens:
-            raise RuntimeError("a step ran, but the worker sent no rows with its output")
-        for store in step.stores:
-            if store.runs_before_step:
-                store.apply(self.cache)
+        """Takes the rows of a step's output, before vLLM passes it to requests.
+
+        Rows move in the order in which their KV did, so that a slot's row is always of the same
+        computation as its KV. Each of these actions reads or overwrites rows of others, so none may
+        change its place.
+        """
+        step = self._pop_step(scheduler_output)
+        captured = detach(output)
+        assert captured is not None or not scheduler_output.total_num_scheduled_tokens, (
+            f"a step of requests {list(scheduler_output.num_scheduled_tokens)}: expected rows with "
+            "its output, actually the worker sent none"
+        )
+        # 1. Stores of KV that is copied out before the step runs: it reuses their blocks, so the
+        #    actions below overwrite these rows.
+        self._apply_stores(step, before_step=True)
+        # 2. Rescue of parked rows: loads over prefix hits overwrite blocks of running requests,
+        #    which may be any.
         if step.loads and self.external_kv.may_overwrite_hits:
             self.distributor.before_overwrite()
+        # 3. Loads: they put KV below the tokens that the step computes. Steps before it, which may
+        #    have written into the same slots, have arrived; the step itself has not.
         for load in step.loads:
             load.apply(self.cache)
-        if copies := scheduler_output.kv_cache_block_copies:
-            self.cache.copy_blocks(copies)
-        if arrived is not None:
-            self.cache.write(arrived.slots, arrived.rows)
-            step.rows, step.offsets, step.index = (
-                arrived.rows,
-                arrived.offsets,
-                output.req_id_to_index,
-            )
-            self._stats.count_step(self.cache.ids(arrived.rows), arrived.waited_s)
+        # 4. Copies of blocks: the worker makes them before the forward pass, whose tokens go into
+        #    the copies.
+        if scheduler_output.kv_cache_block_copies:
+            self.cache.copy_blocks(scheduler_output.kv_cache_block_copies)
+        if captured is not None:
+            # 5. The step's own rows: it computed its tokens on top of all of the above.
+            self.cache.write(captured.slots, captured.rows)
+            step.arrive(captured, output.req_id_to_index)
+            self._stats.count_step(self.cache.ids(captured.rows), captured.waited_s)
+            # 6. Late loads, again: they run beside steps, so they may overwrite what this one wrote.
             for load in step.loads:
                 if load.ends_late:
-                    load.apply(self.cache)  # again
-        for store in step.stores:
-            if not store.runs_before_step:
-                store.apply(self.cache)
+                    load.apply(self.cache)
+        # 7. Stores of KV that is copied out after the step: they take what it wrote.
+        self._apply_stores(step, before_step=False)
         return step
+
+    def _pop_step(self, scheduler_output: SchedulerOutput) -> Step:
+        number = scheduler_output.aux_output_connector_metadata
+        step = self._steps.pop(number, None)
+        assert step is not None, (
+            f"an output of step {number} arrives, of requests "
+            f"{list(scheduler_output.num_scheduled_tokens)}: expected one of the steps in flight, "
+            f"which actually are {list(self._steps)}"
+        )
+        return step
+
+    def _apply_stores(self, step: Step, *, before_step: bool) -> None:
+        for store in step.stores:
+            if store.runs_before_step == before_step:
+                store.apply(self.cache)
 
     def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
         """Adds rows, causes of unknown rows and counters to messages. `is_idle`: whether no request
@@ -149,7 +175,7 @@ class SchedulerConnector(ConnectorSlot):
             notes.setdefault(client, {}).setdefault(CAUSES, []).append(unknown)
         stats = self._stats.report(
             is_idle,
-            len(self.distributor.tracked),
+            len(self.distributor.requests.running),
             lambda: self.external_kv.used_bytes + self.cache.used_bytes,
         )
         if stats is not None:  # for one process, because metrics are summed over processes

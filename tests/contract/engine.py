@@ -621,16 +621,15 @@ class Client:
                 len(capture._steps),
                 len(capture.prefill_rows._to_export),
             ) == (0, 0, 0)
-            queue, requests = capture.output_queue, capture.distributor
-            assert not any(
-                (
-                    requests.tracked,
-                    requests._open,
-                    requests._streams,
-                    requests._ended,
-                    requests._prefilling,
-                )
-            )
+            queue, requests = capture.output_queue, capture.distributor.requests
+            for index in (
+                requests.running,
+                requests.prefilling,
+                requests.alone,
+                requests.streams,
+                requests.ended,
+            ):
+                assert not index
             assert not any((queue._waiting, queue._last, capture.cache._readers))
             assert not capture.prefill_rows.pulls
 

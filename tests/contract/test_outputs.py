@@ -75,7 +75,7 @@ def test_tokens_of_others_come_with_8_mib_of_a_prompt_at_most() -> None:
     pending = PendingRows(cache, 0, [rows], np.empty(0, dtype=np.int64), lambda *_: None)
     opt_in = OptIn(0, bytes(16), shared=False)
     long = RequestRows(
-        "long", 0, opt_in, len(rows), weights_epoch=0, is_last_only=False, next_row=len(rows) - 1
+        "long", 0, opt_in, len(rows), weights_epoch=0, rows_at_end=False, next_row=len(rows) - 1
     )
     queue.send_prompt(long, opt_in.prompt_id, pending)
     queue.fill({0: message})

@@ -48,7 +48,8 @@ MAY_IMPORT_VLLM = (
         )
     ),
     *(f"capture/scheduler/{name}.py" for name in ("distributor", "output_queue", "scheduler")),
-    *("capture/scheduler/prefill_exchange.py", "capture/scheduler/kv"),
+    *(f"capture/scheduler/{name}.py" for name in ("prefill_exchange", "row_source", "step")),
+    "capture/scheduler/kv",
     *("server/vllm_api.py", "server/http/vllm_http.py", "server/http/seams.py"),
     *("server/cli/serve.py", "server/inprocess/plugin.py"),
 )

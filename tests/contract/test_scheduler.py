@@ -2,6 +2,7 @@
 it."""
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,13 +11,22 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
 
-from routed_experts.capture.scheduler import distributor, output_queue
+from routed_experts.capture.scheduler import (
+    distributor,
+    output_queue,
+    request_rows,
+    row_source,
+)
+from routed_experts.capture.scheduler.step import Step
 from routed_experts.capture.wire.envelope import ENVELOPE_ID
 from routed_experts.capture.wire.message import PROMPT_ROWS
+from routed_experts.capture.wire.transport import StepRows
 from tests.contract.engine import (
     PART_BYTES,
     SHARED,
@@ -31,6 +41,7 @@ from tests.contract.engine import (
     engine,
     requests_at_random,
     rows_of_prompt,
+    sent,
     share_partly,
     tokens,
 )
@@ -144,8 +155,7 @@ class Warm(Client):
     def hold(self, name: str, steps: int, **about: Any) -> list[str]:
         """Adds a request of PROMPT, of whose rows none fits a message before `let_go` is called."""
         self.core.capture.output_queue.part_bytes = 0
-        share = patch.object(output_queue, "_BACKLOG_SHARE", 1 << 60)
-        with share:
+        with patch.object(output_queue, "_BACKLOG_SHARE", 1 << 60):
             ids = self.add(name, PROMPT, **about)
             self.steps(steps)
         return ids
@@ -375,7 +385,7 @@ def test_rows_that_are_gone_are_an_error_in_the_log(
     """Nothing loads KV here, so that all rows of a prefix and of a running answer should be
     known."""
     errors: list[Any] = []
-    monkeypatch.setattr(distributor.logger, "error", lambda *args: errors.append(args[1:]))
+    monkeypatch.setattr(row_source.logger, "error", lambda *args: errors.append(args[1:]))
     monkeypatch.setattr(Received, "check", lambda *_: None)
     warm.core.capture.output_queue.part_bytes = 1 << 30
     warm.add("asks", PROMPT, max_tokens=20, at_end=True)
@@ -440,6 +450,51 @@ def test_a_known_token_that_is_computed_again(at_end: bool) -> None:
     assert sum(times > 1 for times in core.model_executor.times.values()) > 30
 
 
+# ---- steps that do not fit ----
+
+
+def test_an_output_of_a_step_that_is_not_in_flight_is_named() -> None:
+    core = engine(is_async=False)
+    core.take(sent(request_of("asks")))
+    scheduled = core.scheduler.schedule()
+    output = core.model_executor.execute_model(scheduled) or core.model_executor.sample_tokens(None)
+    core.capture.receive(scheduled, output)
+    with pytest.raises(AssertionError, match=r"step 1 arrives, of requests \['asks'\]: expected"):
+        core.capture.receive(scheduled, output)
+
+
+def test_a_step_without_rows_names_its_requests() -> None:
+    core = engine(is_async=False)
+    core.take(sent(request_of("asks")))
+    scheduled = core.scheduler.schedule()
+    with pytest.raises(AssertionError, match=r"\['asks'\]: expected rows"):
+        core.capture.receive(scheduled, ModelRunnerOutput(["asks"], {"asks": 0}, [[1]]))
+
+
+def test_a_request_that_is_not_in_its_step_is_named() -> None:
+    core = engine(is_async=False)
+    core.take(sent(request_of("asks")))
+    step = Step(core.scheduler.schedule(), {})
+    step.arrive(
+        StepRows(
+            np.zeros((1, L, K), np.int16), np.zeros(1, np.int64), np.array([0, 1], dtype=np.int64)
+        ),
+        {"asks": 0},
+    )
+    expected = r"request 'other': expected in the step, which actually has \['asks'\]"
+    for look_up in (step.rows_of, step.starts.__getitem__, lambda name: step.starts_of([name])):
+        with pytest.raises(AssertionError, match=expected):
+            look_up("other")
+    with pytest.raises(AssertionError, match=expected):
+        step.extents_of(["asks", "other"])
+
+
+def request_of(name: str) -> EngineCoreRequest:
+    """As an API process sends it."""
+    sampling = SamplingParams(max_tokens=4)
+    return EngineCoreRequest(name, tokens(5), None, sampling, None, time.time(), None, None, None)
+
+
 # ---- blocks that vLLM copies ----
 
 
@@ -491,22 +546,27 @@ def test_whoever_reads_the_messages_of_a_step_gets_all_of_it() -> None:
     assert [len(times) for times in client.prompts.values()] == [1, 1, 1, 1]
 
 
-class Unwalked(dict[str, Any]):
-    """Refuses to be walked through."""
+class Unwalked(request_rows.Index):
+    """Refuses to be walked through, but for requests that end, which are few."""
 
     def __iter__(self) -> Iterator[Any]:
         raise AssertionError("a step walks through all requests")
 
-    items = values = __iter__  # type: ignore[assignment]
+    items = __iter__  # type: ignore[assignment]
+
+    def values(self) -> Any:
+        assert len(self) <= 2
+        return super().values()
 
 
-def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
+def test_a_step_costs_what_it_schedules_and_not_what_is_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_rows, "Index", Unwalked)
     core = engine(max_num_seqs=2)
     client = Client(core)
     for index in range(20):
         client.add(str(index), tokens(3, index))
-    for kept in ("tracked", "_open", "_prefilling"):
-        setattr(core.capture.distributor, kept, Unwalked(getattr(core.capture.distributor, kept)))
     client.finish()
 
 

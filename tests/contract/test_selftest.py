@@ -218,7 +218,7 @@ def test_what_the_probe_has_refused_is_no_error_in_the_log(
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert len(again.captured.buffers) == 0
     engine = again.captured.engine.engine_core.core  # type: ignore[attr-defined]
-    assert not engine.scheduler.aux_output_connector.distributor.tracked
+    assert not engine.scheduler.aux_output_connector.distributor.requests.running
 
 
 # ---- in the API process ----
