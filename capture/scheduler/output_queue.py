@@ -7,65 +7,61 @@ from typing import NamedTuple
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
+from routed_experts.capture.scheduler.message_parts import PART_BYTES, divide, room_in_message
 from routed_experts.capture.scheduler.pending_rows import PendingRows
 from routed_experts.capture.scheduler.request_rows import RequestRows
 from routed_experts.capture.wire.message import GENERATED_ROWS, PROMPT_ROWS, RowsOutput
 
-_PART_BYTES = 8 << 20
-"""Maximum bytes of such rows in a message that also has other requests' tokens, which it delays by
-about 3 ms. A prompt of 32k tokens (Qwen3-30B-A3B) takes three or four steps."""
-
-_BACKLOG_SHARE = 16
-"""If more wait, since long prefills add more than one part per step, each message takes a quarter
-of the backlog up to three parts, so that prompts wait for few steps, or 1 / _BACKLOG_SHARE of it,
-if that is more."""
-
 
 @dataclass(eq=False)
 class _Entry:
-    """Rows, and the outputs held back until they are sent."""
+    """Rows that wait to be sent, and the outputs that wait for them."""
 
     key: object
     client: int  # index of the API process
     rows: PendingRows
-    brings: RowsOutput  # whose rows its outputs bring
+    header: RowsOutput  # whose rows they are
+    outputs: list[EngineCoreOutput] = field(default_factory=list)  # that wait, in order
     # of a prompt: those that have received a token
     requests: list[RequestRows] = field(default_factory=list)
-    followers: list[EngineCoreOutput] = field(default_factory=list)  # in order
 
     @property
     def is_prompt(self) -> bool:
-        return self.brings.kind == PROMPT_ROWS
+        return self.header.kind == PROMPT_ROWS
 
     def take(self, num_bytes: int) -> list[EngineCoreOutput]:
-        """The next rows, at most `num_bytes`. The last rows of a request come with its last
-        output."""
-        size = self.rows.nbytes
+        """The next rows, at most `num_bytes`, on an output of their own. The last rows of a request
+        are put on its last output, which waits for them."""
         part = self.rows.take(num_bytes)
-        if not len(self.rows) and not self.is_prompt:
-            self.followers[0].routed_experts = part
-            return []
-        if self.rows.nbytes == size:
+        if not self.is_prompt and not len(self.rows):
+            self.outputs[0].routed_experts = part
             return []
         return [
             EngineCoreOutput(
-                self.brings.output_id, [], stop_reason=self.brings.kind, routed_experts=part
+                self.header.output_id, [], stop_reason=self.header.kind, routed_experts=part
             )
         ]
 
 
 class _Waiting(NamedTuple):
-    """A request whose outputs are held back for the rows of its prompt."""
+    """A request whose outputs wait for the rows of its prompt."""
 
     request: RequestRows
     prompt: _Entry
 
 
-class _Last(NamedTuple):
+class _LastRows(NamedTuple):
     """Rows that a request gets with its last output."""
 
     request: RequestRows
     rows: PendingRows
+
+
+class _End(NamedTuple):
+    """A last output that vLLM does not make."""
+
+    request: RequestRows
+    output: EngineCoreOutput
 
 
 class OutputQueue:
@@ -73,36 +69,51 @@ class OutputQueue:
     before its end. Their outputs wait where these do not fit a message; other requests do not."""
 
     def __init__(self) -> None:
-        self.part_bytes = _PART_BYTES
+        self.part_bytes = PART_BYTES
         # Prompts by their keys, and last rows, in the order in which they came.
         self._entries: dict[object, _Entry] = {}
         # By request id, which is all that an output says of its request. An id may come again: so
         # what is here of a request goes as soon as nobody waits for its outputs (`leave`).
         self._waiting: dict[str, _Waiting] = {}
-        self._last: dict[str, _Last] = {}  # of requests whose last output was not seen yet
-        self._ends: list[tuple[RequestRows, EngineCoreOutput]] = []
+        # of requests whose last output was not seen yet, or waits for the rows of their prompt
+        self._last_rows: dict[str, _LastRows] = {}
+        self._ends: list[_End] = []
 
     def __len__(self) -> int:
         """Number of prompts and of requests' ends that are not sent."""
         return len(self._entries) + len(self._ends)
 
     def is_waiting(self, request: RequestRows) -> bool:
+        """Whether outputs of a request wait for the rows of its prompt."""
         waiting = self._waiting.get(request.request_id)
         return waiting is not None and waiting.request is request
+
+    # ---- what is to be sent ----
 
     def send_prompt(self, request: RequestRows, key: object, rows: PendingRows) -> None:
         """Sends a prompt's rows with the first token of one of its requests. `key` identifies the
         prompt."""
-        brings = RowsOutput(PROMPT_ROWS, request.opt_in.prompt_id, request.request_id)
-        self._entries[key] = _Entry(key, request.client, rows, brings)
+        header = RowsOutput(PROMPT_ROWS, request.opt_in.prompt_id, request.request_id)
+        self._entries[key] = _Entry(key, request.client, rows, header)
         self.follow(request, key)
 
     def follow(self, request: RequestRows, key: object) -> None:
-        """Holds a request's outputs back until its prompt's rows are sent, if they are pending."""
+        """Lets a request's outputs wait until its prompt's rows are sent, if they are pending."""
         prompt = self._entries.get(key)
         if prompt is not None:
             prompt.requests.append(request)
             self._waiting[request.request_id] = _Waiting(request, prompt)
+
+    def send_last(self, request: RequestRows, rows: PendingRows | None) -> None:
+        """Sends a request's last rows with its last output, which is in this step's message."""
+        if rows is not None:
+            self._last_rows[request.request_id] = _LastRows(request, rows)
+
+    def end(self, request: RequestRows, reason: FinishReason, rows: PendingRows | None) -> None:
+        """Queues the end of a request behind its outputs that wait, with its last `rows`."""
+        output = EngineCoreOutput(request.request_id, [], finish_reason=reason)
+        self._ends.append(_End(request, output))
+        self.send_last(request, rows)
 
     def leave(self, request_id: str) -> object | None:
         """Called when an API process has aborted a request, perhaps one that has ended: drops its
@@ -114,88 +125,79 @@ class OutputQueue:
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.request.opt_in.final_only:
             return None
-        request, prompt = waiting
         del self._waiting[request_id]
-        self._ends = [(ended, output) for ended, output in self._ends if ended is not request]
-        prompt.requests.remove(request)
-        prompt.followers = [
-            output for output in prompt.followers if output.request_id != request_id
-        ]
+        self._ends = [end for end in self._ends if end.request is not waiting.request]
+        prompt = waiting.prompt
+        prompt.requests.remove(waiting.request)
+        prompt.outputs = [output for output in prompt.outputs if output.request_id != request_id]
         if prompt.requests:
             return None
         del self._entries[prompt.key]
         return prompt.key
 
-    def send_last(self, request: RequestRows, rows: PendingRows | None) -> None:
-        """Sends a request's last rows with its last output, which is in this step's message."""
-        if rows is not None:
-            self._last[request.request_id] = _Last(request, rows)
-
-    def end(self, request: RequestRows, reason: FinishReason, rows: PendingRows | None) -> None:
-        """Queues the end of a request after its held outputs, with its last `rows`."""
-        self._ends.append((request, EngineCoreOutput(request.request_id, [], finish_reason=reason)))
-        self.send_last(request, rows)
+    # ---- messages ----
 
     def fill(self, messages: dict[int, EngineCoreOutputs]) -> None:
-        """Adds rows and released outputs to a step's messages to the API processes."""
-        for request, output in self._ends:
-            messages.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
+        """Adds rows, and the outputs that have waited for them, to a step's messages, which are by
+        API process; takes off the outputs that have to wait."""
+        for end in self._ends:
+            message = messages.setdefault(end.request.client, EngineCoreOutputs())
+            message.outputs.append(end.output)
         self._ends.clear()
-        if not self._entries and not self._last:
+        if not self._entries and not self._last_rows:
             return
         for client, message in messages.items():
             message.outputs = self._admit(client, message.outputs)
-        for client in dict.fromkeys(entry.client for entry in self._entries.values()):
+        clients = dict.fromkeys(entry.client for entry in self._entries.values())
+        for client in clients:
             message = messages.setdefault(client, EngineCoreOutputs())
-            message.outputs = self._release(client, is_alone=not message.outputs) + message.outputs
+            released = self._release(client, has_others=bool(message.outputs))
+            message.outputs = released + message.outputs
 
     def _admit(self, client: int, outputs: Sequence[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """The outputs that wait for nothing."""
-        others = []
+        """The outputs that wait for nothing. Last outputs make entries of their last rows."""
+        admitted = []
         for output in outputs:
-            if (waiting := self._waiting.get(output.request_id)) is not None:
-                waiting.prompt.followers.append(output)
-            elif (
-                output.finish_reason is not None
-                and (last := self._last.pop(output.request_id, None)) is not None
-            ):
-                key = object()
-                brings = RowsOutput(
+            waiting = self._waiting.get(output.request_id)
+            if waiting is not None:
+                waiting.prompt.outputs.append(output)
+                continue
+            last = None
+            if output.finish_reason is not None:
+                last = self._last_rows.pop(output.request_id, None)
+            if last is None:
+                admitted.append(output)
+            else:
+                header = RowsOutput(
                     GENERATED_ROWS, last.request.opt_in.prompt_id, output.request_id
                 )
-                self._entries[key] = _Entry(key, client, last.rows, brings, followers=[output])
-            else:
-                others.append(output)
-        return others
+                key = object()
+                self._entries[key] = _Entry(key, client, last.rows, header, [output])
+        return admitted
 
-    def _release(self, client: int, is_alone: bool) -> list[EngineCoreOutput]:
-        """The next rows for an API process, and the outputs that waited for them. The entry that
-        came first gets half of a message; shorter ones come before longer ones in the rest."""
+    def _release(self, client: int, *, has_others: bool) -> list[EngineCoreOutput]:
+        """The next rows for an API process, and the outputs that have waited for them.
+        `has_others`: whether its message has outputs beside them."""
         entries = [entry for entry in self._entries.values() if entry.client == client]
-        room = sum(entry.rows.nbytes for entry in entries) + sum(
-            last.rows.nbytes for last in self._last.values()
+        backlog = sum(entry.rows.nbytes for entry in entries)
+        backlog += sum(last.rows.nbytes for last in self._last_rows.values())
+        room = room_in_message(
+            backlog, self.part_bytes, delays_others=has_others or len(entries) > 1
         )
-        if not is_alone or len(entries) > 1:
-            most = max(self.part_bytes, min(room // 4, 3 * self.part_bytes), room // _BACKLOG_SHARE)
-            room = min(room, most)
         outputs: list[EngineCoreOutput] = []
         while entries:
-            first, *others = entries
-            shorter = [
-                (entry, room) for entry in sorted(others, key=lambda entry: entry.rows.nbytes)
-            ]
-            for entry, share in [(first, room // 2 if others else room), *shorter, (first, room)]:
-                if room < entry.rows.row_bytes:
-                    break
-                if size := entry.rows.nbytes:
-                    outputs += entry.take(min(share, room))
-                    room -= size - entry.rows.nbytes
-            known = set(self._entries)
+            before = set(self._entries)
+            sizes = [entry.rows.nbytes for entry in entries]
+            parts = divide(room, sizes, entries[0].rows.row_bytes)
+            for entry, num_bytes in zip(entries, parts, strict=True):
+                if num_bytes:
+                    outputs += entry.take(num_bytes)
+            room -= sum(parts)
             for entry in entries:
                 if not len(entry.rows):
                     outputs += self._close(entry)
-            # what followed a prompt
-            entries = [entry for key, entry in self._entries.items() if key not in known]
+            # last outputs that have waited for the rows of their prompt, and now for their own
+            entries = [entry for key, entry in self._entries.items() if key not in before]
         return outputs
 
     def _close(self, entry: _Entry) -> list[EngineCoreOutput]:
@@ -204,4 +206,4 @@ class OutputQueue:
         for request in entry.requests:
             if self.is_waiting(request):
                 del self._waiting[request.request_id]
-        return self._admit(entry.client, entry.followers) if entry.is_prompt else entry.followers
+        return self._admit(entry.client, entry.outputs) if entry.is_prompt else entry.outputs

@@ -13,7 +13,7 @@ from routed_experts.protocol.codec import UNKNOWN, Rows
 Piece = Rows | int
 """Rows at hand, or a number of rows to read from the host cache."""
 
-Report = Callable[[NDArray[np.int64], int, Rows], None]
+ReportUnknown = Callable[[NDArray[np.int64], int, Rows], None]
 """Called with a block table, a position, and the rows from there on, some of which are unknown."""
 
 
@@ -28,16 +28,18 @@ class PendingRows:
         pieces: list[Piece],
         # of the sequence, as far as rows are to be read; those before are not looked at
         block_ids: NDArray[np.int64],
-        report: Report,
-        ids_only: bool = False,
+        report_unknown: ReportUnknown,
+        *,
+        ids_only: bool = False,  # whether rows of a cache with weights are given without them
     ) -> None:
         self.start = start
         self._cache = cache
-        self._pieces = [piece for piece in pieces if _size(piece)]
+        self._pieces = _not_empty(pieces)
         self._block_ids = block_ids
-        self._report = report
+        self._report_unknown = report_unknown
         self._ids_only = ids_only
         self._end = start + sum(map(_size, self._pieces))
+        # in the host cache
         self.row_bytes = cache.row_shape[0] * cache.row_shape[1] * np.dtype(np.int16).itemsize
         if any(isinstance(piece, int) for piece in self._pieces):
             cache.wait(self, block_ids[start // cache.block_size :])
@@ -47,72 +49,92 @@ class PendingRows:
 
     @property
     def nbytes(self) -> int:
-        return (self._end - self.start) * self.row_bytes
+        return len(self) * self.row_bytes
 
     def take(self, num_bytes: int | None = None) -> PlacedRows:
         """The next rows, of at most `num_bytes`; all that are left if that is None."""
-        start, count = self.start, len(self)
+        count = len(self)
         if num_bytes is not None:
             count = min(num_bytes // self.row_bytes, count)
-        pieces = []
-        while self.start < start + count:
-            pieces.append((self.start, self._pop(start + count - self.start)))
-        if len(pieces) == 1 and not isinstance(pieces[0][1], int):
-            rows = pieces[0][1]  # no copy
-        else:
-            rows = np.empty((count, *self._cache.row_shape), dtype=np.int16)
-            for at, piece in pieces:
-                out = rows[at - start :][: _size(piece)]
-                if isinstance(piece, int):
-                    self._read(at, out)
-                else:
-                    out[:] = piece
-        return PlacedRows(
-            start, np.ascontiguousarray(self._cache.ids(rows)) if self._ids_only else rows
-        )
+        start = self.start
+        rows = self._joined(self._pop(count), start, count)
+        if self._ids_only:
+            rows = np.ascontiguousarray(self._cache.ids(rows))
+        return PlacedRows(start, rows)
 
-    def _pop(self, count: int) -> Piece:
-        """Takes off the first piece, or its first `count` rows."""
-        piece = self._pieces.pop(0)
-        rest: Piece
-        if isinstance(piece, int):
-            piece, rest = min(piece, count), max(piece - count, 0)
-        else:
-            piece, rest = piece[:count], piece[count:]
-        if _size(rest):
-            self._pieces.insert(0, rest)
-        self.start += _size(piece)
-        return piece
+    def _pop(self, count: int) -> list[Piece]:
+        """Takes off the first `count` rows."""
+        popped: list[Piece] = []
+        self.start += count
+        while count > 0:
+            piece = self._pieces.pop(0)
+            if _size(piece) > count:
+                piece, rest = _split(piece, count)
+                self._pieces.insert(0, rest)
+            popped.append(piece)
+            count -= _size(piece)
+        return popped
+
+    def _joined(self, pieces: list[Piece], start: int, count: int) -> Rows:
+        """The `count` rows of `pieces`, the first of which is that of position `start`."""
+        if len(pieces) == 1 and not isinstance(pieces[0], int):
+            return pieces[0]  # no copy
+        rows = np.empty((count, *self._cache.row_shape), dtype=np.int16)
+        filled = 0
+        for piece in pieces:
+            out = rows[filled : filled + _size(piece)]
+            if isinstance(piece, int):
+                self._read(start + filled, out)
+            else:
+                out[:] = piece
+            filled += len(out)
+        return rows
 
     def _read(self, first: int, out: Rows) -> None:
+        """Fills `out` with the rows from position `first` on."""
         self._cache.read(self._block_ids, first, out)
         if (out[:, 0, 0] == UNKNOWN).any():
-            self._report(self._block_ids, first, out)
+            self._report_unknown(self._block_ids, first, out)
 
-    def before_write(self, blocks: NDArray[np.bool_]) -> None:
-        """Reads rows in `blocks` ([number of blocks]), which are about to be written, and those
-        between them."""
-        size, at, pieces = self._cache.block_size, self.start, list[Piece]()
+    def before_write(self, is_written: NDArray[np.bool_]) -> None:
+        """Called by the host cache before it writes into blocks ([number of blocks], True for those
+        that it writes into). Reads the rows in them, and those between them."""
+        pieces: list[Piece] = []
+        first = self.start
         for piece in self._pieces:
-            end = at + _size(piece)
-            own = (
-                self._block_ids[at // size : -(-end // size)]
-                if isinstance(piece, int)
-                else self._block_ids[:0]
-            )
-            if len(written := np.flatnonzero(blocks[own]).tolist()):
-                first, last = (
-                    (at // size + index) * size for index in (written[0], written[-1] + 1)
-                )
-                first, last = max(first, at), min(last, end)
-                rows = np.empty((last - first, *self._cache.row_shape), dtype=np.int16)
-                self._read(first, rows)
-                pieces += [first - at, rows, end - last]
+            if isinstance(piece, int):
+                pieces += self._read_written(first, piece, is_written)
             else:
                 pieces.append(piece)
-            at = end
-        self._pieces = [piece for piece in pieces if _size(piece)]
+            first += _size(piece)
+        self._pieces = _not_empty(pieces)
+
+    def _read_written(self, first: int, count: int, is_written: NDArray[np.bool_]) -> list[Piece]:
+        """What becomes of `count` rows from position `first` on that are still to be read."""
+        size = self._cache.block_size
+        end = first + count
+        first_block = first // size
+        end_block = -(-end // size)
+        written = np.flatnonzero(is_written[self._block_ids[first_block:end_block]]).tolist()
+        if not written:
+            return [count]
+        read_first = max((first_block + written[0]) * size, first)
+        read_end = min((first_block + written[-1] + 1) * size, end)
+        rows = np.empty((read_end - read_first, *self._cache.row_shape), dtype=np.int16)
+        self._read(read_first, rows)
+        return [read_first - first, rows, end - read_end]
 
 
 def _size(piece: Piece) -> int:
     return piece if isinstance(piece, int) else len(piece)
+
+
+def _not_empty(pieces: list[Piece]) -> list[Piece]:
+    return [piece for piece in pieces if _size(piece)]
+
+
+def _split(piece: Piece, count: int) -> tuple[Piece, Piece]:
+    """The first `count` rows of a piece that has more, and the others."""
+    if isinstance(piece, int):
+        return count, piece - count
+    return piece[:count], piece[count:]

@@ -630,7 +630,7 @@ class Client:
                 requests.ended,
             ):
                 assert not index
-            assert not any((queue._waiting, queue._last, capture.cache._readers))
+            assert not any((queue._waiting, queue._last_rows, capture.cache._readers))
             assert not capture.prefill_rows.pulls
 
     def missing(self) -> int:

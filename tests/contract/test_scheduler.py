@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from routed_experts.capture.scheduler import (
     distributor,
-    output_queue,
+    message_parts,
     request_rows,
     row_source,
 )
@@ -155,7 +155,7 @@ class Warm(Client):
     def hold(self, name: str, steps: int, **about: Any) -> list[str]:
         """Adds a request of PROMPT, of whose rows none fits a message before `let_go` is called."""
         self.core.capture.output_queue.part_bytes = 0
-        with patch.object(output_queue, "_BACKLOG_SHARE", 1 << 60):
+        with patch.object(message_parts, "BACKLOG_SHARE", 1 << 60):
             ids = self.add(name, PROMPT, **about)
             self.steps(steps)
         return ids
