@@ -15,23 +15,29 @@ from routed_experts.capture.engine.versions import UnsupportedConfig
 _PREFIX = f"{__name__}."
 
 
-def worker_name(given: Any) -> str:
-    """The value for `worker_cls` if a program sets `given`. Refuses other devices, and what it
-    cannot be mixed into."""
-    device = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
-    if device is None:
+def worker_name(wanted: Any) -> str:
+    """The value for `worker_cls` where a program wants the class `wanted`, or the one of that name;
+    ours for None and for `auto`.
+
+    Raises `UnsupportedConfig` on other devices, and for a class that the capture cannot be mixed
+    into.
+    """
+    if current_platform.is_cpu():
+        default = WORKERS["cpu"]
+    elif current_platform.is_cuda():
+        default = WORKERS["cuda"]
+    else:
         raise UnsupportedConfig("Routed experts are captured on CUDA and on CPU only.")
-    return _name(
-        "worker_cls",
-        None if given == "auto" else given,
-        WORKERS[device],
-        "vllm.v1.worker.gpu_worker.Worker",
-    )
+    if wanted is None or wanted == "auto":
+        return default
+    return _name("worker_cls", wanted, "vllm.v1.worker.gpu_worker.Worker")
 
 
-def scheduler_name(given: Any) -> str:
+def scheduler_name(wanted: Any) -> str:
     """As `worker_name`, for `scheduler_cls`."""
-    return _name("scheduler_cls", given, SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler")
+    if wanted is None:
+        return SCHEDULER
+    return _name("scheduler_cls", wanted, "vllm.v1.core.sched.scheduler.Scheduler")
 
 
 def is_capturing(worker_cls: str) -> bool:
@@ -39,19 +45,19 @@ def is_capturing(worker_cls: str) -> bool:
     return worker_cls in WORKERS.values() or worker_cls.startswith(_PREFIX)
 
 
-def _name(argument: str, given: Any, default: str, base_name: str) -> str:
-    if given is None:
-        return default
-    cls = given
-    if isinstance(given, str):
-        if given in (SCHEDULER, *WORKERS.values()) or given.startswith(_PREFIX):
-            return given
-        cls = _class_named(given)
+def _name(argument: str, wanted: Any, base_name: str) -> str:
+    """The name of the class `wanted`, which must derive from vLLM's `base_name`, with the capture
+    mixed in. `argument` is vLLM's, for messages."""
+    cls = wanted
+    if isinstance(wanted, str):
+        if wanted in (SCHEDULER, *WORKERS.values()) or wanted.startswith(_PREFIX):
+            return wanted
+        cls = _class_named(wanted)
     base = _class_named(base_name)  # whose import takes seconds
     if not inspect.isclass(cls) or not _can_be_named(cls):
         raise UnsupportedConfig(
             f"{argument} must be a class at the top of a module that every process can import, or its name, for the "
-            f"capture to be mixed in: not {given!r:.100}."
+            f"capture to be mixed in: not {wanted!r:.100}."
         )
     if not issubclass(cls, base):
         raise UnsupportedConfig(
@@ -78,6 +84,7 @@ def _class_named(name: str) -> Any:
 
 @cache
 def _mixed(name: str) -> type:
+    """The class `name` (`package:module:Class`) with the capture mixed in."""
     from vllm.v1.worker.gpu_worker import Worker
 
     cls = _class_named(name.replace(":", "."))

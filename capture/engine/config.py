@@ -1,4 +1,8 @@
-"""Refuses, at start, engine configurations that cannot give exact routing."""
+"""Refuses, at start, engine configurations that cannot give exact routing.
+
+What only the loaded model shows is refused in the worker: MoE layers and classes of routers by the
+tables in `capture/worker/refusals.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,20 +208,22 @@ def check_engine_config(config: VllmConfig) -> None:
 _FULL_ATTENTION = (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec)
 
 
-def _keeps_every_token(spec: KVCacheSpec) -> bool:
-    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    return all(type(each) in _FULL_ATTENTION for each in specs)
+def _keeps_every_token(group_spec: KVCacheSpec) -> bool:
+    if isinstance(group_spec, UniformTypeKVCacheSpecs):
+        return all(type(spec) in _FULL_ATTENTION for spec in group_spec.kv_cache_specs.values())
+    return type(group_spec) in _FULL_ATTENTION
 
 
 def full_attention_group(kv_cache_config: KVCacheConfig) -> int:
-    """Index of the KV cache group whose blocks hold every token of a sequence. Refuses models whose
-    groups all drop tokens (sliding windows, states), whose hits have no rows, or whose hits compute
-    last tokens without others."""
-    if any(
-        seams.replays_prefixes(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups
-    ):
+    """Index of the KV cache group whose blocks hold every token of a sequence.
+
+    Raises `UnsupportedConfig` for models whose groups all drop tokens (sliding windows, states), as
+    their hits have no rows, and for those whose hits compute last tokens without others.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if any(seams.replays_prefixes(group.kv_cache_spec) for group in groups):
         raise UnsupportedConfig(BOUNDED_REPLAY)
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+    for index, group in enumerate(groups):
         if _keeps_every_token(group.kv_cache_spec):
             return index
     raise UnsupportedConfig(

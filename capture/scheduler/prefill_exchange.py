@@ -17,12 +17,10 @@ from routed_experts.capture.scheduler.kv.pulls import Arrival, Pulls
 from routed_experts.capture.scheduler.row_source import RowSource, block_ids
 from routed_experts.capture.wire import prefill_rows
 from routed_experts.capture.wire.message import OptIn
-from routed_experts.capture.wire.prefill_rows import PARAM
+from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
 from routed_experts.capture.wire.rows import ids_shape
 
 logger = init_logger(f"vllm.{__name__}")
-
-_TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
 
 
 def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> None:
@@ -31,7 +29,7 @@ def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> Non
     request.kv_transfer_params = params
     if (sampling := request.sampling_params) is not None and sampling.extra_args:
         request.sampling_params = sampling = copy(sampling)
-        sampling.extra_args = {**(sampling.extra_args or {}), _TRANSFER_PARAMS: params}
+        sampling.extra_args = {**(sampling.extra_args or {}), TRANSFER_PARAMS: params}
 
 
 @dataclass

@@ -24,9 +24,9 @@ from routed_experts.capture.scheduler.kv.tracker import ExternalKVTracker, Local
 from routed_experts.capture.scheduler.prefill_exchange import PrefillRowsExchange
 from routed_experts.capture.scheduler.row_source import RowSource
 from routed_experts.capture.scheduler.step import Step
-from routed_experts.capture.seams.engine import ConnectedScheduler
+from routed_experts.capture.seams.aux_output import AuxOutputHooks
+from routed_experts.capture.seams.engine import HookedScheduler
 from routed_experts.capture.seams.required import SCHEDULER
-from routed_experts.capture.seams.slot import ConnectorSlot
 from routed_experts.capture.wire.envelope import CAUSES, ENVELOPE_ID, STATS, pack
 from routed_experts.capture.wire.message import OptIn
 from routed_experts.capture.wire.rows import captures_weights
@@ -37,7 +37,7 @@ from routed_experts.capture.wire.transport import detach
 logger = init_logger(f"vllm.{__name__}")
 
 
-class SchedulerConnector(ConnectorSlot):
+class SchedulerConnector(AuxOutputHooks):
     """In vLLM's `scheduler.aux_output_connector`. Keeps the rows of every request: a later one may
     hit them."""
 
@@ -191,7 +191,7 @@ class SchedulerConnector(ConnectorSlot):
                 message.outputs.insert(0, envelope)
 
 
-class SchedulerCapture(ConnectedScheduler):
+class SchedulerCapture(HookedScheduler):
     """Adds the capture to vLLM's schedulers, or to a program's own."""
 
     aux_output_connector: SchedulerConnector

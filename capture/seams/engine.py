@@ -34,7 +34,7 @@ RoutedExpertsCaptureSource: Any = getattr(routed_experts_capturer, "RoutedExpert
 
 
 class _Calling(Scheduler):
-    """Until 0.31: calls the connector where the scheduler of 0.31 does."""
+    """Until 0.31: calls the hooks where the scheduler of 0.31 does."""
 
     aux_output_connector: Any
 
@@ -59,34 +59,39 @@ class _Calling(Scheduler):
 
 
 class _Resetting(Scheduler):
-    """0.31 refuses to reset running requests where there is a connector. Ours allows it: it keeps
-    rows by KV slot."""
+    """0.31 refuses to reset running requests where there is an auxiliary output connector. Ours
+    allows it: it keeps rows by KV slot."""
 
     aux_output_connector: Any
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        connector, self.aux_output_connector = self.aux_output_connector, None
+        hooks = self.aux_output_connector
+        self.aux_output_connector = None  # so that it is not refused
         try:
-            for request in self.running if reset_running_requests else ():
-                connector.request_finished(request)
+            if reset_running_requests:
+                for request in self.running:
+                    hooks.request_finished(request)
             is_reset = bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
         finally:
-            self.aux_output_connector = connector
+            self.aux_output_connector = hooks
         if is_reset:
-            connector.reset()
+            hooks.reset()
         return is_reset
 
 
-ConnectedScheduler: type[Scheduler] = (
-    _Calling if not HAS_AUX_OUTPUTS else _Resetting if _REFUSES_RESETS else Scheduler
-)
+HookedScheduler: type[Scheduler] = Scheduler
 """vLLM's scheduler, or what makes an older one call `aux_output_connector`."""
+
+if not HAS_AUX_OUTPUTS:
+    HookedScheduler = _Calling
+elif _REFUSES_RESETS:
+    HookedScheduler = _Resetting
 
 
 def v2_batch(runner: Any, kv_group: int) -> tuple[Any, NDArray[np.int64]]:
-    """Until 0.31, on the V2 model runner, which calls no connector: a step's slots, and where each
+    """Until 0.31, on the V2 model runner, which calls no hooks: a step's slots, and where each
     request's begin."""
     batch = runner.execute_model_state.input_batch
     offsets = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)

@@ -10,6 +10,10 @@ from numpy.typing import NDArray
 from routed_experts.capture.wire.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
+TRANSFER_PARAMS = "kv_transfer_params"
+"""vLLM's name of what a KV connector is told of a request: a field of requests and responses, and a
+key in `SamplingParams.extra_args`."""
+
 PARAM = "routed_experts"
 """Key in `kv_transfer_params`: the rows, which are no JSON; on a prefill request True, which asks
 for them."""

@@ -1,7 +1,7 @@
 """Model Runner V1: CPU always, and CUDA for the models that vLLM keeps on it; V2 too, until vLLM
 0.31.
 
-These runners have no hook for a connector, so the worker calls this adapter around its steps.
+These runners call no auxiliary output connector, so the worker calls this adapter around its steps.
 """
 
 import numpy as np
@@ -49,7 +49,8 @@ class V1Adapter:
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """`output` with its step's rows. All empty steps share one output object, which is not
         changed."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
@@ -59,6 +60,8 @@ class V1Adapter:
 
 
 class OutputWithRows(AsyncModelRunnerOutput):
+    """The output of a step that is not on the host yet, as its rows are not."""
+
     def __init__(self, output: AsyncModelRunnerOutput, pending: PendingStep) -> None:
         self._output = output
         self._pending = pending

@@ -1,4 +1,4 @@
-"""Model Runner V2 (CUDA): attaches as the runner's auxiliary output connector."""
+"""Model Runner V2 (CUDA): vLLM calls the adapter as the runner's auxiliary output connector."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ import numpy as np
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from routed_experts.capture.seams.slot import ConnectorSlot
+from routed_experts.capture.seams.aux_output import AuxOutputHooks
 from routed_experts.capture.wire.transport import STEP, StepRows
 from routed_experts.capture.worker.capturer import Capturer
 from routed_experts.capture.worker.pipeline import PendingStep
 from routed_experts.capture.worker.stage import PipelineStage, is_output_rank
 
 
-class V2Adapter(ConnectorSlot):
-    """The object in vLLM's `model_runner.aux_output_connector`."""
+class V2Adapter(AuxOutputHooks):
+    """In vLLM's `model_runner.aux_output_connector`. Takes each step's rows after sampling."""
 
     def __init__(self, runner: GPUModelRunner, capturer: Capturer, kv_group: int) -> None:
         self._runner = runner
@@ -41,7 +41,7 @@ class V2Adapter(ConnectorSlot):
         """Called when the worker shuts down. The buffers go with the capturer."""
 
 
-class V2Pending(ConnectorSlot):
+class V2Pending(AuxOutputHooks):
     """The rows of an output that is not materialised yet."""
 
     def __init__(self, pending: PendingStep) -> None:

@@ -4,8 +4,8 @@ silence."""
 from collections.abc import Iterator
 from typing import Any
 
+from routed_experts.capture.wire.prefill_rows import TRANSFER_PARAMS
 from routed_experts.protocol.models import PREFIXES, RoutingFields
-from routed_experts.server.outputs.prefill_param import PARAMS
 
 _FIELDS = RoutingFields.model_fields
 _OF_ANSWERS = ("routed_experts", "routed_expert_weights")
@@ -18,7 +18,7 @@ _USERS_OWN = {
     *("prompt", "prompt_token_ids", "prompt_embeds", "token_ids", "features", "content_parts"),
     *("tools", "functions", "tool_calls", "function_call", "arguments"),
     *("schema", "json_schema", "json", "guided_json"),
-    *(PARAMS, "ec_transfer_params"),
+    *(TRANSFER_PARAMS, "ec_transfer_params"),
 }
 """Below these, names are a user's own: texts, data, tools and what they are called with, JSON
 schemas. Parameters of KV transfers have rows, under a name like those of fields."""

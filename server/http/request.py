@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from routed_experts.capture.wire.prefill_rows import PARAM
+from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
 from routed_experts.protocol.models import (
     OPT_IN,
     PROMPT_START,
@@ -38,7 +38,6 @@ from routed_experts.server.http.vllm_http import (
     GenerateRequest,
     VLLMClientError,
 )
-from routed_experts.server.outputs.prefill_param import PARAMS
 from routed_experts.server.outputs.processor import opt_in
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
@@ -91,13 +90,13 @@ def unpacked(content: bytes) -> Any:
     """
     try:
         body = msgspec.msgpack.decode(content)
-        params = body.get(PARAMS) if isinstance(body, dict) else None
+        params = body.get(TRANSFER_PARAMS) if isinstance(body, dict) else None
         rows = params.pop(PARAM, None) if isinstance(params, dict) else None
         body = msgspec.json.decode(msgspec.json.encode(body))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"The body is not valid MessagePack: {error}") from None
     if rows is not None:
-        body[PARAMS][PARAM] = rows
+        body[TRANSFER_PARAMS][PARAM] = rows
     return body
 
 

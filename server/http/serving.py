@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.capture.engine import transfer_params
-from routed_experts.capture.wire.prefill_rows import PARAM
+from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
 from routed_experts.capture.wire.rows import WEIGHTS_FLAG
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
@@ -35,7 +35,6 @@ from routed_experts.server.http.vllm_http import (
 from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.prefill_param import (
     FIELD,
-    PARAMS,
     PrefillRowsError,
     PrefillRowsParam,
     to_wire,
@@ -78,11 +77,11 @@ def _move_transfer_params(request: Any) -> None:
     extra = field_of(request, name)
     if sampling is not None:
         extra, name = sampling.extra_args, "sampling_params.extra_args"
-    if not isinstance(extra, dict) or extra.get(PARAMS) is None:
+    if not isinstance(extra, dict) or extra.get(TRANSFER_PARAMS) is None:
         return
-    if not isinstance(extra[PARAMS], dict):
-        _reject(f"{name}.{PARAMS} must be an object", f"{name}.{PARAMS}")
-    params = extra.pop(PARAMS)
+    if not isinstance(extra[TRANSFER_PARAMS], dict):
+        _reject(f"{name}.{TRANSFER_PARAMS} must be an object", f"{name}.{TRANSFER_PARAMS}")
+    params = extra.pop(TRANSFER_PARAMS)
     if request.kv_transfer_params is None:
         request.kv_transfer_params = params
 

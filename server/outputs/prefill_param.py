@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from routed_experts.capture.wire.prefill_rows import (
     MAX_BYTES,
     PARAM,
+    TRANSFER_PARAMS,
     WORDS,
     decode,
     encode,
@@ -24,8 +25,7 @@ from routed_experts.capture.wire.rows import ids_of, joined, weights_of
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import EngineCoreRequest
 
-PARAMS = "kv_transfer_params"
-FIELD = f"{PARAMS}.{PARAM}"
+FIELD = f"{TRANSFER_PARAMS}.{PARAM}"
 
 WEIGHTS = "weights"
 """Key of the weights (base64 of little-endian float32 [n, L, K]) beside `data`, over HTTP."""
@@ -95,7 +95,7 @@ def put_rows(request: EngineCoreRequest, index: int) -> None:
     sampling = request.sampling_params
     if sampling is None or not sampling.extra_args:
         return
-    params = sampling.extra_args.get(PARAMS)
+    params = sampling.extra_args.get(TRANSFER_PARAMS)
     value = params.get(PARAM) if isinstance(params, dict) else None
     if value is None or isinstance(value, bool):  # true asks a prefill instance for rows
         return
@@ -104,7 +104,7 @@ def put_rows(request: EngineCoreRequest, index: int) -> None:
     elif index and decode(value) is not None:  # from a program
         value = without_rows(value)
     request.sampling_params = copy(sampling)  # all choices share the object
-    extra_args = {**sampling.extra_args, PARAMS: {**params, PARAM: value}}
+    extra_args = {**sampling.extra_args, TRANSFER_PARAMS: {**params, PARAM: value}}
     request.sampling_params.extra_args = extra_args
 
 

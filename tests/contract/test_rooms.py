@@ -15,7 +15,9 @@ MAY_IMPORT = {
     "capture": set(),
     "capture/wire": {"protocol"},
     "capture/seams": set(),
-    "capture/engine": {"capture", "capture/seams", "capture/scheduler", "capture/worker"},
+    "capture/engine": {
+        *("capture", "capture/wire", "capture/seams", "capture/scheduler", "capture/worker"),
+    },
     "capture/worker": {"protocol", "capture/wire", "capture/engine", "capture/seams"},
     "capture/scheduler": {
         *("protocol", "capture/wire", "capture/engine", "capture/seams", "capture/scheduler/kv"),

@@ -1,4 +1,4 @@
-"""Base class of our objects in vLLM's slots for an auxiliary output connector."""
+"""Base class of the objects that vLLM calls as its auxiliary output connectors."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,12 +7,13 @@ from vllm.logger import init_logger
 logger = init_logger(f"vllm.routed_experts.{__name__}")
 
 
-class ConnectorSlot:
-    """Base of an object that vLLM calls as its auxiliary output connector.
+class AuxOutputHooks:
+    """Base of an object that vLLM calls as its auxiliary output connector: the *hooks* of a
+    scheduler, a model runner, or an output.
 
     Newer versions of vLLM pass more arguments and call more methods, for example for
     log-probabilities. Methods ignore extra arguments, and unknown methods return None, which means
-    that the connector has no such output. Another connector next to ours is refused
+    that there is no such output. Another auxiliary output connector next to ours is refused
     (`capture/engine/config.py`).
     """
 
@@ -21,7 +22,7 @@ class ConnectorSlot:
         at once later."""
 
     # The next three are called since vLLM 0.33. `ExternalKVTracker` limits loads earlier, when vLLM
-    # asks the connector.
+    # asks the KV connector.
 
     def max_cache_hit(self, *args: Any, **options: Any) -> int | None:
         """Limit of tokens in a prefix hit; None is no limit, since rows live as long as the KV."""
