@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-logger = init_logger(f"vllm.routed_experts.{__name__}")
+# `__name__` begins with "routed_experts". A child of vLLM's logger, which is configured.
+logger = init_logger(f"vllm.{__name__}")
 
 
 class AuxOutputHooks:

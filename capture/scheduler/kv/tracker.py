@@ -45,7 +45,8 @@ from routed_experts.capture.scheduler.kv.pulls import Pulls
 from routed_experts.capture.scheduler.request_rows import RequestRows
 from routed_experts.capture.wire.message import Cause
 
-logger = init_logger(f"vllm.routed_experts.{__name__}")
+# `__name__` begins with "routed_experts". A child of vLLM's logger, which is configured.
+logger = init_logger(f"vllm.{__name__}")
 
 
 class LocalHit(NamedTuple):
