@@ -1,4 +1,5 @@
-"""The known KV connectors. KV that was computed elsewhere, or earlier, arrives without rows."""
+"""The KV connectors that were reviewed, in one table (`CONNECTORS`): where their KV comes from, and so
+what is known of its rows."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +13,11 @@ ON_LOAD_FLAG = "--routed-experts-on-load"
 ON_LOAD_VARIABLE = "ROUTED_EXPERTS_ON_LOAD"
 """Carries the flag's value to every process of the engine."""
 
-RECOMPUTE, MISSING = "recompute", "missing"
+RECOMPUTE = "recompute"
+"""Value of the flag: requests that ask for rows compute them."""
+
+MISSING = "missing"
+"""Value of the flag: their rows are -1."""
 
 
 class KVSource(Enum):
