@@ -48,7 +48,12 @@ BUFFERS_OPEN = _gauge("buffers_open", "Running choices with rows.")
 REPORTS_FAILED = _gauge("reports_failed", "Reports of engines that could not be read.")
 
 STORED_ARRAYS = _counter("stored_arrays", "Arrays to be returned by reference.", "result")
-STORE_BYTES = _gauge("store_bytes", "Size of stored arrays.")
+STORE_BYTES = Gauge(
+    "routed_experts_store_bytes",
+    "Size of the arrays in the store's folder.",
+    [_MODEL],
+    multiprocess_mode="livemax",  # each process counts those of all
+)
 
 RECORDED_REQUESTS = _counter("recorded_requests", "Prompts whose routing was written to a file.")
 RECORDED_BYTES = _counter("recorded_bytes", "Bytes of the files with recorded routing.")

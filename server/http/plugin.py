@@ -128,7 +128,7 @@ class RoutedExpertsPlugin:
         except CodecError as error:
             raise SettingsError(f"routed_experts_default: {error}") from None
         default = default_folder(str(args.port))
-        ours.store = store_with(settings, default, *rank_of_process(config))
+        ours.store = store_with(settings, default)
         if ours.store.folder == default:
             remove_unused(default)  # of a process that was killed
         else:

@@ -1,12 +1,11 @@
 """The route that returns arrays by their ids, whole or in part."""
 
 import asyncio
-import os
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
-from io import FileIO
+from io import BytesIO
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
@@ -18,13 +17,16 @@ from routed_experts.protocol.codec import CodecError, read_npy_header
 from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import (
+    HEADER_BYTES,
     ArrayGoneError,
     ArrayStore,
     StoreError,
     UnknownArrayError,
 )
 from routed_experts.server.outputs.folders import MEMORY
-from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationError
+from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationError, get_logger
+
+logger = get_logger(__name__)
 
 STALLED_S, _LEAST_BYTES = 30.0, 64 << 10
 """A connection ends whose client takes less of an array in so many seconds."""
@@ -41,19 +43,21 @@ T = TypeVar("T")
 
 
 class _Part:
-    """Some layers and tokens of a stored array: a piece of its file for each layer, or one for all
+    """Some layers and tokens of a stored array: a span of its file for each layer, or one for all
     tokens."""
 
-    def __init__(self, file: FileIO, key: str, layers: str | None, tokens: str | None) -> None:
-        (num_layers, num_tokens, top_k), dtype, order = read_npy_header(file)
+    def __init__(self, store: ArrayStore, key: str, layers: str | None, tokens: str | None) -> None:
+        size = store.size(key)
+        header = store.read(key, [(0, HEADER_BYTES)])
+        (num_layers, num_tokens, top_k), dtype, order = read_npy_header(BytesIO(header))
         num_bytes = num_layers * num_tokens * top_k * dtype.itemsize
-        if order != "C" or file.tell() + num_bytes != os.fstat(file.fileno()).st_size:
+        if order != "C" or HEADER_BYTES + num_bytes != size:
             raise CodecError("its header and its size do not fit")
         begin, end = _span(layers, num_layers, "layers")
         first, last = _span(tokens, num_tokens, "tokens")
         row = top_k * dtype.itemsize
-        self._file, self._layer = file, num_tokens * row
-        self._first = file.tell() + begin * self._layer + first * row
+        self._store, self._key, self._layer = store, key, num_tokens * row
+        self._first = HEADER_BYTES + begin * self._layer + first * row
         self.nbytes = (end - begin) * (last - first) * row
         self._piece = self.nbytes if last - first == num_tokens else (last - first) * row
         is_whole = (end - begin, last - first) == (num_layers, num_tokens)
@@ -67,32 +71,31 @@ class _Part:
         }
 
     def read(self, at: int, end: int) -> bytes:
-        """The bytes from `at` to `end`."""
-        pieces = []
+        """The bytes from `at` to `end`. Raises `LookupError` if the array is gone by now: nothing of
+        it is kept for those who read slowly."""
+        return self._store.read(self._key, self._spans(at, end))
+
+    def _spans(self, at: int, end: int) -> Iterator[tuple[int, int]]:
         while at < end:
             layer, begin = divmod(at, self._piece)
             size = min(end - at, self._piece - begin)
-            pieces.append(
-                os.pread(self._file.fileno(), size, self._first + layer * self._layer + begin)
-            )
+            first = self._first + layer * self._layer + begin
+            yield first, first + size
             at += size
-        return b"".join(pieces)
 
 
 class _ArrayResponse(StreamingResponse):
-    """Ends, with its connection, if the client stops reading; then closes the array's file."""
+    """Ends, with its connection, if the client stops reading."""
 
-    file: FileIO
     transport: asyncio.Transport | None  # of the connection
     num_sent = 0  # bytes, those included that wait in the transport
 
     async def stream_response(self, send: Send) -> None:
         watch = asyncio.create_task(self._watch())
-        with self.file:
-            try:
-                await super().stream_response(send)
-            finally:
-                watch.cancel()
+        try:
+            await super().stream_response(send)
+        finally:
+            watch.cancel()
 
     async def _watch(self) -> None:
         while self.transport is not None:
@@ -100,7 +103,12 @@ class _ArrayResponse(StreamingResponse):
             await asyncio.sleep(STALLED_S)
             waiting = self.transport.get_write_buffer_size()
             if waiting and self.num_sent - waiting - before < _LEAST_BYTES:
-                self.transport.abort()
+                self.abort()
+
+    def abort(self) -> None:
+        """Ends the connection, so that the client does not take a part for the whole."""
+        if self.transport is not None:
+            self.transport.abort()
 
 
 async def stored_array(
@@ -108,71 +116,82 @@ async def stored_array(
 ) -> Response:
     """The response for `GET` and `HEAD` of an array, or some `layers` and `tokens` (FIRST:END).
     Raises HTTP errors."""
-    with ExitStack() as opened:
-        file = opened.enter_context(await _run(store, _ask, store, ArrayStore.read, key))
-        try:
-            part = await _run(store, _Part, file, key, layers, tokens)
-        except CodecError:
-            raise HTTPException(500, "The file of this array is damaged.") from None
-        if not _is_wanted(request, part.tag):
-            return Response(status_code=304, headers=part.headers)
-        first, end, status, headers = 0, part.nbytes, 200, part.headers
-        asked, is_get = request.headers.get("range", ""), request.method == "GET"
-        if (
-            is_get
-            and request.headers.get("if-range", part.tag) == part.tag
-            and (span := _byte_range(asked, end))
-        ):
-            first, end, status = *span, 206
-            if first >= end:
-                message, status = (
-                    "The range begins behind the end.",
-                    HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
-                )
-                return error_response(
-                    message, status, {"Content-Range": f"bytes */{part.nbytes}"}, param="Range"
-                )
-            headers["Content-Range"] = f"bytes {first}-{end - 1}/{part.nbytes}"
-        headers["Content-Length"] = str(end - first)
-        if not is_get:
-            return Response(headers=headers, media_type=_BYTES)
+    store = _of(store)
+    with _http_errors():
+        part = await _run(store, _Part, store, key, layers, tokens)
+    if not _is_wanted(request, part.tag):
+        return Response(status_code=304, headers=part.headers)
+    first, end, status, headers = 0, part.nbytes, 200, part.headers
+    asked, is_get = request.headers.get("range", ""), request.method == "GET"
+    if (
+        is_get
+        and request.headers.get("if-range", part.tag) == part.tag
+        and (span := _byte_range(asked, end))
+    ):
+        first, end, status = *span, 206
+        if first >= end:
+            message, status = (
+                "The range begins behind the end.",
+                HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
+            )
+            return error_response(
+                message, status, {"Content-Range": f"bytes */{part.nbytes}"}, param="Range"
+            )
+        headers["Content-Range"] = f"bytes {first}-{end - 1}/{part.nbytes}"
+    headers["Content-Length"] = str(end - first)
+    if not is_get:
+        return Response(headers=headers, media_type=_BYTES)
 
-        async def chunks() -> AsyncIterator[bytes]:
-            for at in range(first, end, _CHUNK_BYTES):
+    async def chunks() -> AsyncIterator[bytes]:
+        for at in range(first, end, _CHUNK_BYTES):
+            try:
                 piece = await _run(store, part.read, at, min(at + _CHUNK_BYTES, end))
-                yield piece
-                response.num_sent += len(piece)
+            except (LookupError, StoreError) as error:
+                logger.info("An array is gone while a client reads it: %r", error)
+                response.abort()
+                return
+            yield piece
+            response.num_sent += len(piece)
 
-        response = _ArrayResponse(chunks(), status, headers, _BYTES)
-        response.file, response.transport = file, connection_of(request).transport
-        opened.pop_all()
-        return response
+    response = _ArrayResponse(chunks(), status, headers, _BYTES)
+    response.transport = connection_of(request).transport
+    return response
 
 
 def delete_array(request: Request, store: ArrayStore | None, key: str) -> Response:
     """The response for `DELETE` of an array. Raises as `stored_array` does."""
-    with _ask(store, ArrayStore.read, key):
+    store = _of(store)
+    with _http_errors():
+        store.size(key)
         _is_wanted(request, f'"{key}"')
-    _ask(store, ArrayStore.delete, key)
+        store.delete(key)
     return Response(status_code=204)
 
 
-async def _run(store: ArrayStore | None, function: Callable[..., T], *args: Any) -> T:
+async def _run(store: ArrayStore, function: Callable[..., T], *args: Any) -> T:
     """Calls `function`, which reads files of `store`, in a thread if they are on a disk."""
-    is_fast = store is None or store.folder.is_relative_to(MEMORY)
-    return function(*args) if is_fast else await run_in_threadpool(function, *args)
+    if store.folder.is_relative_to(MEMORY):
+        return function(*args)
+    return await run_in_threadpool(function, *args)
 
 
-def _ask(store: ArrayStore | None, method: Callable[[ArrayStore, str], T], key: str) -> T:
-    """Calls a method of the store for an array, and raises its errors as HTTP errors."""
+def _of(store: ArrayStore | None) -> ArrayStore:
     if store is None:
         raise VLLMNotFoundError("This server stores no routed experts.")
+    return store
+
+
+@contextmanager
+def _http_errors() -> Iterator[None]:
+    """Raises the store's errors as HTTP errors."""
     try:
-        return method(store, key)
+        yield
     except UnknownArrayError:
         raise VLLMNotFoundError("There is no such array.") from None
     except ArrayGoneError:
         raise HTTPException(410, "This array has expired or was deleted.") from None
+    except CodecError:
+        raise HTTPException(500, "The file of this array is damaged.") from None
     except StoreError as error:
         raise HTTPException(500, str(error)) from None
 

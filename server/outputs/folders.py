@@ -1,31 +1,36 @@
-"""Folders that processes of a host share without waiting for each other: each writes into a
-subfolder of its own.
+"""Arrays as files of a folder, which servers of one host may share: `FOLDER/HOUR/ID.npy`.
 
-A process has a file in its subfolder locked (`flock`) while it lives. Others try that lock, and
-never wait for it.
+Files are written as they are: nobody knows an id before its file is whole, and what a killed
+process left has its time to go in its name. So nothing is locked but the folder that nobody named,
+by those who use it, so that the last one of them, or the next server, removes it.
 """
 
 import errno
 import fcntl
 import os
 import re
-import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
 from routed_experts.protocol.files import open_file
 
-NAME_LENGTH = 16
-"""Of a subfolder's name, in hexadecimal; its first two digits are the rank of its process."""
 MEMORY = Path("/dev/shm")
-_NAME = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}")
-_FILE = re.compile(r"[0-9a-f]{32}\.npy")
-_OWNER, _OWNER_BYTES = ".owner", 1 << 20
+_HOUR = re.compile(r"\d{4}-\d\d-\d\dT\d\d")
+_FILE = re.compile(r"[0-9a-f]{40}\.npy")
+_IN_USE = ".in-use"
+_BLOCK_BYTES = 4096  # files take whole blocks
+_TRIES = 10  # to use a folder that others may be removing
+_PAUSE_S = 0.01  # between two of them
+
+
+def hour_of(expires: float) -> str:
+    """The part of an object's name that says when it expires."""
+    return time.strftime("%Y-%m-%dT%H", time.gmtime(expires))
 
 
 def private_folder(folder: Path) -> None:
@@ -59,96 +64,139 @@ def write_all(file: FileIO, part: bytes | memoryview) -> None:
         left = left[os.write(file.fileno(), left) :]
 
 
-def new_subfolder(folder: Path, rank: int) -> tuple[str, FileIO]:
-    """The name of a new subfolder, and the file that this process keeps open while it lives. Raises
-    `FileNotFoundError` if somebody just removed it, or `folder`."""
-    name = f"{rank % 256:02x}{secrets.token_hex(NAME_LENGTH // 2 - 1)}"
-    (folder / name).mkdir(mode=0o700)
-    if (owner := _own(folder / name)) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    return name, owner
-
-
-def without_process(folder: Path) -> Iterator[tuple[str, FileIO]]:
-    """The subfolders whose processes have ended. They belong to this one until it closes the
-    file."""
-    for name in filter(_NAME.fullmatch, os.listdir(folder)):
-        with suppress(OSError):
-            if (owner := _own(folder / name)) is not None:
-                yield name, owner
-
-
-def _own(subfolder: Path) -> FileIO | None:
-    """The locked file; None if another process has locked it, or removed it."""
-    path = subfolder / _OWNER
-    owner = FileIO(path, "a+", opener=open_private)
-    if try_lock(owner, path):
-        owner.seek(0)
-        return owner
-    owner.close()
-    return None
-
-
-def try_lock(file: FileIO, path: Path) -> bool:
+def try_lock(file: FileIO, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
     """Locks a file unless another process has locked or removed it. Raises OSError if files cannot
     be locked."""
     with suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     return False
 
 
-def tell(subfolder: Path, word: str) -> None:
-    """Leaves a word for the process that owns `subfolder`, in its file."""
-    with open(subfolder / _OWNER, "ab", opener=open_private) as owner:
-        owner.write(f"{word}\n".encode())
+def blocks(size: int) -> int:
+    """What a file of so many bytes takes."""
+    return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
-def told(owner: FileIO) -> list[str]:
-    """The words left for the owner since the last call. A long file is cut; words behind its limit,
-    and those left at that moment, are lost."""
-    words = owner.read(_OWNER_BYTES).decode("ascii", "replace").split()
-    if os.fstat(owner.fileno()).st_size > _OWNER_BYTES:
-        owner.truncate(0)
-        owner.seek(0)
-    return words
+class Folder:
+    """The objects of a folder. All methods raise OSError."""
+
+    def __init__(self, path: Path, keeps: bool) -> None:
+        self.path = path
+        self._keeps = keeps  # whether it stays when nobody uses it
+        self._in_use: FileIO | None = None  # a locked file that says so
+
+    def open(self) -> None:
+        """Makes the folder."""
+        for _ in range(_TRIES):
+            private_folder(self.path)
+            if self._keeps or self._is_locked():
+                return
+            time.sleep(_PAUSE_S)  # another process is removing it
+        raise BlockingIOError(errno.EAGAIN, "another process removes it again and again")
+
+    def _is_locked(self) -> bool:
+        self.close()
+        path = self.path / _IN_USE
+        with suppress(FileNotFoundError):
+            file = FileIO(path, "a+", opener=open_private)
+            if try_lock(file, path, fcntl.LOCK_SH):
+                self._in_use = file
+                return True
+            file.close()
+        return False
+
+    def close(self) -> None:
+        """Says that this process no longer uses the folder."""
+        if self._in_use is not None:
+            fcntl.flock(self._in_use, fcntl.LOCK_UN)  # forked processes may have the file open
+            self._in_use.close()
+            self._in_use = None
+
+    def free_bytes(self) -> int:
+        disk = os.statvfs(self.path)
+        return disk.f_bavail * disk.f_frsize
+
+    def put(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+        path = self.path / name
+        for left in reversed(range(_TRIES)):
+            try:
+                file = FileIO(path, "x", opener=open_private)
+                break
+            except FileNotFoundError:  # the hour has begun, or somebody removed the folder
+                if not left:
+                    raise
+                self.open()
+                with suppress(FileNotFoundError):
+                    private_folder(path.parent)
+        try:
+            with file:
+                for part in parts:
+                    write_all(file, part)
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
+            raise
+
+    def size(self, name: str) -> int:
+        about = (self.path / name).lstat()
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        return about.st_size
+
+    def read(self, name: str, spans: Iterable[tuple[int, int]]) -> bytes:
+        """The bytes of `spans`, each of which is the first byte and the one after the last."""
+        with FileIO(self.path / name, opener=open_private) as file:
+            return b"".join([os.pread(file.fileno(), end - first, first) for first, end in spans])
+
+    def delete(self, name: str) -> None:
+        (self.path / name).unlink()
+
+    def sweep(self, now: float) -> int:
+        """Removes what has expired. Returns the bytes of the other arrays."""
+        used, this_hour = 0, hour_of(now)
+        for hour in _entries(self.path, _HOUR):
+            for file in _entries(hour.path, _FILE):
+                with suppress(OSError):  # somebody else removed it
+                    if int(file.name[:8], 16) < now:
+                        os.unlink(file.path)
+                    else:
+                        used += blocks(file.stat(follow_symlinks=False).st_size)
+            if hour.name < this_hour:
+                with suppress(OSError):  # the user may have files there
+                    os.rmdir(hour.path)
+        return used
+
+    def remove(self) -> None:
+        """Removes the folder with its arrays, unless a process uses it or it has other files."""
+        self.close()
+        with suppress(OSError):
+            if not self.path.is_dir():
+                return
+            private_folder(self.path)
+            path = self.path / _IN_USE
+            with FileIO(path, "a+", opener=open_private) as file:
+                if not try_lock(file, path):
+                    return
+                for hour in _entries(self.path, _HOUR):
+                    for array in _entries(hour.path, _FILE):
+                        os.unlink(array.path)
+                    with suppress(OSError):
+                        os.rmdir(hour.path)
+                path.unlink()
+            self.path.rmdir()
 
 
 def remove_unused(folder: Path) -> None:
-    """Removes what ended processes left in a folder, and the folder if that was all."""
-    with suppress(OSError):
-        if folder.is_dir():
-            private_folder(folder)
-            for name, owner in without_process(folder):
-                tidy(folder / name, keeps=False)
-                owner.close()
-            folder.rmdir()
+    """Removes a folder that nobody named, with its arrays, unless a process uses it."""
+    Folder(folder, keeps=False).remove()
 
 
-def tidy(subfolder: Path, keeps: bool) -> list[tuple[str, os.stat_result]]:
-    """Removes the arrays that expired, or all if they are not kept, unless somebody reads them, and
-    the subfolder if that was all that it had. This process must own it. Returns the others."""
-    left = []
-    for file in os.scandir(subfolder):
-        if _FILE.fullmatch(file.name):
-            about = file.stat(follow_symlinks=False)
-            if not stat.S_ISREG(about.st_mode):
-                continue  # no process of ours made it
-            if (keeps and about.st_mtime >= time.time()) or not remove_unread(Path(file.path)):
-                left.append((file.name.removesuffix(".npy"), about))
-    if not left:
-        with suppress(OSError):  # the user may have files there
-            (subfolder / _OWNER).unlink()
-            subfolder.rmdir()
-    return left
-
-
-def remove_unread(path: Path) -> bool:
-    """Removes a file unless somebody reads it; False then."""
-    with suppress(FileNotFoundError), FileIO(path, "r+", opener=open_private) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        path.unlink()
-    return True
+def _entries(folder: str | Path, names: re.Pattern[str]) -> Iterator["os.DirEntry[str]"]:
+    """What a folder has of ours, if it can be read: folders of hours, or files of arrays. No
+    links, pipes or other things of these names: no process of ours made them."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            is_ours = entry.is_dir if names is _HOUR else entry.is_file
+            if names.fullmatch(entry.name) and is_ours(follow_symlinks=False):
+                yield entry
