@@ -1,9 +1,10 @@
-"""A torch Dataset of rollouts whose rows stay on the server until a pipeline rank needs its own
+"""A torch Dataset of rollouts whose rows stay in the store until a pipeline rank needs its own
 layers of them.
 
     python examples/dataset.py --url http://localhost:8000
 
-Needs numpy and torch.
+Needs numpy and torch. The ranks may run on other hosts: what they get is some hundred bytes for each
+turn, and with a bucket as the store (`--routed-experts-store s3://…`) they read it without the server.
 """
 
 import argparse
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from routed_experts.protocol.fetch import fetch
+from routed_experts.protocol.batch import join_turns
+from routed_experts.protocol.fetch import Span, fetch_spans
 
 Reference = dict[str, Any]
 TURNS, NUM_TOKENS = ["Which experts?", " And then?", " Why?"], 64
@@ -40,7 +42,7 @@ class RoutingDataset(Dataset[torch.Tensor]):
         base_url: str,
     ) -> None:
         self._base_url = base_url
-        self._sequences = sequences
+        self._sequences: list[list[Span]] = [join_turns(references) for references in sequences]
         self._layers = layers
         self._num_tokens = num_tokens
 
@@ -48,17 +50,11 @@ class RoutingDataset(Dataset[torch.Tensor]):
         return len(self._sequences)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        references = self._sequences[index]
-        shape = self._layers[1] - self._layers[0], self._num_tokens, references[0]["shape"][2]
-        ids = torch.full(shape, -1, dtype=torch.int16)
-        for reference in references:
-            start = reference["start"]
-            count = min(reference["shape"][0], self._num_tokens - start)
-            if count > 0:
-                part = fetch(
-                    reference, layers=self._layers, tokens=(0, count), base_url=self._base_url
-                )
-                ids[:, start : start + count] = torch.from_numpy(part.copy())
+        spans = self._sequences[index]
+        count = min(sum(span.end - span.first for span in spans), self._num_tokens)
+        rows = fetch_spans(spans, layers=self._layers, tokens=(0, count), base_url=self._base_url)
+        ids = torch.full((len(rows), self._num_tokens, rows.shape[2]), -1, dtype=torch.int16)
+        ids[:, :count] = torch.from_numpy(rows)
         return ids
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
+from routed_experts.protocol.fetch import Span
 from routed_experts.protocol.routing import PROMPT_END_UNKNOWN, Routing, RoutingError
 
 Number = TypeVar("Number", bound=np.generic)
@@ -196,16 +197,33 @@ def shared_prefix(
     return prefix
 
 
-def join_turns(turns: Sequence[Routing]) -> Routing:
+@overload
+def join_turns(turns: Sequence[Routing]) -> Routing: ...
+
+
+@overload
+def join_turns(turns: Sequence[Mapping[str, Any]]) -> list[Span]: ...
+
+
+def join_turns(
+    turns: Sequence[Routing] | Sequence[Mapping[str, Any]],
+) -> Routing | list[Span]:
     """Joins the rows of a conversation's turns, each requested with a prompt start.
 
     Where turns overlap, the earlier rows are kept: the earlier tokens were generated with them.
     Log-probabilities are those of the last turn, and histograms are left out.
 
+    References, of each turn its prompt's and its choice's, are joined without reading an array:
+    `fetch.fetch_spans` reads the spans that come back. Whether the turns' tokens continue each
+    other is for the caller to know then: references have none.
+
     >>> first = Routing(np.array([1, 2, 3], np.int16).reshape(-1, 1, 1), start=0, prompt_len=2)
     >>> second = Routing(np.array([4, 5, 6], np.int16).reshape(-1, 1, 1), start=3, prompt_len=5)
     >>> join_turns([first, second]).rows.ravel().tolist()
     [1, 2, 3, 4, 5, 6]
+    >>> references = [{"start": 0, "shape": [3, 1, 1]}, {"start": 2, "shape": [4, 1, 1]}]
+    >>> [(span.first, span.end) for span in join_turns(references)]
+    [(0, 3), (1, 4)]
 
     Raises:
         RoutingError: rows between two turns are missing; only some turns have weights; or the
@@ -213,6 +231,8 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
             (some chat templates drop or rewrite tokens); or media differ or are not given, as for
             `shared_prefix`.
     """
+    if turns and isinstance(turns[0], Mapping):
+        return _join_references(arguments.sequence_of("turns", turns, Mapping))
     turns = arguments.sequence_of("turns", turns, Routing)
     if not turns:
         raise RoutingError("no turns")
@@ -234,6 +254,23 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
             raise RoutingError("some turns have weights, others have none")
         joined = replace(turn, rows=rows, weights=weights, start=joined.start)
     return replace(joined, prompt_histogram=None, histogram=None) if len(turns) > 1 else joined
+
+
+def _join_references(references: Sequence[Mapping[str, Any]]) -> list[Span]:
+    spans: list[Span] = []
+    end = arguments.integer("start of the first reference", references[0].get("start"))
+    _, *shape = arguments.integers("shape of reference", references[0].get("shape"), 3)
+    for reference in references:
+        start = arguments.integer("start of reference", reference.get("start"))
+        num_rows, *of_row = arguments.integers("shape of reference", reference.get("shape"), 3)
+        if start > end:
+            raise RoutingError(f"a gap: rows up to {end}, and a reference that begins at {start}")
+        if of_row != shape:
+            raise RoutingError(f"rows of shapes {shape} and {of_row}")
+        if start + num_rows > end:
+            spans.append(Span(reference, end - start, num_rows))
+            end = start + num_rows
+    return spans
 
 
 def _check_same_tokens(before: Routing, turn: Routing) -> None:

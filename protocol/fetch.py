@@ -1,19 +1,21 @@
-"""Fetches arrays that a response refers to (`routed_experts_delivery: reference`), whole or in
-part."""
+"""Fetches arrays that a response refers to (`routed_experts_delivery: reference`), whole or in part,
+from wherever they are: a file on this machine, the server, or a bucket."""
 
 import http.client
 import math
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol import arguments
+from routed_experts.protocol.buckets import bucket_at, told
 from routed_experts.protocol.codec import NUMPY_DTYPES, read_npy_header
 from routed_experts.protocol.files import open_file
 
@@ -22,20 +24,35 @@ Range = tuple[int, int]
 
 _PIECE_BYTES = 1 << 20
 
+_HEADER_BYTES = 128  # of the `.npy` object in a bucket
 _RELATIVE = re.compile(r"\w[\w/-]*", re.ASCII)
+_ABSOLUTE = re.compile(r"https?://[\x21-\x7e]+")
+
+
+AT_ONCE = 8
+"""How many parts are fetched at once."""
 
 
 class FetchError(Exception):
     """An array cannot be fetched.
 
     Attributes:
-        status: of the HTTP response; None if there is none. 404: there never was such an array;
-        410: it is gone.
+        status: of the HTTP response; None if there is none. From a server, 404: it is no array's
+            id; 410: the array is gone. From a bucket, 404: the array is gone; 403: the signed URL
+            has expired.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Span(NamedTuple):
+    """Some rows of a stored array: those of a turn that no turn before had."""
+
+    reference: Mapping[str, Any]
+    first: int  # counted from 0 in the array
+    end: int  # the row after the last
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,23 +101,28 @@ def fetch(
     base_url: str | None = None,
     api_key: str | None = None,
     timeout_s: float = 60.0,
+    by_uri: bool = False,
 ) -> NDArray[Any]:
     """The array of a reference, or a part of it: [layers, n, K], layers first. Read-only.
 
     If the reference has a `path` that this process can read, the file is mapped into memory, and is
     read where the array is used; this works after the array has expired too. Otherwise it comes
-    over HTTP. Safe to call from several threads at once.
+    over HTTP, from the server or, in ranges of several layers at once, from the bucket that its
+    `url` leads to. Safe to call from several threads at once.
 
     Args:
-        reference: with at least `url` (relative to `base_url`) or `path`, `shape` ([n, L, K]) and
-        `dtype`. layers: first layer, and the layer after the last, of the L layers; all by default.
+        reference: with at least `url` (relative to `base_url`, or of a bucket), `path` or `uri`,
+            `shape` ([n, L, K]) and `dtype`.
+        layers: first layer, and the layer after the last, of the L layers; all by default.
         tokens: first row, and the row after the last, of the n rows of this array; all by default.
         base_url: that of OpenAI's client, such as `http://localhost:8000/v1`; not needed where the
-        file is read. api_key: is sent to that server only.
+            file or a bucket is read.
+        api_key: is sent to that server only.
+        by_uri: read the object of `uri`, with obstore and the keys of this process's environment.
 
     Raises:
-        FetchError: the server does not return the array.
-        ValueError: a range is outside of the array, or `url` is not relative.
+        FetchError: the array does not come.
+        ValueError: a range is outside of the array, or `url` is neither relative nor of a bucket.
     """
     (num_rows, num_layers, top_k), dtype = _described(reference)
     for name, text in (("base_url", base_url), ("api_key", api_key)):
@@ -109,22 +131,131 @@ def fetch(
     arguments.number("timeout_s", timeout_s)
     first_layer, end_layer = _checked(layers, num_layers, "layers")
     first_token, end_token = _checked(tokens, num_rows, "tokens")
+    shape = (end_layer - first_layer, end_token - first_token, top_k)
+    if by_uri:
+        ranges = _byte_ranges(reference, (first_layer, end_layer), (first_token, end_token))
+        return _as_array(_read_object(reference, ranges), shape, dtype)
     if (mapped := _mapped(reference, dtype)) is not None:
         return mapped[first_layer:end_layer, first_token:end_token]
-    if not reference.get("url"):
+    url = reference.get("url")
+    if not url:
         raise FetchError(f"{reference.get('path')} has expired, or is on another machine")
+    if _ABSOLUTE.fullmatch(url):
+        ranges = _byte_ranges(reference, (first_layer, end_layer), (first_token, end_token))
+        return _as_array(_read_ranges(reference, ranges, timeout_s), shape, dtype)
     if base_url is None:
         raise FetchError("base_url is needed: the url of a reference is relative to it")
-    if not _RELATIVE.fullmatch(reference["url"]):
-        raise ValueError(f"The url of a reference must be relative, not {reference['url']!r}")
+    if not _RELATIVE.fullmatch(url):
+        raise ValueError(f"The url of a reference must be relative, not {url!r}")
     query = f"layers={first_layer}:{end_layer}&tokens={first_token}:{end_token}"
-    request = urllib.request.Request(f"{base_url.rstrip('/')}/{reference['url']}?{query}")
+    request = urllib.request.Request(f"{base_url.rstrip('/')}/{url}?{query}")
     if api_key is not None:
         # not to where the server redirects
         request.add_unredirected_header("Authorization", f"Bearer {api_key}")
-    return _read(
-        request, (end_layer - first_layer, end_token - first_token, top_k), dtype, timeout_s
-    )
+    content = _read(request, math.prod(shape) * dtype.itemsize, timeout_s, request.full_url)
+    return _as_array(content, shape, dtype)
+
+
+def fetch_all(
+    references: Iterable[Mapping[str, Any]], *, at_once: int = AT_ONCE, **options: Any
+) -> list[NDArray[Any]]:
+    """As `fetch`, of several references at once, with the same options."""
+    at_once = arguments.integer("at_once", at_once, least=1)
+    with ThreadPoolExecutor(at_once) as threads:
+        return list(threads.map(lambda reference: fetch(reference, **options), references))
+
+
+def fetch_spans(
+    spans: Sequence[Span],
+    *,
+    layers: Range | None = None,
+    tokens: Range | None = None,
+    at_once: int = AT_ONCE,
+    **options: Any,
+) -> NDArray[Any]:
+    """The rows of a sequence, which `batch.join_turns` made of its references: [layers, n, K], or
+    what a rank needs of them. Only that is read, of several arrays at once.
+
+    Args:
+        tokens: counted from the first row of the sequence.
+        options: those of `fetch`.
+
+    Raises:
+        FetchError, ValueError: as `fetch`.
+    """
+    arguments.sequence_of("spans", spans, tuple)
+    if not spans:
+        raise ValueError("spans must not be empty")
+    (_, num_layers, top_k), dtype = _described(spans[0].reference)
+    first_layer, end_layer = _checked(layers, num_layers, "layers")
+    first, end = _checked(tokens, sum(span.end - span.first for span in spans), "tokens")
+    rows = np.empty((end_layer - first_layer, end - first, top_k), dtype)
+
+    def read(span: Span, begin: int) -> None:
+        """The rows of a span that begins at row `begin` of the sequence."""
+        lower, upper = max(first - begin, 0), min(end - begin, span.end - span.first)
+        if lower < upper:
+            rows[:, begin + lower - first : begin + upper - first] = fetch(
+                span.reference,
+                layers=(first_layer, end_layer),
+                tokens=(span.first + lower, span.first + upper),
+                **options,
+            )
+
+    begins = np.cumsum([0, *(span.end - span.first for span in spans)]).tolist()
+    with ThreadPoolExecutor(arguments.integer("at_once", at_once, least=1)) as threads:
+        list(threads.map(read, spans, begins[:-1]))
+    return rows
+
+
+def _byte_ranges(reference: Mapping[str, Any], layers: Range, tokens: Range) -> list[Range]:
+    """Where some layers and tokens are in the object of an array: one range for each layer, or one
+    for all if they are without a gap."""
+    (num_rows, _, top_k), dtype = _described(reference)
+    row = top_k * dtype.itemsize
+    layer = num_rows * row
+    if tokens == (0, num_rows):
+        return [(_HEADER_BYTES + layers[0] * layer, _HEADER_BYTES + layers[1] * layer)]
+    begins = [_HEADER_BYTES + index * layer for index in range(*layers)]
+    return [(begin + tokens[0] * row, begin + tokens[1] * row) for begin in begins]
+
+
+def _read_ranges(
+    reference: Mapping[str, Any], ranges: Sequence[Range], timeout_s: float
+) -> bytes | bytearray:
+    """Parts of an object at a signed URL, several at once. No key goes there, and no message has
+    the URL: whoever knows it may read the array."""
+    name = str(reference.get("uri") or reference.get("id"))
+
+    def read(part: Range) -> bytearray:
+        first, end = part
+        if first == end:
+            return bytearray()
+        headers = {"Range": f"bytes={first}-{end - 1}"}
+        request = urllib.request.Request(reference["url"], headers=headers)
+        return _read(request, end - first, timeout_s, name)
+
+    if len(ranges) == 1:
+        return read(ranges[0])
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        return b"".join(threads.map(read, ranges))
+
+
+def _read_object(reference: Mapping[str, Any], ranges: Sequence[Range]) -> bytes:
+    """Parts of the object that a reference names."""
+    uri = arguments.instance("uri of reference", reference.get("uri"), str)
+    place, _, name = uri.rpartition("/")
+    filled = [part for part in ranges if part[0] < part[1]]
+    if not filled:
+        return b""
+    try:
+        objects = bucket_at(place)
+        with told(uri):
+            starts, ends = zip(*filled, strict=True)
+            return b"".join(objects.get_ranges(name, starts=starts, ends=ends))
+    except OSError as error:
+        is_gone = isinstance(error, FileNotFoundError)
+        raise FetchError(f"{uri}: {error}", 404 if is_gone else None) from None
 
 
 def _described(reference: Mapping[str, Any]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
@@ -160,31 +291,34 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
         return None
 
 
-def _read(
-    request: urllib.request.Request,
-    shape: tuple[int, int, int],
-    dtype: np.dtype[Any],
-    timeout_s: float,
+def _as_array(
+    content: bytes | bytearray, shape: tuple[int, int, int], dtype: np.dtype[Any]
 ) -> NDArray[Any]:
-    """The array in a response. It takes no memory before the server says that it sends as much, or
-    has sent it."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            told = response.headers.get("Content-Length")
-            is_right = told in (None, str(num_bytes))
-            content = bytearray() if told is None or not is_right else bytearray(num_bytes)
-            if not is_right or _fill(content, response, num_bytes) != num_bytes or response.read(1):
-                raise FetchError(
-                    f"{request.full_url} returned another number of bytes than {num_bytes}"
-                )
-    except urllib.error.HTTPError as error:
-        raise FetchError(f"{request.full_url}: {error.code} {error.reason}", error.code) from None
-    except (OSError, http.client.HTTPException) as error:
-        raise FetchError(f"{request.full_url}: {error}") from error
+    if len(content) != num_bytes:
+        raise FetchError(f"{len(content)} bytes came, not {num_bytes}")
     array: NDArray[Any] = np.ndarray(shape, dtype, content)
     array.flags.writeable = False
     return array
+
+
+def _read(
+    request: urllib.request.Request, num_bytes: int, timeout_s: float, name: str
+) -> bytearray:
+    """The bytes in a response. They take no memory before the server says that it sends as many, or
+    has sent them."""
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            length = response.headers.get("Content-Length")
+            is_right = length in (None, str(num_bytes))
+            content = bytearray() if length is None or not is_right else bytearray(num_bytes)
+            if not is_right or _fill(content, response, num_bytes) != num_bytes or response.read(1):
+                raise FetchError(f"{name} returned another number of bytes than {num_bytes}")
+            return content
+    except urllib.error.HTTPError as error:
+        raise FetchError(f"{name}: {error.code} {error.reason}", error.code) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise FetchError(f"{name}: {error}") from error
 
 
 def _fill(content: bytearray, response: http.client.HTTPResponse, num_bytes: int) -> int:

@@ -326,21 +326,35 @@ class RoutedExpertsReference(BaseModel):
     model_config = ConfigDict(
         json_schema_extra={
             "example": {
-                "id": "2669a53fbafc6309dc1dfb9f40c6a1e3e9b3f67a663731dd",
-                "url": "routed_experts/rows/2669a53fbafc6309dc1dfb9f40c6a1e3e9b3f67a663731dd",
+                "id": "6b00c9412669a53fbafc6309dc1dfb9f40c6a1e3",
+                "url": "routed_experts/rows/6b00c9412669a53fbafc6309dc1dfb9f40c6a1e3",
+                "part": "generated",
+                "choice": 0,
                 "shape": [2, 5, 4],
                 "dtype": "int16",
                 "start": 2,
                 "missing": 0,
                 "bytes": 80,
-                "expires": 1795220097,
+                "expires": 1795213633,
             }
         }
     )
 
     id: str
     url: str = Field(
-        description="`GET` returns the little-endian array [layers, rows, experts per token]; relative to `/v1`"
+        description="relative to `/v1`: `GET` returns the little-endian array [layers, rows, experts per token]. "
+        "Absolute where the store is a bucket: signed until `expires`; the object is a `.npy` file, 128 bytes of "
+        "header before the array"
+    )
+    uri: str | None = Field(
+        default=None,
+        description="bucket and key of the object (`s3://…`), for clients with keys of their own",
+    )
+    part: Literal["prompt", "generated", "joined"] = Field(
+        description="which rows the array has; `joined` in that layout"
+    )
+    choice: int | None = Field(
+        default=None, description="index of the choice; a prompt's array has none"
     )
     shape: Shape
     dtype: Literal["int16", "uint8", "int32", "float32"]

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from routed_experts.protocol.buckets import SCHEMES, is_bucket
 from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES
 
 _LONGEST_S = 1e9
+_LONGEST_SIGNED_S = 7 * 86400.0
 DEFAULT_LIFETIME_S = 3600.0
 """Of an array in the store."""
 
@@ -50,6 +52,25 @@ _BYTES = Kind("a positive integer", lambda value: type(value) is int and value >
 _DELIVERY = Kind("inline or reference", lambda value: value in ("inline", "reference"), "DELIVERY")
 _FIELDS = Kind("a JSON object with routing fields", lambda value: isinstance(value, dict), "JSON")
 _FOLDER = Kind("a path", lambda value: isinstance(value, str | Path) and value != "", "FOLDER", str)
+
+
+def _is_place(value: object) -> bool:
+    """A path, or a URL without anything that is secret."""
+    if not isinstance(value, str | Path) or value == "":
+        return False
+    scheme, has_scheme, rest = str(value).partition("://")
+    if not has_scheme:
+        return True
+    return scheme in ("file", *SCHEMES) and rest != "" and not {*"@?#"} & {*rest}
+
+
+_PLACE = Kind(
+    "a path, or a URL such as s3://bucket/prefix (also gs://, az://; keys and the endpoint come "
+    "from the environment)",
+    _is_place,
+    "URL",
+    str,
+)
 _SECONDS = Kind(
     f"a positive number up to {_LONGEST_S:,.0f}",
     lambda value: type(value) in (int, float) and 0 < value <= _LONGEST_S,
@@ -83,14 +104,16 @@ class Settings:
     ] = True
     routed_experts_store: Annotated[
         str | Path | None,
-        _FOLDER,
-        "folder for arrays that are returned by reference (routed_experts_delivery); several servers of one host may "
-        "share it (default: one for this port in /dev/shm, removed at start and stop if no process uses it)",
+        _PLACE,
+        "where arrays are that are returned by reference (routed_experts_delivery): a folder, which servers of one "
+        "host may share, or a bucket, s3://BUCKET/PREFIX, gs://…, az://…, which those of many may; keys and endpoint "
+        "come from the environment (default: a folder for this port in /dev/shm, removed at start and stop if no "
+        "process uses it)",
     ] = None
     routed_experts_store_bytes: Annotated[
         int | None,
         _BYTES,
-        "maximum size of the store (default: half of the space that is free in its folder)",
+        "maximum size of a folder of arrays (default: half of the space that is free there)",
     ] = None
     routed_experts_store_seconds: Annotated[
         float, _SECONDS, "time after which stored arrays are deleted (default: 3600)"
@@ -100,9 +123,9 @@ class Settings:
     ] = False
     routed_experts_record: Annotated[
         str | Path | None,
-        _FOLDER,
-        "record the routing of what clients ask, whether or not they ask for routing, in FOLDER/*.jsonl, which export "
-        "and view read; the files contain the token ids of prompts and answers",
+        _PLACE,
+        "record the routing of what clients ask, whether or not they ask for routing, in files *.jsonl of a folder or "
+        "bucket, which export and view read; the files contain the token ids of prompts and answers",
     ] = None
     routed_experts_record_tokens: Annotated[
         bool,
@@ -117,7 +140,8 @@ class Settings:
     routed_experts_record_bytes: Annotated[
         int,
         _BYTES,
-        "maximum bytes of all files in FOLDER, with those found at start (default: 10 GiB); then recording stops",
+        "maximum bytes of all files in the folder, with those found at start (default: 10 GiB), or of those that "
+        "are not sent to the bucket yet; then recording stops",
     ] = 10 << 30
     enable_return_routed_expert_weights: Annotated[
         bool,
@@ -149,6 +173,8 @@ class Settings:
             is_of_record = each.name.startswith("routed_experts_record_")
             if is_of_record and value != each.default and self.routed_experts_record is None:
                 raise SettingsError(f"{each.name} needs routed_experts_record.")
+        if is_bucket(self.routed_experts_store):
+            self._check_bucket()
         try:
             check_defaults(self.routed_experts_default)
         except FieldError as error:
@@ -160,6 +186,18 @@ class Settings:
             # Else requests that do not name them would be refused.
             raise SettingsError(
                 f"routed_experts_default: {WEIGHTS} needs enable_return_routed_expert_weights."
+            )
+
+    def _check_bucket(self) -> None:
+        for name in ("routed_experts_store_bytes", "routed_experts_store_paths"):
+            if getattr(self, name):
+                raise SettingsError(
+                    f"{name} is for a folder: a bucket has its own limit, and no paths."
+                )
+        if self.routed_experts_store_seconds > _LONGEST_SIGNED_S:
+            raise SettingsError(
+                "routed_experts_store_seconds must be at most 604800 (7 days) for a bucket: its signed URLs are not "
+                "valid for longer."
             )
 
 

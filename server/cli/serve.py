@@ -32,6 +32,7 @@ from routed_experts.capture.engine.versions import (
     UnsupportedConfig,
 )
 from routed_experts.capture.wire.rows import WEIGHTS_KEY
+from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, guess, say
@@ -41,6 +42,7 @@ from routed_experts.server.http.seams import cli_env_setup, configure_logging_fr
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.inprocess import plugin as program_plugin
 from routed_experts.server.inprocess.api_processes import share_with_api_processes
+from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.outputs.folders import default_folder, private_folder, remove_unused
 from routed_experts.server.settings import HELP, KINDS, Settings, SettingsError
 from routed_experts.server.shared import ENGINE_DIED
@@ -279,21 +281,31 @@ def prepared_folders(settings: Settings, port: int | str) -> Iterator[None]:
     """Raises `CommandError` if a folder of the settings cannot be used. The port's own folder for
     stored arrays is removed before and after if it is unused."""
     for name, make in (
-        ("routed_experts_store", private_folder),
+        ("routed_experts_store", try_store),
         ("routed_experts_record", prepare),
     ):
-        if (folder := getattr(settings, name)) is not None:
+        if (place := getattr(settings, name)) is not None:
             try:
-                make(Path(folder))
+                make(place)
             except OSError as error:
-                raise CommandError(
-                    f"{flag_of(name)}: {folder} cannot be used: {error.strerror}."
-                ) from error
+                why = f"{place} cannot be used: {error.strerror}" if error.strerror else str(error)
+                raise CommandError(f"{flag_of(name)}: {why}.") from error
+            except StoreError as error:
+                raise CommandError(f"{flag_of(name)}: {error}.") from error
     remove_unused(default_folder(str(port)))
     try:
         yield
     finally:
         remove_unused(default_folder(str(port)))
+
+
+def try_store(place: str | Path) -> None:
+    """Makes a folder, or tries whether a bucket can be written to. Raises OSError or
+    `StoreError`."""
+    if is_bucket(place):
+        ArrayStore(place).open()
+    else:
+        private_folder(Path(str(place).removeprefix("file://")))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -5,7 +5,8 @@ adds up their values; this is right for the metrics of an engine because only on
 receives them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -54,6 +55,9 @@ STORE_BYTES = Gauge(
     [_MODEL],
     multiprocess_mode="livemax",  # each process counts those of all
 )
+STORE_WAITING = _gauge(
+    "store_waiting", "Responses that wait for their arrays to be stored, or for a turn."
+)
 
 RECORDED_REQUESTS = _counter("recorded_requests", "Prompts whose routing was written to a file.")
 RECORDED_BYTES = _counter("recorded_bytes", "Bytes of the files with recorded routing.")
@@ -99,6 +103,7 @@ def label_with(model: str) -> None:
     ROWS_RETURNED.labels(model)
     SENT_BYTES.labels(model)
     STORE_BYTES.labels(model)
+    STORE_WAITING.labels(model)
     for result in (_STORED, _FAILED):
         STORED_ARRAYS.labels(model, result)
     for reason in (_NOT_CAPTURED, _NOT_ARRIVED, *_SETTINGS.values()):
@@ -127,6 +132,17 @@ def count_stored(succeeded: bool) -> None:
     """Counts an array that was to be stored, or a request that was refused because the store is
     full."""
     STORED_ARRAYS.labels(_model, _STORED if succeeded else _FAILED).inc()
+
+
+@contextmanager
+def waiting_for_store() -> Iterator[None]:
+    """Counts a response while its arrays are stored, or wait for that."""
+    gauge = STORE_WAITING.labels(_model)
+    gauge.inc()
+    try:
+        yield
+    finally:
+        gauge.dec()
 
 
 def show_store(num_bytes: int) -> None:

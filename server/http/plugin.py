@@ -52,6 +52,7 @@ logger = get_logger(__name__)
 
 _COUNT_S = 1.0
 _SWEEP_S = 15.0
+_SWEEP_BUCKET_S = 300.0  # which has whole hours to delete
 _STREAMS_PER_PROCESS = 256
 """With rows beside each token a stream takes 60 to 140 µs of an API process's CPU a token, and a
 step of so many streams 20 to 25 ms on an H100 or H200 (docs/performance.md)."""
@@ -135,11 +136,13 @@ class RoutedExpertsPlugin:
             ours.store.open()
         await probe(self._app, captured, ours.store, args, model)
         ours.settings, ours.generate_returns_rows = settings, asks_for_every_request(config)
-        seconds = min(max(ours.store.lifetime_s / 4, 1), _SWEEP_S)
+        seconds = min(
+            max(ours.store.lifetime_s / 4, 1), _SWEEP_S if ours.store.folder else _SWEEP_BUCKET_S
+        )
         background.repeat("Deleting expired arrays", seconds, partial(sweep, ours.store))
         # before the drain, which is to come first at the end
         if settings.routed_experts_record is not None:
-            start_recording(captured, Path(settings.routed_experts_record), settings)
+            start_recording(captured, settings.routed_experts_record, settings)
 
 
 async def sweep(store: ArrayStore) -> None:

@@ -7,6 +7,7 @@ requests.
 
 import mmap
 import os
+import secrets
 import stat
 import tempfile
 import time
@@ -15,6 +16,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
+from hashlib import sha256
 from io import FileIO
 from itertools import chain, count
 from pathlib import Path
@@ -26,12 +28,14 @@ from typing import Any, ClassVar
 from pydantic import BaseModel
 
 from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
+from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.codec import resolve_dtype
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
+from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.folders import open_private, private_folder, try_lock, write_all
 from routed_experts.server.outputs.processor import NoRecorder
 from routed_experts.server.outputs.row_buffer import RowBuffer
@@ -71,9 +75,23 @@ class FullError(Exception):
     """The files of this process have their maximum size."""
 
 
-def prepare(folder: Path) -> None:
-    """Makes the folder, and completes the files of killed processes, without a truncated last
-    line."""
+def folder_of(place: str | Path) -> Path:
+    """Where this machine writes files; those for a bucket stay there until they are sent."""
+    if not is_bucket(place):
+        return Path(str(place).removeprefix("file://"))
+    name = sha256(str(place).encode()).hexdigest()[:8]
+    return Path(tempfile.gettempdir()) / f"routed-experts-{os.geteuid()}-record-{name}"
+
+
+def prepare(place: str | Path) -> None:
+    """Makes the folder, and completes the files of killed processes, without a truncated last line.
+    Tries whether a bucket can be written to. Raises OSError."""
+    folder = folder_of(place)
+    if is_bucket(place):
+        bucket, trial = Bucket(str(place)), f"{secrets.token_hex(8)}.trial"
+        bucket.open()
+        bucket.put(trial, [b"trial"], {})
+        bucket.delete(trial)
     private_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
@@ -109,6 +127,8 @@ class RecordFiles:
     def __init__(self, folder: Path, room: int) -> None:
         self._folder = folder
         self._room = room  # maximum bytes of all files; those that were moved away do not count
+        # of all machines that write to a bucket
+        self._process = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = count()
         self._file: FileIO | None = None
         self._path = folder
@@ -135,7 +155,8 @@ class RecordFiles:
     def _open(self) -> FileIO:
         is_mine = False
         while not is_mine:
-            name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{next(self._numbers)}.jsonl{PART}"
+            began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            name = f"{began}-{self._process}-{next(self._numbers)}.jsonl{PART}"
             self._path, self._begun = self._folder / name, time.monotonic()
             # they tell texts, whatever the folder allows
             file = FileIO(self._path, "x", opener=open_private)
@@ -175,6 +196,32 @@ class RecordFiles:
         before = len(self._sizes)
         self._sizes = {path: size for path, size in self._sizes.items() if path.exists()}
         return len(self._sizes) < before
+
+
+class SentFiles(RecordFiles):
+    """Files that one process sends to a bucket when they are complete. Until they are sent, and
+    while the bucket cannot be written to, they count as files of the folder."""
+
+    def __init__(self, folder: Path, room: int, url: str, takes_over: bool) -> None:
+        super().__init__(folder, room)
+        self._bucket = Bucket(url)
+        self._bucket.open()
+        self._has_sent = False
+        if takes_over:  # what processes of this machine completed and did not send
+            self._sizes = {path: path.stat().st_size for path in folder.glob("*.jsonl")}
+
+    def rotate(self, at_once: bool = False) -> None:
+        super().rotate(at_once)
+        for path in [*self._sizes]:
+            if not path.name.endswith(PART):  # one of which half a line could not be undone
+                self._bucket.put_file(path.name, path)
+                path.unlink(missing_ok=True)
+                del self._sizes[path]
+                self._has_sent = True
+
+    def have_gone(self) -> bool:
+        has_sent, self._has_sent = self._has_sent, False
+        return has_sent
 
 
 class RecordedResponse(BaseModel, extra="allow"):
@@ -455,17 +502,21 @@ class Recorder(NoRecorder):
         return chain(line, [b"\n"])
 
 
-def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) -> None:
+def start_recording(captured: CapturedEngine, place: str | Path, settings: Settings) -> None:
     """Starts to record what the engine is asked, until it is shut down."""
-    prepare(folder)
+    prepare(place)
+    folder = folder_of(place)
     engine = captured.engine
-    _, num_processes = rank_of_process(engine.vllm_config)  # which share the room in equal parts
-    files = (entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
-    found = sum(entry.stat(follow_symlinks=False).st_size for entry in files)
+    rank, num_processes = rank_of_process(engine.vllm_config)  # which share the room equally
+    entries = (entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
+    found = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
     room = max(settings.routed_experts_record_bytes - found, 0) // num_processes
+    files = RecordFiles(folder, room)
+    if is_bucket(place):
+        files = SentFiles(folder, room, str(place), takes_over=rank == 0)
     recorder = Recorder(
         captured,
-        RecordFiles(folder, room),
+        files,
         settings.routed_experts_record_share,
         settings.routed_experts_record_tokens,
     )
@@ -484,4 +535,4 @@ def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) 
     )
     share, bound = 100 * settings.routed_experts_record_share, room * num_processes
     text = "The routing of %g %% of all prompts is recorded in %s, %s: at most %d bytes more."
-    logger.info(text, share, folder, what, bound)
+    logger.info(text, share, place, what, bound)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -13,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from routed_experts.protocol.codec import Rows
 from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.metrics import count_stored
+from routed_experts.server.http.metrics import count_stored, waiting_for_store
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 
 _ROWS = "routed_experts/rows"
@@ -24,8 +25,9 @@ AT_ONCE_BYTES = 512 << 10
 between parts."""
 
 T = TypeVar("T")
-Arrays = Iterable[tuple[str, int, list[Rows]]]
-"""The name of an array in the response, its first position, and its rows."""
+Arrays = Iterable[tuple[str, int | None, int, list[Rows]]]
+"""The name of an array in the response, the index of its choice (None for a prompt), its first
+position, and its rows."""
 
 
 class Delivery:
@@ -58,16 +60,21 @@ class ReferenceMaker(Delivery):
     store: ArrayStore
     connection: Connection
     names_files: bool = False  # whether references name the files
+    part: str = "generated"  # what a choice's arrays have: "joined" with the prompt's rows
+    # what prepares arrays, and may still run
+    _prepared: list["Future[Any]"] = field(default_factory=list, init=False)
     # ids whose references are not handed over
     _stored: list[str] = field(default_factory=list, init=False)
     # what had been sent then, by id
     _handed_over: dict[str, int] = field(default_factory=dict, init=False)
 
     async def run(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
-        """In the store's thread."""
+        """In a thread of the store. If all are busy, the answer waits until one is free."""
         prepared = self.store.writer.submit(function, *args)
+        self._prepared.append(prepared)
         self.connection.at_end(self._delete_unsent_later)
-        return await asyncio.wrap_future(prepared)
+        with waiting_for_store():
+            return await asyncio.wrap_future(prepared)
 
     def hand_over(self) -> None:
         for key in self._stored:
@@ -75,12 +82,13 @@ class ReferenceMaker(Delivery):
         self._stored.clear()
 
     def _delete_unsent_later(self) -> None:
-        """In the store's thread, so that it comes after everything that was submitted to it:
-        whoever was waiting for an array may have been cancelled while it was written."""
+        """In a thread of the store, after everything that was submitted for this response: whoever
+        was waiting for an array may have been cancelled while it was written."""
         with suppress(RuntimeError):  # the process ends, and the thread takes no more
-            self.store.writer.submit(self._delete_unsent)
+            self.store.writer.submit(self._delete_unsent, [*self._prepared])
 
-    def _delete_unsent(self) -> None:
+    def _delete_unsent(self, prepared: list["Future[Any]"]) -> None:
+        wait(prepared)  # they were submitted before this, so each has ended or has a thread
         sent = self.connection.num_sent
         not_told = [key for key, sent_before in self._handed_over.items() if sent == sent_before]
         self._delete([*self._stored, *not_told])
@@ -95,11 +103,11 @@ class ReferenceMaker(Delivery):
     ) -> tuple[list[dict[str, Any]], StoreError | None]:
         made: list[dict[str, Any]] = []
         failure: StoreError | None = None
-        for name, start, rows in arrays:
+        for name, choice, start, rows in arrays:
             encoders, references = encoder.named_encoders(name), {}
             try:
                 for each, by in encoders.items():
-                    references[each] = self._refer(by, rows, start)
+                    references[each] = self._refer(by, rows, start, choice)
             except StoreError as error:
                 failure = error
                 count_stored(succeeded=False)
@@ -112,19 +120,29 @@ class ReferenceMaker(Delivery):
             self.store.warn("Routed experts come inline: %s", failure)
         return made, failure
 
-    def _refer(self, encoder: Encoder, rows: list[Rows], start: int) -> dict[str, Any]:
+    def _refer(
+        self, encoder: Encoder, rows: list[Rows], start: int, choice: int | None
+    ) -> dict[str, Any]:
         array, missing = encoder.layers_first(rows)
-        stored = self.store.put(array)
+        about: dict[str, Any] = {"part": "prompt"}
+        if choice is not None:
+            about = {"part": self.part, "choice": choice}
+        facts = {**about, "start": start, "missing": missing}
+        stored = self.store.put(array, **{name: str(fact) for name, fact in facts.items()})
         self._stored.append(stored.id)
         count_stored(succeeded=True)
-        # The URL is relative to the API's base.
-        reference = stored.reference(array, start, missing, url=f"{_ROWS}/{stored.id}")
-        return {**reference, "path": str(stored.path)} if self.names_files else reference
+        if stored.url is not None:
+            about |= {"uri": stored.place}
+        elif self.names_files:
+            about |= {"path": stored.place}
+        # The URL of what is in a folder is relative to the API's base.
+        url = stored.url or f"{_ROWS}/{stored.id}"
+        return stored.reference(array, start, missing, url=url, **about)
 
 
 def cannot_store(error: StoreError) -> HTTPException:
     return HTTPException(
         HTTPStatus.INSUFFICIENT_STORAGE,
-        f"The routed experts cannot be stored: {error}. Delete arrays that were fetched, raise "
-        "--routed-experts-store-bytes, or set routed_experts_delivery to inline.",
+        f"The routed experts cannot be stored: {error}. Delete arrays that were fetched, give the "
+        "store more room, or set routed_experts_delivery to inline.",
     )

@@ -181,7 +181,7 @@ class RoutedResponse:
     def _refer(self, arrays: list[tuple[int | None, int, list[Rows]]]) -> list[dict[str, Any]]:
         """References to `arrays` and their weights, by name. Without those that are returned
         inline."""
-        named = ((_name_of(choice), start, rows) for choice, start, rows in arrays)
+        named = ((_name_of(choice), choice, start, rows) for choice, start, rows in arrays)
         made, failure = self.delivery.references(self.encoder, named)
         inline = sum(
             _count(rows)

@@ -255,7 +255,10 @@ class RoutedServing:
         if not options.by_reference or self.server.store is None:
             return Delivery()
         return ReferenceMaker(
-            self.server.store, request._connection, self.server.settings.routed_experts_store_paths
+            self.server.store,
+            request._connection,
+            names_files=self.server.settings.routed_experts_store_paths,
+            part="joined" if options.layout == "joined" else "generated",
         )
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:

@@ -117,6 +117,8 @@ async def stored_array(
     """The response for `GET` and `HEAD` of an array, or some `layers` and `tokens` (FIRST:END).
     Raises HTTP errors."""
     store = _of(store)
+    if store.bucket is not None:
+        return await _elsewhere(request, store, key, layers, tokens)
     with _http_errors():
         part = await _run(store, _Part, store, key, layers, tokens)
     if not _is_wanted(request, part.tag):
@@ -158,6 +160,24 @@ async def stored_array(
     return response
 
 
+async def _elsewhere(
+    request: Request, store: ArrayStore, key: str, layers: str | None, tokens: str | None
+) -> Response:
+    """Sends a client to the bucket, which knows nothing of layers and tokens. No byte of an array
+    passes this process."""
+    for name, value in (("layers", layers), ("tokens", tokens)):
+        if value is not None:
+            raise VLLMValidationError(
+                f"{name}: this array is an object of a bucket: read a Range of its .npy file, which "
+                f"has {HEADER_BYTES} bytes before the first layer, as routed_experts.protocol.fetch does",
+                parameter=name,
+            )
+    connection_of(request)  # so that the self-test knows who answered
+    with _http_errors():
+        url = await run_in_threadpool(store.signed_url, key, request.method)
+    return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})
+
+
 def delete_array(request: Request, store: ArrayStore | None, key: str) -> Response:
     """The response for `DELETE` of an array. Raises as `stored_array` does."""
     store = _of(store)
@@ -170,7 +190,7 @@ def delete_array(request: Request, store: ArrayStore | None, key: str) -> Respon
 
 async def _run(store: ArrayStore, function: Callable[..., T], *args: Any) -> T:
     """Calls `function`, which reads files of `store`, in a thread if they are on a disk."""
-    if store.folder.is_relative_to(MEMORY):
+    if store.folder is not None and store.folder.is_relative_to(MEMORY):
         return function(*args)
     return await run_in_threadpool(function, *args)
 

@@ -237,7 +237,11 @@ class SSERewriter:
             values |= await run_in_threadpool(self._histograms, counted)
         if self.options.by_reference:
             num_bytes = sum(part.nbytes for _, parts in arrays.values() for part in parts)
-            asked = [(name, *array) for name, array in arrays.items()]
+            index = next(key for key, each in self._choices.items() if each is state)
+            asked = [
+                (name, index if name == "routed_experts" else None, *array)
+                for name, array in arrays.items()
+            ]
             made, _ = await self.delivery.run(
                 num_bytes, self.delivery.references, self.encoder, asked
             )

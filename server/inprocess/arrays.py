@@ -149,9 +149,10 @@ def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReferenc
         store.put(layers_first),
         0 if array.dtype.kind == "u" else count_missing(array),
     )
-    return ArrayReference(
-        {**stored.reference(layers_first, start, missing), "path": str(stored.path)}
-    )
+    where = {"path": stored.place}
+    if stored.url is not None:
+        where = {"uri": stored.place, "url": stored.url}
+    return ArrayReference(stored.reference(layers_first, start, missing, **where))
 
 
 class ArrayCollector(RequestOutputCollector):

@@ -19,8 +19,9 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from io import BytesIO
 from math import ceil
@@ -31,6 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.protocol.buckets import is_bucket
+from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.folders import Folder, blocks, hour_of
 from routed_experts.server.settings import DEFAULT_LIFETIME_S, Settings
 from routed_experts.server.vllm_api import get_logger
@@ -41,6 +44,8 @@ HEADER_BYTES = 128
 """Of the `.npy` file of an array."""
 
 _ID = re.compile("[0-9a-f]{40}")
+PUTS_AT_ONCE = 16
+"""How many answers write to a bucket at once. Others wait for one of them to end."""
 _COUNT_S = 1.0
 """How old a count of a folder's bytes may be."""
 _COUNT_SHARE = 0.02
@@ -64,8 +69,14 @@ class StoredArray(NamedTuple):
     """A stored array."""
 
     id: str
-    path: Path
     expires: int  # Unix time in seconds
+    place: Path | str  # the path of its file, or the address of the object (`s3://…`)
+    url: str | None = None  # signed, of an object: whoever has it may read the array
+
+    @property
+    def path(self) -> Path:
+        """Of an array in a folder."""
+        return Path(self.place)
 
     def reference(
         self, array: NDArray[Any], start: int, missing: int, **more: Any
@@ -83,18 +94,20 @@ class StoredArray(NamedTuple):
 
 
 class ArrayStore:
-    """The arrays of a folder, with a limit of bytes and a lifetime."""
+    """The arrays of a folder, with a limit of bytes, or of a bucket; and their lifetime."""
 
     def __init__(
         self,
-        folder: Path,
-        # by default half of the space that is free at first
+        place: Path | str,  # a folder, or the URL of a bucket
+        # of a folder; by default half of the space that is free at first
         max_bytes: int | None = None,
         lifetime_s: float = DEFAULT_LIFETIME_S,  # until an array expires
         keeps: bool = True,  # whether the folder stays when no process uses it
     ) -> None:
-        self.folder, self.lifetime_s, self.max_bytes = folder, lifetime_s, max_bytes
-        self._objects = Folder(folder, keeps)
+        self.bucket = Bucket(str(place)) if is_bucket(place) else None
+        self.folder = None if self.bucket else Path(str(place).removeprefix("file://"))
+        self.lifetime_s, self.max_bytes = lifetime_s, max_bytes
+        self._objects = self.bucket or Folder(Path(self.folder or ""), keeps)
         self._keeps = keeps
         self._is_open = False
         # Of all processes when they were counted, and of this process since then. What is being
@@ -104,9 +117,11 @@ class ArrayStore:
         self._writing = 0
         self._count_again = 0.0  # on the monotonic clock
         self._lock = threading.RLock()  # for what stands above; free while arrays are written
-        # Several threads would take twice the CPU time, and keep the event loop waiting for
-        # Python's lock.
-        self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="routed-experts-store")
+        # For a folder, several threads would take twice the CPU time, and keep the event loop
+        # waiting for Python's lock. Those of a bucket wait for the network.
+        self.writer = ThreadPoolExecutor(
+            PUTS_AT_ONCE if self.bucket else 1, thread_name_prefix="routed-experts-store"
+        )
         self._next_warning = 0.0
         if not keeps:
             # `atexit` does nothing in a process of another
@@ -123,35 +138,48 @@ class ArrayStore:
             logger.warning(message, *args)
 
     def open(self) -> None:
-        """Makes the folder at the first call, and counts what it has. Raises `StoreError`."""
+        """At the first call, makes the folder and counts what it has, or tries whether the bucket
+        can be written to. Raises `StoreError`."""
         with self._lock:
             if self._is_open:
                 return
-            try:
+            with self._errors("cannot be used"):
                 self._objects.open()
-            except OSError as error:
-                raise StoreError(f"{self.folder} cannot be used: {error.strerror}") from error
-            used = self.sweep()
-            if self.max_bytes is None:
-                self.max_bytes = (self._objects.free_bytes() + used) // 2
+                if isinstance(self._objects, Folder):
+                    used = self.sweep()
+                    if self.max_bytes is None:
+                        self.max_bytes = (self._objects.free_bytes() + used) // 2
+                else:
+                    trial = name_of(_new_id(self.lifetime_s)[0])
+                    self._objects.put(trial, [b"trial"], {})
+                    self._objects.delete(trial)
             self._is_open = True
+
+    @contextmanager
+    def _errors(self, what: str, key: str = "") -> Iterator[None]:
+        """Raises the system's errors as those of this module."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if key:
+                raise ArrayGoneError(key) from None
+            raise StoreError(f"{self.folder} {what}: {error.strerror}") from error
+        except OSError as error:
+            words = f"{self.folder} {what}: {error.strerror}" if self.folder else str(error)
+            raise StoreError(words) from error
 
     def close(self) -> None:
         """Ends the use of the folder, which goes if it is not kept and nobody else uses it. No other
         method may run."""
         self.writer.shutdown(cancel_futures=True)
-        if self._keeps:
-            self._objects.close()
-        else:
-            self._objects.remove()
+        if isinstance(self._objects, Folder):
+            self._objects.close() if self._keeps else self._objects.remove()
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more fit."""
-        return (
-            self._is_open
-            and self.max_bytes is not None
-            and self.used_bytes + num_bytes <= self.max_bytes
-        )
+        """Whether `num_bytes` more fit: a bucket says so when they are written."""
+        if not self._is_open or self.bucket is not None:
+            return self._is_open
+        return self.max_bytes is not None and self.used_bytes + num_bytes <= self.max_bytes
 
     def make_room(self, num_bytes: int) -> None:
         """Counts again, without what has expired, if `num_bytes` more do not fit. Raises
@@ -159,17 +187,19 @@ class ArrayStore:
         self.open()
         if self.has_room(num_bytes):
             return
-        if time.monotonic() >= self._count_again or not self.folder.is_dir():
+        if time.monotonic() >= self._count_again or not (self.folder and self.folder.is_dir()):
             self.sweep()  # somebody may have deleted arrays, or removed the folder
         if not self.has_room(num_bytes):
             raise StoreError(f"{self.used_bytes} of {self.max_bytes} bytes are used")
 
     def sweep(self) -> int:
-        """Removes arrays that have expired, of all processes. Returns the bytes of the others."""
+        """Removes arrays that have expired, of all servers. Returns the bytes of the others in a
+        folder."""
         began = time.monotonic()
         with self._lock:
             before = self._since - self._writing
-        counted = self._objects.sweep(time.time())
+        with self._errors("cannot be swept"):
+            counted = self._objects.sweep(time.time())
         ended = time.monotonic()
         with self._lock:
             self._counted = counted
@@ -177,27 +207,32 @@ class ArrayStore:
             self._count_again = ended + max(_COUNT_S, (ended - began) / _COUNT_SHARE)
             return self.used_bytes
 
-    def put(self, array: NDArray[Any]) -> StoredArray:
-        """Stores `array`, which must be C-contiguous. Raises `StoreError` if it does not fit or
-        cannot be written."""
+    def put(self, array: NDArray[Any], **about: str) -> StoredArray:
+        """Stores `array`, which must be C-contiguous; an object of a bucket says what it is
+        `about`. Raises `StoreError` if it does not fit or cannot be written."""
         header = npy_header(array.dtype.str, array.shape)
+        parts: list[bytes | memoryview] = [header, array.reshape(-1).view(np.uint8).data]
         size = blocks(len(header) + array.nbytes)
-        expires = ceil(time.time() + self.lifetime_s)
-        key = f"{expires:08x}{secrets.token_hex(16)}"
+        key, expires = _new_id(self.lifetime_s)
+        name = name_of(key)
         self._reserve(size)
         try:
-            self._objects.put(name_of(key), [header, array.reshape(-1).view(np.uint8).data])
-        except OSError as error:
+            with self._errors("cannot be written to"):
+                self._objects.put(name, parts, about)
+                if self.bucket is None:
+                    return StoredArray(key, expires, f"{self.folder}/{name}")
+                url = self.bucket.sign(name, "GET", self.lifetime_s)
+                return StoredArray(key, expires, f"{self.bucket.url}/{name}", url)
+        except StoreError:
             self._count_off(size)
-            raise StoreError(f"{self.folder} cannot be written to: {error}") from error
+            raise
         finally:
             with self._lock:
                 self._writing -= size
-        return StoredArray(key, self.folder / name_of(key), expires)
 
     def _reserve(self, size: int) -> None:
         """Counts an array that is going to be written. Raises `StoreError` if it does not fit."""
-        if time.monotonic() >= self._count_again and self._is_open:
+        if self.folder and self._is_open and time.monotonic() >= self._count_again:
             self.sweep()  # others may have written
         while True:
             self.make_room(size)
@@ -216,33 +251,36 @@ class ArrayStore:
         name = name_of(key)
         if expiry_of(key) < time.time():
             raise ArrayGoneError(key)
-        try:
+        self.open()
+        with self._errors("cannot be read", key):
             return self._objects.size(name)
-        except FileNotFoundError:
-            raise ArrayGoneError(key) from None
-        except OSError as error:
-            raise StoreError(f"{self.folder} cannot be read: {error.strerror}") from error
 
     def read(self, key: str, spans: Iterable[tuple[int, int]]) -> bytes:
         """Bytes of an array's file: each span is the first and the one after the last. Raises as
         `size` does."""
-        try:
+        with self._errors("cannot be read", key):
             return self._objects.read(name_of(key), spans)
-        except FileNotFoundError:
-            raise ArrayGoneError(key) from None
-        except OSError as error:
-            raise StoreError(f"{self.folder} cannot be read: {error.strerror}") from error
+
+    def signed_url(self, key: str, method: str) -> str:
+        """Where a client without keys reads an array of a bucket until it expires."""
+        assert self.bucket is not None
+        self.size(key)
+        seconds = max(expiry_of(key) - time.time(), 1)
+        with self._errors("cannot be read", key):
+            return self.bucket.sign(name_of(key), method, seconds)
 
     def delete(self, key: str) -> None:
-        """Deletes an array of any process. Raises as `size` does."""
+        """Deletes an array of any server. Raises as `size` does."""
         size = self.size(key)
-        try:
+        with self._errors("cannot be changed", key):
             self._objects.delete(name_of(key))
-        except FileNotFoundError:
-            raise ArrayGoneError(key) from None
-        except OSError as error:
-            raise StoreError(f"{self.folder} cannot be changed: {error.strerror}") from error
         self._count_off(blocks(size))
+
+
+def _new_id(lifetime_s: float) -> tuple[str, int]:
+    """An id, and when its array expires."""
+    expires = ceil(time.time() + lifetime_s)
+    return f"{expires:08x}{secrets.token_hex(16)}", expires
 
 
 def name_of(key: str) -> str:
@@ -260,7 +298,7 @@ def store_with(settings: Settings, default: Path) -> ArrayStore:
     """Creates the store; `default` is the folder if the settings name none."""
     named = settings.routed_experts_store
     return ArrayStore(
-        default if named is None else Path(named),
+        default if named is None else named,
         settings.routed_experts_store_bytes,
         settings.routed_experts_store_seconds,
         keeps=named is not None,

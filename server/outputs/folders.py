@@ -20,8 +20,9 @@ from pathlib import Path
 from routed_experts.protocol.files import open_file
 
 MEMORY = Path("/dev/shm")
-_HOUR = re.compile(r"\d{4}-\d\d-\d\dT\d\d")
-_FILE = re.compile(r"[0-9a-f]{40}\.npy")
+HOUR = re.compile(r"\d{4}-\d\d-\d\dT\d\d")
+ARRAY = re.compile(r"[0-9a-f]{40}\.npy")
+"""Parts of the names of our objects. Others in the same place are their users' own."""
 _IN_USE = ".in-use"
 _BLOCK_BYTES = 4096  # files take whole blocks
 _TRIES = 10  # to use a folder that others may be removing
@@ -89,21 +90,21 @@ class Folder:
     def open(self) -> None:
         """Makes the folder."""
         for _ in range(_TRIES):
-            private_folder(self.path)
-            if self._keeps or self._is_locked():
-                return
+            with suppress(FileNotFoundError):
+                private_folder(self.path)
+                if self._keeps or self._is_locked():
+                    return
             time.sleep(_PAUSE_S)  # another process is removing it
         raise BlockingIOError(errno.EAGAIN, "another process removes it again and again")
 
     def _is_locked(self) -> bool:
         self.close()
         path = self.path / _IN_USE
-        with suppress(FileNotFoundError):
-            file = FileIO(path, "a+", opener=open_private)
-            if try_lock(file, path, fcntl.LOCK_SH):
-                self._in_use = file
-                return True
-            file.close()
+        file = FileIO(path, "a+", opener=open_private)
+        if try_lock(file, path, fcntl.LOCK_SH):
+            self._in_use = file
+            return True
+        file.close()
         return False
 
     def close(self) -> None:
@@ -117,7 +118,8 @@ class Folder:
         disk = os.statvfs(self.path)
         return disk.f_bavail * disk.f_frsize
 
-    def put(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+    def put(self, name: str, parts: Iterable[bytes | memoryview], about: dict[str, str]) -> None:
+        """Writes a file, which says nothing `about` itself."""
         path = self.path / name
         for left in reversed(range(_TRIES)):
             try:
@@ -155,8 +157,8 @@ class Folder:
     def sweep(self, now: float) -> int:
         """Removes what has expired. Returns the bytes of the other arrays."""
         used, this_hour = 0, hour_of(now)
-        for hour in _entries(self.path, _HOUR):
-            for file in _entries(hour.path, _FILE):
+        for hour in _entries(self.path, HOUR):
+            for file in _entries(hour.path, ARRAY):
                 with suppress(OSError):  # somebody else removed it
                     if int(file.name[:8], 16) < now:
                         os.unlink(file.path)
@@ -178,8 +180,8 @@ class Folder:
             with FileIO(path, "a+", opener=open_private) as file:
                 if not try_lock(file, path):
                     return
-                for hour in _entries(self.path, _HOUR):
-                    for array in _entries(hour.path, _FILE):
+                for hour in _entries(self.path, HOUR):
+                    for array in _entries(hour.path, ARRAY):
                         os.unlink(array.path)
                     with suppress(OSError):
                         os.rmdir(hour.path)
@@ -197,6 +199,6 @@ def _entries(folder: str | Path, names: re.Pattern[str]) -> Iterator["os.DirEntr
     links, pipes or other things of these names: no process of ours made them."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            is_ours = entry.is_dir if names is _HOUR else entry.is_file
+            is_ours = entry.is_dir if names is HOUR else entry.is_file
             if names.fullmatch(entry.name) and is_ours(follow_symlinks=False):
                 yield entry

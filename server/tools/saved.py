@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TextIO
 
+from routed_experts.protocol.buckets import bucket_at, is_bucket, told
 from routed_experts.protocol.files import open_file
 from routed_experts.protocol.saved import MAX_EXPERTS, ModelInfo
 from routed_experts.server.cli.console import CommandError
@@ -41,6 +43,11 @@ def open_text(path: str | Path, name: str = "", *, is_read_once: bool = False) -
     `CommandError`, with the `name` if it has another than its path, if it cannot be read or is of
     another kind."""
     name = name or str(path)
+    if is_bucket(path):
+        with _copy_of(str(path)) as file:
+            _check_kind(name, file)
+            yield file
+        return
     is_of_shell = is_read_once and str(path).startswith(_OF_SHELL)
     try:
         with open(path, encoding="utf-8-sig", opener=None if is_of_shell else open_file) as file:
@@ -49,6 +56,42 @@ def open_text(path: str | Path, name: str = "", *, is_read_once: bool = False) -
             yield file
     except OSError as error:
         raise CommandError(f"{name} cannot be read: {error.strerror}.") from error
+
+
+@contextmanager
+def _copy_of(uri: str) -> Iterator[TextIO]:
+    """An object of a bucket, as a file of this machine while it is read."""
+    place, _, name = uri.rpartition("/")
+    with TemporaryFile() as file:
+        try:
+            objects = bucket_at(place)
+            with told(uri):
+                for part in objects.get(name).stream():
+                    file.write(part)
+        except OSError as error:
+            raise CommandError(f"{uri} cannot be read: {error}.") from error
+        file.seek(0)
+        with open(file.fileno(), encoding="utf-8-sig", closefd=False) as text:
+            yield text
+
+
+def _objects_in(url: str) -> list[str]:
+    """The objects with responses below a URL, or that object itself, by name."""
+    if url.endswith(SUFFIXES):
+        return [url]
+    place = url.rstrip("/")
+    try:
+        objects = bucket_at(place)
+        with told(url):
+            listed = [each for part in objects.list() for each in part]
+    except OSError as error:
+        raise CommandError(f"{url} cannot be read: {error}.") from error
+    names = sorted(
+        each["path"] for each in listed if each["path"].endswith(SUFFIXES) and each["size"]
+    )
+    if not names:
+        raise CommandError(f"{url} has no objects *.json or *.jsonl with responses.")
+    return [f"{place}/{name}" for name in names]
 
 
 def _check_kind(name: str, file: TextIO) -> None:
@@ -61,10 +104,13 @@ def _check_kind(name: str, file: TextIO) -> None:
 
 
 def files_in(paths: Sequence[str]) -> list[str]:
-    """Files, and in place of a folder those in it and below, by name, without empty ones, which a
+    """Files, and in place of a folder or a bucket's prefix those in it and below, by name, without empty ones, which a
     server may write."""
     found: list[str] = []
     for path in paths:
+        if is_bucket(path):
+            found += _objects_in(path)
+            continue
         if path == STDIN or not Path(path).is_dir():
             found.append(path)
             continue

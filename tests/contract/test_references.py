@@ -473,7 +473,7 @@ def test_what_is_stored_after_the_request_has_ended_is_deleted(tmp_path: Path) -
     maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20), connection)
     connection.end()
     made, failure = asyncio.run(
-        maker.run(1, maker.references, ENCODER, [("routed_experts", 0, [])])
+        maker.run(1, maker.references, ENCODER, [("routed_experts", 0, 0, [])])
     )
     assert ("id" in made[0]["routed_experts"], failure) == (True, None)
     wait_until_empty(tmp_path / "store")
@@ -487,7 +487,7 @@ def test_a_client_that_leaves_before_the_response_begins(tmp_path: Path) -> None
 
     class Answer(RoutedResponse):
         def encode(self, packed: bool) -> bytes:
-            stored.append(self.delivery.references(self.encoder, [("routed_experts", 0, [])]))
+            stored.append(self.delivery.references(self.encoder, [("routed_experts", 0, 0, [])]))
             return b"{}"
 
     async def leave() -> None:

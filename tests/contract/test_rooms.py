@@ -57,6 +57,7 @@ MAY_IMPORT_VLLM = (
 )
 
 NEEDED_BY_CLIENTS = {
+    "protocol/buckets.py": {"obstore"},
     "protocol/models.py": {"pydantic"},
     "protocol/package/replay.py": {"torch", "numpy"},
 }

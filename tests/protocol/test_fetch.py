@@ -10,9 +10,12 @@ from socketserver import StreamRequestHandler
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 
-from routed_experts.protocol.fetch import FetchError, fetch
+from routed_experts.protocol.batch import join_turns
+from routed_experts.protocol.fetch import FetchError, Range, fetch, fetch_spans
+from routed_experts.protocol.routing import RoutingError
 from tests.protocol.answers import peak_of
 
 REFERENCE = {"url": "routed_experts/rows/7", "shape": [1, 2, 2], "dtype": "uint8"}
@@ -55,8 +58,7 @@ def test_s1_the_url_is_relative_to_the_base_of_the_api(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["http://localhost:{}/rows/7", "//localhost:{}/rows/7", "/rows/7", "@localhost:{}/7", "../7"],
+    "url", ["//localhost:{}/rows/7", "/rows/7", "@localhost:{}/7", "../7", "file:///etc/passwd"]
 )
 def test_s1_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
     """Whatever a reference says, and wherever the server redirects."""
@@ -70,6 +72,55 @@ def test_s1_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
         with serving((302, {"Location": f"http://localhost:{port}/elsewhere"})) as (first, _):
             fetch(REFERENCE, base_url=f"http://127.0.0.1:{first}/v1", api_key="k")
     assert asked == [("/elsewhere", None)]
+
+
+def test_a_signed_url_gets_no_key_and_stands_in_no_message() -> None:
+    with serving((206, {}), (403, {})) as (port, asked):
+        signed = f"http://127.0.0.1:{port}/7.npy?X-Amz-Signature=abc"
+        reference = {**REFERENCE, "url": signed, "uri": "s3://bucket/7.npy"}
+        options = {"base_url": "http://127.0.0.1:1/v1", "api_key": "k"}
+        assert fetch(reference, **options).tolist() == [[[0, 0]], [[0, 0]]]
+        with pytest.raises(FetchError, match=r"s3://bucket/7\.npy: 403") as error:
+            fetch(reference, **options)
+    assert asked == [("/7.npy?X-Amz-Signature=abc", None)] * 2
+    assert (error.value.status, "Signature" in str(error.value)) == (403, False)
+
+
+@pytest.fixture
+def turns(tmp_path: Path) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """References to the files of two turns, the second of which repeats two rows, and all rows."""
+    rows = np.arange(3 * 12 * 2, dtype=np.int16).reshape(3, 12, 2)
+    references = []
+    for start, end in ((0, 5), (5, 8), (6, 10), (10, 10), (10, 12)):
+        path = tmp_path / f"{start}-{end}.npy"
+        np.save(path, np.ascontiguousarray(rows[:, start:end]))
+        about = {"start": start, "shape": [end - start, 3, 2], "dtype": "int16"}
+        references.append({"path": str(path), **about})
+    return references, rows
+
+
+@pytest.mark.parametrize("layers", [None, (1, 3), (2, 2)])
+@pytest.mark.parametrize("tokens", [None, (0, 3), (4, 11), (7, 7), (9, 12)])
+def test_a_rank_reads_its_layers_and_tokens_of_several_turns(
+    turns: tuple[list[dict[str, Any]], np.ndarray], layers: Range | None, tokens: Range | None
+) -> None:
+    references, rows = turns
+    part = rows[slice(*(layers or (0, 3))), slice(*(tokens or (0, 12)))]
+    found = fetch_spans(join_turns(references), layers=layers, tokens=tokens)
+    assert np.array_equal(found, part)
+
+
+def test_turns_are_joined_without_reading_an_array(
+    turns: tuple[list[dict[str, Any]], np.ndarray],
+) -> None:
+    references = [{**reference, "path": "/nowhere"} for reference in turns[0]]
+    spans = join_turns(references)
+    assert [(span.first, span.end) for span in spans] == [(0, 5), (0, 3), (2, 4), (0, 2)]
+    assert [span.reference for span in spans] == [*references[:3], references[4]]
+    with pytest.raises(RoutingError, match="a gap: rows up to 5, and a reference that begins at 6"):
+        join_turns([references[0], references[2]])
+    with pytest.raises(RoutingError, match="rows of shapes"):
+        join_turns([references[0], {**references[1], "shape": [3, 9, 2]}])
 
 
 HUGE = {**REFERENCE, "shape": [1 << 20, 1 << 10, 8]}

