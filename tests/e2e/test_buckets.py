@@ -239,18 +239,8 @@ def test_arrays_of_a_client_that_left_are_deleted_behind_their_put(
 def test_a_store_that_cannot_be_is_refused_at_start() -> None:
     from routed_experts.server.cli.console import CommandError
     from routed_experts.server.cli.serve import prepared_folders
-    from routed_experts.server.settings import Settings, SettingsError
+    from routed_experts.server.settings import Settings
 
-    for wrong in ("s3://key:secret@bucket/x", "s3://bucket?endpoint=x", "ftp://x/y", "s3://"):
-        with pytest.raises(SettingsError, match="routed_experts_store must be"):
-            Settings(routed_experts_store=wrong)
-    for more in (
-        {"routed_experts_store_bytes": 100},
-        {"routed_experts_store_paths": True},
-        {"routed_experts_store_seconds": 1e6},
-    ):
-        with pytest.raises(SettingsError, match="bucket"):
-            Settings(routed_experts_store=URL, **more)
     patch = pytest.MonkeyPatch()
     patch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with (

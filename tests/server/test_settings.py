@@ -18,6 +18,8 @@ VALID = [
     {"routed_experts_max_response_bytes": 1},
     {"routed_experts_page": False},
     {"routed_experts_store": "5"},
+    {"routed_experts_store": "s3://bucket/some/prefix"},
+    {"routed_experts_record": "gs://bucket/prefix"},
     {"routed_experts_store_bytes": 1 << 40},
     *({"routed_experts_store_seconds": value} for value in (0.5, 10**9)),
     {"routed_experts_store_paths": True},
@@ -65,6 +67,13 @@ def test_every_setting_is_tried() -> None:
 
 BYTES = ("max_response", "store", "record")
 NOT_POSITIVE = (0, -1, 1.5, True, "1GB", float("inf"))
+BUCKET = {"routed_experts_store": "s3://bucket/prefix"}
+PLACE = (
+    "a path, or a URL such as s3://bucket/prefix (also gs://, az://; keys and the endpoint come from "
+    "the environment)"
+)
+SECRET = ("s3://key:secret@bucket/x", "s3://bucket/x?endpoint=http://y")
+NO_PLACES = (5, "", False, "ftp://host/x", "s3://", *SECRET)
 INVALID: list[tuple[str, tuple[Any, ...], str]] = [
     ("routed_experts_default", ([], "{"), "a JSON object with routing fields"),
     ("routed_experts_delivery", ("by mail", True), "inline or reference"),
@@ -79,7 +88,7 @@ INVALID: list[tuple[str, tuple[Any, ...], str]] = [
         (0, -0.5, 1.01, True, "all", float("nan")),
         "a number above 0, at most 1",
     ),
-    *((f"routed_experts_{name}", (5, "", False), "a path") for name in ("store", "record")),
+    *((f"routed_experts_{name}", NO_PLACES, PLACE) for name in ("store", "record")),
     *(
         (name, ("yes", 1, 0), "true or false")
         for name, kind in KINDS.items()
@@ -122,6 +131,9 @@ def test_a_value_that_a_setting_cannot_have(
             {"routed_experts_default": {"return_routed_expert_weights": True}},
             f"weights needs {WEIGHTS_KEY}",
         ),
+        ({**BUCKET, "routed_experts_store_bytes": 100}, "store_bytes is for a folder"),
+        ({**BUCKET, "routed_experts_store_paths": True}, "store_paths is for a folder"),
+        ({**BUCKET, "routed_experts_store_seconds": 1e6}, "at most 604800"),
     ],
 )
 def test_settings_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
