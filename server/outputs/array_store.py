@@ -129,7 +129,8 @@ class ArrayStore:
 
     @property
     def used_bytes(self) -> int:
-        return self._counted + self._since
+        """Of a folder, by all servers; 0 of a bucket, which counts its bytes itself."""
+        return 0 if self.bucket else self._counted + self._since
 
     def warn(self, message: str, *args: Any) -> None:
         """Logs a warning, once a minute, because a full store is a reason to log for each array."""
@@ -251,7 +252,8 @@ class ArrayStore:
         name = name_of(key)
         if expiry_of(key) < time.time():
             raise ArrayGoneError(key)
-        self.open()
+        if self.bucket is not None:
+            self.open()
         with self._errors("cannot be read", key):
             return self._objects.size(name)
 

@@ -1,5 +1,6 @@
 """The manifests and the proxy's configuration in `docker/`, read by their own tools."""
 
+import copy
 import json
 import re
 import shutil
@@ -23,6 +24,7 @@ import pytest
 import yaml
 
 from routed_experts.server.cli import serve
+from routed_experts.server.settings import Settings
 from tests.contract.served import check, serving
 from tests.documentation import ROOT
 from tests.e2e.harness import (
@@ -104,6 +106,33 @@ def test_kustomize_builds_the_base() -> None:
     (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == f"{BASE['images'][0]['newName']}:{BASE['images'][0]['newTag']}"
     assert all(found[kind] == MANIFESTS[kind] for kind in found if kind != "Deployment")
+
+
+def test_the_overlay_with_a_bucket_changes_what_the_base_has() -> None:
+    """kubectl applies it; here its patches are what a strategic merge takes: names of the base, and
+    lists that keep the base's flags."""
+    folder = ROOT / "docker/kustomize-s3"
+    overlay = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert (folder / overlay["resources"][0]).resolve() == FOLDER
+    files = {"kustomization.yaml", "lifecycle.json", *(each["path"] for each in overlay["patches"])}
+    assert {path.name for path in folder.iterdir()} == files
+    patches = [yaml.safe_load((folder / each["path"]).read_text()) for each in overlay["patches"]]
+    for patch in patches:
+        base = MANIFESTS[patch["kind"]]
+        assert (patch["apiVersion"], patch["metadata"]) == (
+            base["apiVersion"],
+            {"name": base["metadata"]["name"]},
+        )
+    (container,) = patches[0]["spec"]["template"]["spec"]["containers"]
+    flags = the_container()["args"]
+    assert container["args"][: len(flags)] == flags
+    added = dict(zip(*[iter(container["args"][len(flags) :])] * 2, strict=True))
+    settings = Settings(routed_experts_store=added["--routed-experts-store"])
+    (rule,) = json.loads((folder / "lifecycle.json").read_text())["Rules"]
+    assert settings.routed_experts_store == f"s3://routed-experts/{rule['Filter']['Prefix'][:-1]}"
+    merged = copy.deepcopy(MANIFESTS["Deployment"])
+    merged["spec"]["template"]["spec"]["containers"][0] |= container
+    kubernetes_validate.validate(merged, "1.37", strict=True)
 
 
 def the_container() -> dict[str, Any]:

@@ -40,5 +40,6 @@ def test_imports_and_declarations_are_the_same(extra: str, vllm: str) -> None:
 
 
 def test_vllm_brings_what_the_server_imports() -> None:
+    """But what only servers with a bucket need, which say so where it is not installed."""
     (vllm,) = set(packages_distributions()["vllm"])
-    assert declared(EXTRAS["server"]) <= brought_by(vllm)
+    assert declared(EXTRAS["server"]) - brought_by(vllm) == declared(EXTRAS["store"]) == {"obstore"}
