@@ -420,7 +420,9 @@ class _References:
     async def _check_arrays(self, references: dict[str, Any], inline: dict[str, Any]) -> None:
         try:
             for name, reference in references.items():
-                path = f"{ROWS_PATH}/{reference['id']}"
+                path = f"/v1/{reference['url']}"
+                if "uri" in reference:  # the url leads to the bucket
+                    path = f"{ROWS_PATH}/{reference['id']}"
                 response = await self._client.send("GET", path)
                 if not self._is_let_in(response, path):
                     return
