@@ -1,7 +1,7 @@
 """The rows of every token whose KV is in the KV cache, indexed the way the KV cache is."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -18,6 +18,13 @@ def within(ids: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
     return ids.view(np.uint64) < count
 
 
+class Reader(Protocol):
+    """Reads rows later: `PendingRows`."""
+
+    def before_write(self, is_written: NDArray[np.bool_]) -> None:
+        """Called before the cache writes into blocks ([number of blocks], True for those)."""
+
+
 class HostCache:
     """One row for each KV slot, so that a row is valid exactly as long as the KV of its token: new
     rows overwrite old ones as new KV overwrites old KV. Memory is reserved by the operating system
@@ -30,8 +37,9 @@ class HostCache:
     def __init__(self, num_blocks: int, block_size: int, has_weights: bool = False) -> None:
         self.block_size = block_size
         self.has_weights = has_weights  # of rows
-        self.row_shape = 0, 0  # (L, K), or (3L, K) with weights: known with the first rows
-        self._readers: WeakSet[Any] = WeakSet()  # `PendingRows` that wait
+        # (L, K), or (3L, K) with weights: known with the first rows
+        self.row_shape: tuple[int, int] = (0, 0)
+        self._readers: WeakSet[Reader] = WeakSet()  # that wait
         # blocks, by a reader
         self._is_awaited: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
         self._rows: NDArray[np.int16] = np.empty((num_blocks, block_size, 0, 0), dtype=np.int16)
@@ -42,13 +50,16 @@ class HostCache:
         self._causes: NDArray[np.uint8] = np.zeros((num_blocks, block_size), dtype=np.uint8)
 
     def _allocate(self, row_shape: tuple[int, ...]) -> None:
-        if not self._rows.size:
-            height, top_k = self.row_shape = row_shape[0], row_shape[1]
-            self._rows = np.empty((*self._written.shape, height, top_k), dtype=np.int16)
-            # A row as one opaque item: numpy then moves it with one copy and not with a loop over L
-            # and K.
-            self._row_type = np.dtype((np.void, height * top_k * self._rows.itemsize))
-            self._by_slot = self._rows.reshape(self._written.size, -1).view(self._row_type)[:, 0]
+        """Reserves memory, when the shape of rows is known."""
+        if self._rows.size:
+            return
+        height, top_k = row_shape
+        self.row_shape = (height, top_k)
+        self._rows = np.empty((*self._written.shape, height, top_k), dtype=np.int16)
+        # A row as one opaque item: numpy then moves it with one copy and not with a loop over L
+        # and K.
+        self._row_type = np.dtype((np.void, height * top_k * self._rows.itemsize))
+        self._by_slot = self._rows.reshape(self._written.size, -1).view(self._row_type)[:, 0]
 
     def ids(self, rows: Rows) -> Rows:
         """The ids [n, L, K] in rows of this cache; a view."""
@@ -57,26 +68,23 @@ class HostCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of rows written so far."""
-        return (
-            int(np.count_nonzero(self._written))
-            * self.row_shape[0]
-            * self.row_shape[1]
-            * self._rows.itemsize
-        )
+        height, top_k = self.row_shape
+        num_rows = int(np.count_nonzero(self._written))
+        return num_rows * height * top_k * self._rows.itemsize
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.int16]) -> None:
         """Stores `rows` ([n, L, K]) at `slots` ([n])."""
         self._allocate(rows.shape[1:])
         inside = within(slots, self._written.size)
         if not inside.all():
-            slots, rows = slots[inside], rows[inside]
+            slots = slots[inside]
+            rows = rows[inside]
         self._before_write(slots)
-        self._by_slot[slots] = rows.reshape(-1, self.row_shape[0] * self.row_shape[1]).view(
-            self._row_type
-        )[:, 0]
+        height, top_k = self.row_shape
+        self._by_slot[slots] = rows.reshape(-1, height * top_k).view(self._row_type)[:, 0]
         self._written_by_slot[slots] = True
 
-    def wait(self, reader: Any, blocks: NDArray[np.int64]) -> None:
+    def wait(self, reader: Reader, blocks: NDArray[np.int64]) -> None:
         """Calls `reader.before_write` before some of `blocks` are written, as long as the reader
         exists."""
         self._readers.add(reader)
@@ -103,14 +111,14 @@ class HostCache:
     ) -> NDArray[np.uint8]:
         """The `Cause` [n] of unknown rows at `positions` ([n]) of a sequence with this block
         table."""
-        slots = (
-            block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
-        )
-        return np.where(
-            self._written_by_slot[slots], np.uint8(Cause.FAULT), self._causes.reshape(-1)[slots]
-        )
+        blocks = block_ids[positions // self.block_size]
+        slots = blocks * self.block_size + positions % self.block_size
+        causes = self._causes.reshape(-1)[slots]
+        causes[self._written_by_slot[slots]] = Cause.FAULT
+        return causes
 
     def are_written(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of `slots` ([n]) have a row."""
         written: NDArray[np.bool_] = within(slots, self._written.size)
         written &= self._written_by_slot[np.where(written, slots, 0)]
         return written
@@ -136,7 +144,8 @@ class HostCache:
         same row shape. `cause` is why `sources` are not written: all of them, or [n] each."""
         inside = within(slots, self._written.size)
         causes = np.broadcast_to(np.uint8(cause), slots.shape)[inside]
-        slots, sources = slots[inside], sources[inside]
+        slots = slots[inside]
+        sources = sources[inside]
         written = other.are_written(sources)
         self._before_write(slots)
         if written.any():
@@ -149,20 +158,18 @@ class HostCache:
         """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids: as
         there, all sources are read before any destination is written. Copies of other groups'
         blocks, such as Mamba states, bring no rows."""
-        blocks = np.array(pairs, dtype=np.int64).T[:, :, None]
+        blocks = np.array(pairs, dtype=np.int64).T[:, :, None]  # [2, n, 1]
         sources, slots = (blocks * self.block_size + np.arange(self.block_size)).reshape(2, -1)
-        self.copy_from(
-            self,
-            sources,
-            slots,
-            self._causes.reshape(-1)[np.where(within(sources, self._written.size), sources, 0)],
-        )
+        exist = within(sources, self._written.size)
+        causes = self._causes.reshape(-1)[np.where(exist, sources, 0)]
+        self.copy_from(self, sources, slots, causes)
 
     def read(self, block_ids: NDArray[np.int64], first: int, out: Rows) -> None:
         """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where
         never written. Other threads run meanwhile. Raises if the block table (from position 0 on)
         is too short, or names no block."""
-        size, end = self.block_size, first + len(out)
+        size = self.block_size
+        end = first + len(out)
         if len(block_ids) * size < end:
             raise ValueError(
                 f"a block table of {len(block_ids)} blocks does not reach position {end}"

@@ -27,9 +27,11 @@ def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> Non
     """Sets them also in `extra_args`, which go to workers. Copies that object, because a program
     may own it."""
     request.kv_transfer_params = params
-    if (sampling := request.sampling_params) is not None and sampling.extra_args:
-        request.sampling_params = sampling = copy(sampling)
-        sampling.extra_args = {**(sampling.extra_args or {}), TRANSFER_PARAMS: params}
+    if request.sampling_params is None or not request.sampling_params.extra_args:
+        return
+    sampling = copy(request.sampling_params)
+    sampling.extra_args = {**sampling.extra_args, TRANSFER_PARAMS: params}
+    request.sampling_params = sampling
 
 
 @dataclass
@@ -56,9 +58,9 @@ class PrefillRowsExchange:
 
         Keeps nothing of the request before `add`, because vLLM may refuse it.
         """
-        taken, params = TakenParams(), request.kv_transfer_params
+        params = request.kv_transfer_params
         if params is None:
-            return taken
+            return TakenParams()
         try:
             transfer_params.check(params, config)
         except transfer_params.TransferParamsError as error:
@@ -66,25 +68,25 @@ class PrefillRowsExchange:
                 "Request %r: its kv_transfer_params are ignored: %s.", request.request_id, error
             )
             _set_transfer_params(request, None)
-            return taken
+            return TakenParams()
         if PARAM not in params:
-            return taken
-        value, params = params[PARAM], {key: value for key, value in params.items() if key != PARAM}
-        _set_transfer_params(request, params)
-        opt_in = OptIn.of(request.sampling_params)
-        is_asked = opt_in is not None and not opt_in.allow_missing
+            return TakenParams()
+        of_connector = {key: value for key, value in params.items() if key != PARAM}
+        _set_transfer_params(request, of_connector)
         if self.pulls.lease_s is None:
-            return taken
-        if value is True and is_asked:
-            taken.asks_for_rows = True
-        elif params.get("do_remote_prefill") and (rows := prefill_rows.decode(value)) is not None:
-            needs_weights = self._has_weights and is_asked and opt_in is not None and opt_in.weights
-            lacks_weights = needs_weights and not rows.has_weights
-            if not lacks_weights:
-                taken.arrival = self._arrival(request, opt_in, self._fitting(rows))
-            if taken.arrival is None or taken.arrival.pull is None:
-                _set_transfer_params(request, None)  # so that it computes the prompt
-        return taken
+            return TakenParams()
+        if params[PARAM] is True:
+            opt_in = OptIn.of(request.sampling_params)
+            return TakenParams(asks_for_rows=opt_in is not None and not opt_in.allow_missing)
+        if not of_connector.get("do_remote_prefill"):
+            return TakenParams()
+        rows = prefill_rows.decode(params[PARAM])
+        if rows is None:
+            return TakenParams()
+        arrival = self._arrival(request, rows)
+        if arrival is None or arrival.pull is None:
+            _set_transfer_params(request, None)  # so that it computes the prompt
+        return TakenParams(arrival=arrival)
 
     def add(self, request: Request, taken: TakenParams) -> None:
         """Called when vLLM has accepted a request, with what `receive` took off it."""
@@ -93,14 +95,23 @@ class PrefillRowsExchange:
         if taken.arrival is not None:
             self.pulls.add(request, taken.arrival)
 
-    def _arrival(
-        self, request: Request, opt_in: OptIn | None, rows: prefill_rows.PrefillRows
-    ) -> Arrival:
-        params = request.kv_transfer_params or {}
-        # vLLM's name
+    def _arrival(self, request: Request, rows: prefill_rows.PrefillRows) -> Arrival | None:
+        """What a request may do that came with `rows`; None if it needs weights and they have
+        none."""
+        opt_in = OptIn.of(request.sampling_params)
+        if (
+            opt_in is not None
+            and opt_in.weights
+            and not opt_in.allow_missing
+            and self._has_weights
+            and not rows.has_weights
+        ):
+            return None
+        # vLLM's name of a prompt's first choice
         is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")
-        source = params.get("remote_engine_id"), params.get("remote_request_id")
-        arrival = self.pulls.arrival(request, rows, source, is_first)
+        params = request.kv_transfer_params or {}
+        source = (params.get("remote_engine_id"), params.get("remote_request_id"))
+        arrival = self.pulls.arrival(request, self._fitting(rows), source, is_first)
         if arrival.pull is None:
             logger.info(
                 "Request %r: its KV may have been freed, or pulled by another request, or clocks differ.",
@@ -113,16 +124,17 @@ class PrefillRowsExchange:
         run."""
         if rows.has_weights and not self._has_weights:
             rows = rows._replace(rows=rows.ids, has_weights=False)
-        shape = self._source.cache.row_shape
+        row_shape = self._source.cache.row_shape
         if self._has_weights and not rows.has_weights:
-            shape = ids_shape(shape)
-        return rows if rows.rows.shape[1:] == shape else rows._replace(rows=rows.rows[:0])
+            row_shape = ids_shape(row_shape)
+        if rows.rows.shape[1:] != row_shape:
+            return rows._replace(rows=rows.rows[:0])
+        return rows
 
     def fail_late_pulls(self, output: KVConnectorOutput) -> None:
         """Marks pulls that ended too late as failed, before vLLM processes the step's output."""
-        late = {
-            request_id for request_id in output.finished_recving or () if self.pulls.end(request_id)
-        }
+        received = output.finished_recving or set()
+        late = {request_id for request_id in received if self.pulls.end(request_id)}
         for request_id in late - output.failed_recving:
             logger.warning(
                 "Request %r: its pull outlived the lease of the KV, and counts as failed.",
@@ -156,15 +168,15 @@ class PrefillRowsExchange:
     def _encoded(self, cache: HostCache, request: Request, count: int) -> dict[str, Any] | None:
         """The first `count` rows, with weights if the request asks for them and they are not too
         many."""
-        ids = ids_shape(cache.row_shape) if self._has_weights else cache.row_shape
-        if count * ids[0] * ids[1] > prefill_rows.MAX_BYTES:
+        num_layers, top_k = ids_shape(cache.row_shape) if self._has_weights else cache.row_shape
+        if count * num_layers * top_k > prefill_rows.MAX_BYTES:
             return None
-        rows, opt_in = (
-            np.empty((count, *cache.row_shape), dtype=np.int16),
-            OptIn.of(request.sampling_params),
-        )
+        rows = np.empty((count, *cache.row_shape), dtype=np.int16)
         cache.read(block_ids(self._source.block_table(request.request_id)), 0, rows)
-        value, until = None, self.pulls.until()
+        until = self.pulls.until()
+        opt_in = OptIn.of(request.sampling_params)
         if self._has_weights and opt_in is not None and opt_in.weights:
             value = prefill_rows.encode(rows, until, has_weights=True)
-        return value or prefill_rows.encode(cache.ids(rows), until)
+            if value is not None:
+                return value
+        return prefill_rows.encode(cache.ids(rows), until)

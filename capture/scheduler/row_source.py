@@ -109,7 +109,7 @@ class RowSource:
                     request.opt_in.prompt_id,
                     request.request_id,
                     is_prompt=first < request.num_prompt_tokens,
-                    cause=int(cause),
+                    cause=cause,
                     num_rows=num_rows,
                 )
                 self._unknown.append((request.client, unknown))

@@ -1,4 +1,4 @@
-"""The rows of KV that is kept outside the KV cache, by the place of their KV."""
+"""The rows of KV that is kept outside the KV cache, indexed the way that KV is."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,9 +8,11 @@ from routed_experts.capture.wire.message import Cause
 
 
 class RowStore:
-    """A place for rows for each place for KV: chunks of KV are copied out of the KV cache and back
-    into it, and so are their rows. Evicted chunks need no cleanup: the next chunk overwrites
-    them."""
+    """Chunks of rows, one for each chunk of KV that is copied out of the KV cache and back into it.
+
+    A *store slot* is where the row of a token in a chunk is: chunk x tokens of a chunk + index of the
+    token. Evicted chunks need no cleanup: the next chunk overwrites them.
+    """
 
     def __init__(self, num_chunks: int, chunk_tokens: int, has_weights: bool = False) -> None:
         self.chunk_tokens = chunk_tokens
@@ -29,27 +31,36 @@ class RowStore:
         has_all = self._has_all_weights if with_weights else self._is_complete
         return 0 <= chunk < self._num_chunks and bool(has_all[chunk])
 
-    def have_rows(self, places: NDArray[np.int64], with_weights: bool = False) -> NDArray[np.bool_]:
-        """Which of `places` ([n], chunk x its tokens + token; or -1) have rows, with their
-        weights."""
-        have = self._rows.are_written(places)
-        return have & ~self._rows.missing_weights(places) if with_weights else have
+    def have_rows(
+        self, store_slots: NDArray[np.int64], with_weights: bool = False
+    ) -> NDArray[np.bool_]:
+        """Which of `store_slots` ([n]; -1 has none) have rows, with their weights."""
+        have = self._rows.are_written(store_slots)
+        if with_weights:
+            have &= ~self._rows.missing_weights(store_slots)
+        return have
 
     def keep(self, cache: HostCache, slots: NDArray[np.int64], chunks: NDArray[np.int64]) -> None:
-        """Copies the rows of `slots` ([n x tokens of a chunk]) to `chunks` ([n]), those that
-        exist."""
+        """Copies the rows of `slots` ([n x tokens of a chunk]) of the host cache to `chunks` ([n]),
+        those of them that exist."""
         inside = within(chunks, self._num_chunks)
-        slots, chunks = slots.reshape(-1, self.chunk_tokens)[inside].reshape(-1), chunks[inside]
-        places = (chunks[:, None] * self.chunk_tokens + np.arange(self.chunk_tokens)).reshape(-1)
-        self._rows.copy_from(cache, slots, places)
-        for all_have, with_weights in ((self._is_complete, False), (self._has_all_weights, True)):
-            all_have[chunks] = (
-                self.have_rows(places, with_weights).reshape(-1, self.chunk_tokens).all(axis=1)
-            )
+        slots = slots.reshape(-1, self.chunk_tokens)[inside].reshape(-1)
+        chunks = chunks[inside]
+        store_slots = chunks[:, None] * self.chunk_tokens + np.arange(self.chunk_tokens)
+        store_slots = store_slots.reshape(-1)
+        self._rows.copy_from(cache, slots, store_slots)
+        have = self.have_rows(store_slots).reshape(-1, self.chunk_tokens)
+        self._is_complete[chunks] = have.all(axis=1)
+        have_weights = self.have_rows(store_slots, with_weights=True).reshape(-1, self.chunk_tokens)
+        self._has_all_weights[chunks] = have_weights.all(axis=1)
 
     def fill(
-        self, cache: HostCache, slots: NDArray[np.int64], places: NDArray[np.int64], cause: Cause
+        self,
+        cache: HostCache,
+        slots: NDArray[np.int64],
+        store_slots: NDArray[np.int64],
+        cause: Cause,
     ) -> None:
-        """Makes `slots` ([n]) what `places` ([n], as for `have_rows`) are; unwritten for `cause`
-        without rows."""
-        cache.copy_from(self._rows, places, slots, cause)
+        """Makes `slots` ([n]) of the host cache what `store_slots` ([n]; -1 has no row) are;
+        unwritten for `cause` without rows."""
+        cache.copy_from(self._rows, store_slots, slots, cause)

@@ -1,8 +1,8 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and tracks each request's
 rows."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -27,7 +27,7 @@ from routed_experts.capture.scheduler.step import Step
 from routed_experts.capture.seams.aux_output import AuxOutputHooks
 from routed_experts.capture.seams.engine import HookedScheduler
 from routed_experts.capture.seams.required import SCHEDULER
-from routed_experts.capture.wire.envelope import CAUSES, ENVELOPE_ID, STATS, pack
+from routed_experts.capture.wire.envelope import ENVELOPE_ID, Notes, pack
 from routed_experts.capture.wire.message import OptIn
 from routed_experts.capture.wire.rows import captures_weights
 from routed_experts.capture.wire.stats import StatsRecorder
@@ -67,11 +67,11 @@ class SchedulerConnector(AuxOutputHooks):
             )
         self.prefill_rows = PrefillRowsExchange(source, self.external_kv.pulls)
 
-    def _on_unexpected(self, what: str, num_rows: int) -> None:
+    def _on_unexpected(self, action: str, num_rows: int) -> None:
         self._stats.totals.rows_forgotten += num_rows
         logger.warning_once(
             "The KV connector %s. The rows of this KV are not known and are sent as -1. Please report this message.",
-            what,
+            action,
         )
 
     def add(self, request: Request) -> None:
@@ -167,28 +167,35 @@ class SchedulerConnector(AuxOutputHooks):
                 store.apply(self.cache)
 
     def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
-        """Adds rows, causes of unknown rows and counters to messages. `is_idle`: whether no request
-        is left."""
+        """Adds envelopes to a step's messages, by API process: with rows, causes of unknown rows
+        and counters. `is_idle`: whether no request is left."""
         singles = self.distributor.distribute(step, messages)
-        notes: dict[int, dict[str, Any]] = {}
+        notes = self._notes(is_idle)
+        for client in {**messages, **notes}:
+            message = messages.setdefault(client, EngineCoreOutputs())
+            rows = pack(message.outputs, singles.get(client, ()))
+            if rows is None and client not in notes:
+                continue
+            envelope = EngineCoreOutput(
+                ENVELOPE_ID, [], stop_reason=ENVELOPE_ID, routed_experts=rows
+            )
+            if client in notes:
+                envelope.kv_transfer_params = notes[client].encode()
+            message.outputs.insert(0, envelope)
+
+    def _notes(self, is_idle: bool) -> dict[int, Notes]:
+        """What is to be said besides rows, by API process."""
+        notes: defaultdict[int, Notes] = defaultdict(Notes)
         for client, unknown in self.distributor.source.pop_unknown():
-            notes.setdefault(client, {}).setdefault(CAUSES, []).append(unknown)
+            notes[client].unknown.append(unknown)
         stats = self._stats.report(
             is_idle,
             len(self.distributor.requests.running),
             lambda: self.external_kv.used_bytes + self.cache.used_bytes,
         )
-        if stats is not None:  # for one process, because metrics are summed over processes
-            notes.setdefault(0, {})[STATS] = asdict(stats)
-        for client in {**messages, **notes}:
-            message = messages.setdefault(client, EngineCoreOutputs())
-            rows = pack(message.outputs, singles.get(client, ()))
-            if rows is not None or client in notes:
-                envelope = EngineCoreOutput(
-                    ENVELOPE_ID, [], stop_reason=ENVELOPE_ID, routed_experts=rows
-                )
-                envelope.kv_transfer_params = notes.get(client)
-                message.outputs.insert(0, envelope)
+        if stats is not None:
+            notes[0].stats = stats  # for one process, because metrics are summed over processes
+        return notes
 
 
 class SchedulerCapture(HookedScheduler):
@@ -223,23 +230,22 @@ class SchedulerCapture(HookedScheduler):
 
     def add_request(self, request: Request) -> None:
         connector = self.aux_output_connector
-        is_more = request.request_id in self.requests  # of a prompt that is streamed in
-        prompt_rows = connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
+        continues_prompt = request.request_id in self.requests  # which is streamed in
+        taken_params = connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
         # Not before, as vLLM may refuse it.
-        if not is_more:
-            connector.prefill_rows.add(request, prompt_rows)
+        if not continues_prompt:
+            connector.prefill_rows.add(request, taken_params)
             connector.add(request)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        # Iterated over twice.
-        ids = (
-            list(request_ids)
-            if request_ids is not None and not isinstance(request_ids, str)
-            else request_ids
-        )
+        ids: list[str] | None = None  # of all requests
+        if isinstance(request_ids, str):
+            ids = [request_ids]
+        elif request_ids is not None:
+            ids = list(request_ids)  # walked through twice
         finished = super().finish_requests(ids, finished_status)
         if finished_status is not RequestStatus.FINISHED_ABORTED:
             return finished  # vLLM tells the API process of an error with the step's outputs
@@ -249,7 +255,7 @@ class SchedulerCapture(HookedScheduler):
             # At a pause or the engine's end vLLM tells clients at once that the requests returned
             # here have ended.
             return others
-        for request_id in [ids] if isinstance(ids, str) else ids:
+        for request_id in ids:
             distributor.leave(request_id)
         return finished
 
@@ -263,8 +269,9 @@ class SchedulerCapture(HookedScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         connector = self.aux_output_connector
         step = connector.receive(scheduler_output, model_runner_output)
-        if (arrived := model_runner_output.kv_connector_output) is not None:
-            connector.prefill_rows.fail_late_pulls(arrived)
+        kv_output = model_runner_output.kv_connector_output
+        if kv_output is not None:
+            connector.prefill_rows.fail_late_pulls(kv_output)
         for request_id in step.reused_ids:
             # vLLM would give the tokens of the request that was aborted to the one that has its id
             # now, or fail. Needed as long as VLLM_DISABLE_REQUEST_ID_RANDOMIZATION exists.

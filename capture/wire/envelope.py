@@ -1,36 +1,70 @@
 """The envelope: a message's first output, with the rows of the others, causes of unknown rows, and
 statistics."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.capture.wire.message import Output, PlacedRows, UnknownRows
+from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.codec import Rows
 
 ENVELOPE_ID = "routed_experts"
 """Request id of the envelope, and its `stop_reason`: a client may choose the same request id, but
-vLLM's engine puts nothing of clients into `stop_reason`. `routed_experts` has what `pack` gave, and
-`kv_transfer_params` may have CAUSES and STATS."""
-
-CAUSES, STATS = "causes", "stats"
-"""A list of `UnknownRows`: why rows of this message and of later ones are unknown. The fields of an
-`EngineStats`."""
+vLLM's engine puts nothing of clients into `stop_reason`. Its `routed_experts` has what `pack` gave,
+and its `kv_transfer_params` what `Notes.encode` gave."""
 
 SMALL_ARRAY_BYTES = 16 << 10
 """Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a
 copy."""
 
-_TABLE_TYPE = np.dtype(np.int32)
-_WORDS = _TABLE_TYPE.itemsize // np.dtype(np.int16).itemsize
-_COLUMNS = 5
-_ALONE = -1  # in place of a number of rows: they are on their own output
+
+class Notes(msgspec.Struct, omit_defaults=True):
+    """What an envelope says besides rows."""
+
+    unknown: list[UnknownRows] = []  # why rows of this message and of later ones are unknown
+    stats: EngineStats | None = None
+
+    def encode(self) -> dict[str, Any]:
+        """As vLLM's encoding takes it: dictionaries, lists, numbers, strings and bytes."""
+        encoded: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,))
+        return encoded
+
+    @classmethod
+    def decode(cls, encoded: object) -> "Notes":
+        """What `encode` was called on; no notes for None. Raises `msgspec.ValidationError` for
+        anything else."""
+        if encoded is None:
+            return cls()
+        return msgspec.convert(encoded, cls, builtin_types=(bytes,))
 
 
-Output = Any
-"""A request's part of the engine's message for a step: vLLM's `EngineCoreOutput`."""
+class _Entry(NamedTuple):
+    """An entry of the table in an envelope: rows of one output."""
+
+    output: int  # index in the message
+    start: int  # position of the first row
+    num_rows: int  # or _ON_OUTPUT
+    # shape of a row
+    height: int
+    top_k: int
+
+
+_ON_OUTPUT = -1
+"""Number of rows of an entry whose rows are on the output itself; its rows have the shape (0, 0)
+then."""
+
+_INT32 = np.dtype(np.int32)
+_TABLE = np.dtype([(name, _INT32) for name in _Entry._fields])
+"""Type of a table of entries: five int32 each."""
+
+_WORD_BYTES = np.dtype(np.int16).itemsize
+_COUNT_WORDS = _INT32.itemsize // _WORD_BYTES  # of the number of entries
+_ENTRY_WORDS = _TABLE.itemsize // _WORD_BYTES
 
 
 class SingleRows(NamedTuple):
@@ -38,20 +72,30 @@ class SingleRows(NamedTuple):
 
     outputs: Sequence[Output]
     starts: Sequence[int] | NDArray[np.int64]  # position of each row
-    rows: Rows  # of the step, without weights if those are not asked for
-    places: Sequence[int] | NDArray[np.int64]  # index of each row in `rows`
+    step_rows: Rows  # of the step, without weights if those are not asked for
+    indexes: Sequence[int] | NDArray[np.int64]  # of each row in `step_rows`
 
-    def table(self, outputs: Sequence[Output]) -> NDArray[np.int32]:
-        """What `pack` says of these rows in a message of `outputs`."""
-        table = np.empty((len(self.outputs), _COLUMNS), dtype=_TABLE_TYPE)
+    def entries(self, outputs: Sequence[Output]) -> NDArray[Any]:
+        """The entries ([n], `_TABLE`) of these rows in a message of `outputs`."""
+        entries = np.empty(len(self.outputs), dtype=_TABLE)
         if len(self.outputs) == len(outputs) and all(map(is_, self.outputs, outputs)):
-            table[:, 0] = np.arange(len(outputs))
+            entries["output"] = np.arange(len(outputs))
         else:  # there are others, perhaps before them
-            index = {id(output): at for at, output in enumerate(outputs)}
-            table[:, 0] = [index[id(output)] for output in self.outputs]
-        table[:, 1] = self.starts
-        table[:, 2:] = 1, *self.rows.shape[1:]
-        return table
+            index_of = {id(output): index for index, output in enumerate(outputs)}
+            entries["output"] = [index_of[id(output)] for output in self.outputs]
+        entries["start"] = self.starts
+        entries["num_rows"] = 1
+        entries["height"] = self.step_rows.shape[1]
+        entries["top_k"] = self.step_rows.shape[2]
+        return entries
+
+    def write(self, body: NDArray[np.int16]) -> NDArray[np.int16]:
+        """Writes the rows to the beginning of `body`; gives the rest of it."""
+        _, height, top_k = self.step_rows.shape
+        out = body[: len(self.outputs) * height * top_k].reshape(-1, height, top_k)
+        # "clip" writes straight into `out`; with checks of its own, numpy would make a copy first.
+        self.step_rows.take(self.indexes, axis=0, out=out, mode="clip")
+        return body[out.size :]
 
 
 def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArray[np.int16] | None:
@@ -59,40 +103,54 @@ def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArr
     `outputs`, which are taken off. None if there are none. Large arrays stay on their outputs, and
     are not copied.
 
-    An int32 is the number of entries. In a table of int32 follow for each of them the index of its
-    output, the position of its first row, and the shape of its rows; then come all rows.
+    An int32 is the number of entries. Then come the entries, `_TABLE`, and then the rows of each of
+    them, in this order.
     """
-    tables = [single.table(outputs) for single in singles]
-    bodies: list[tuple[Rows, Any]] = [(single.rows, single.places) for single in singles]
-    entries = []
-    for at, output in enumerate(outputs):
-        if output.routed_experts is not None:
-            start, rows = output.routed_experts
-            if rows.nbytes > SMALL_ARRAY_BYTES:
-                output.routed_experts = np.ascontiguousarray(rows)
-                entries.append((at, start, _ALONE, 0, 0))
-            else:
-                output.routed_experts = None
-                entries.append((at, start, *rows.shape))
-                bodies.append((rows, slice(None)))
-    if not entries and not tables:
+    entries, arrays = _take_off(outputs)
+    if not entries and not singles:
         return None
-    table = np.concatenate([*tables, np.array(entries, dtype=_TABLE_TYPE).reshape(-1, _COLUMNS)])
-    at = (1 + table.size) * _WORDS
-    packed = np.empty(at + int(table[:, 2:].prod(axis=1).sum()), dtype=np.int16)
-    header = packed[:at].view(_TABLE_TYPE)
-    header[0], header[1:] = len(table), table.reshape(-1)
-    for rows, places in bodies:
-        count = len(rows) if isinstance(places, slice) else len(places)
-        out = packed[at : at + count * rows.shape[1] * rows.shape[2]].reshape(
-            count, *rows.shape[1:]
-        )
-        if isinstance(places, slice):
-            out[:] = rows
-        else:
-            rows.take(places, axis=0, out=out, mode="clip")
-        at += out.size
+    tables = [single.entries(outputs) for single in singles]
+    table = np.concatenate([*tables, np.array(entries, dtype=_TABLE)])
+    sizes = table["num_rows"].astype(np.int64) * table["height"] * table["top_k"]
+    header_words = _COUNT_WORDS + _ENTRY_WORDS * len(table)
+    packed = np.empty(header_words + int(sizes.sum()), dtype=np.int16)
+    packed[:_COUNT_WORDS].view(_INT32)[0] = len(table)
+    packed[_COUNT_WORDS:header_words].view(_TABLE)[:] = table
+    body = packed[header_words:]
+    for single in singles:
+        body = single.write(body)
+    for rows in arrays:
+        body[: rows.size] = rows.reshape(-1)
+        body = body[rows.size :]
     return packed
+
+
+def _take_off(outputs: Sequence[Output]) -> tuple[list[_Entry], list[Rows]]:
+    """The entries of rows that are on `outputs`, and the small arrays, which are taken off."""
+    entries = []
+    arrays = []
+    for index, output in enumerate(outputs):
+        if not isinstance(output.routed_experts, PlacedRows):
+            continue
+        start, rows = output.routed_experts
+        if rows.nbytes > SMALL_ARRAY_BYTES:
+            output.routed_experts = np.ascontiguousarray(rows)
+            entries.append(_Entry(index, start, _ON_OUTPUT, 0, 0))
+        else:
+            output.routed_experts = None
+            entries.append(_Entry(index, start, *rows.shape))
+            arrays.append(rows)
+    return entries, arrays
+
+
+class ReceivedRows(NamedTuple):
+    """The rows that came for an output."""
+
+    output: Output
+    start: int  # position of the first row
+    rows: (
+        Rows  # [n, L, K], with weights [n, 3L, K]; those that were packed are views of the message
+    )
 
 
 class Unpacker:
@@ -100,45 +158,58 @@ class Unpacker:
 
     def __init__(self) -> None:
         self._message: object = None
-        # by the output's index in the message
+        # By the output's index in the message: the position of its first row, and its rows; None if
+        # they are on the output.
         self._entries: dict[int, tuple[int, Rows | None]] = {}
         self._num_outputs = 0  # in slices before
 
-    def open(self, outputs: list[Output], message: object) -> Mapping[str, Any]:
-        """Takes the envelope off `outputs`, the next slice of a message. Gives what it has besides
-        rows. `message` tells messages apart, so that what is left of one is never taken for
-        another's."""
+    def open(self, outputs: list[Output], message: object) -> object:
+        """Takes the envelope off `outputs`, the next slice of a message. Returns its notes, for
+        `Notes.decode`; None if there are none. `message` tells messages apart, so that what is left
+        of one is never taken for another's."""
         if message != self._message:
-            self._message, self._entries, self._num_outputs = message, {}, 0
+            self._message = message
+            self._entries = {}
+            self._num_outputs = 0
         if not outputs or outputs[0].stop_reason != ENVELOPE_ID:
-            return {}
+            return None
         envelope = outputs.pop(0)
-        self._entries = {} if envelope.routed_experts is None else _entries(envelope.routed_experts)
+        packed = envelope.routed_experts
+        self._entries = _unpack(packed) if isinstance(packed, np.ndarray) else {}
         self._num_outputs = 0
-        return envelope.kv_transfer_params or {}
+        return envelope.kv_transfer_params
 
-    def rows(self, outputs: Sequence[Output]) -> Iterator[tuple[Output, int, Rows]]:
-        """Takes the rows off the slice's outputs: each output that has some, the position of its
-        first row, and its rows. Packed ones are views of the message. Rows without an envelope have
-        no position and are dropped."""
-        first, self._num_outputs = self._num_outputs, self._num_outputs + len(outputs)
+    def rows(self, outputs: Sequence[Output]) -> Iterator[ReceivedRows]:
+        """Takes the rows off the slice's outputs, those that have some. Rows without an envelope
+        have no position and are dropped."""
+        first = self._num_outputs
+        self._num_outputs += len(outputs)
         for index, output in enumerate(outputs, first):
-            alone, output.routed_experts = output.routed_experts, None
-            if (entry := self._entries.pop(index, None)) is not None:
-                start, rows = entry
-                if (rows := alone if rows is None else rows) is not None:
-                    yield output, start, rows
+            on_output = output.routed_experts
+            output.routed_experts = None
+            entry = self._entries.pop(index, None)
+            if entry is None:
+                continue
+            start, rows = entry
+            if rows is None and isinstance(on_output, np.ndarray):
+                rows = on_output
+            if rows is not None:
+                yield ReceivedRows(output, start, rows)
 
 
-def _entries(packed: NDArray[np.int16]) -> dict[int, tuple[int, Rows | None]]:
-    at = (1 + _COLUMNS * int(packed[:_WORDS].view(_TABLE_TYPE)[0])) * _WORDS
-    entries: dict[int, tuple[int, Rows | None]] = {}
-    for index, start, count, height, top_k in (
-        packed[_WORDS:at].view(_TABLE_TYPE).reshape(-1, _COLUMNS).tolist()
-    ):
-        rows = None
-        if count != _ALONE:
-            rows = packed[at : at + count * height * top_k].reshape(count, height, top_k)
-            at += rows.size
-        entries[index] = start, rows
-    return entries
+def _unpack(packed: NDArray[np.int16]) -> dict[int, tuple[int, Rows | None]]:
+    """What `pack` packed, by index of the output."""
+    count = int(packed[:_COUNT_WORDS].view(_INT32)[0])
+    header_words = _COUNT_WORDS + _ENTRY_WORDS * count
+    table = packed[_COUNT_WORDS:header_words].view(_TABLE)
+    body = packed[header_words:]
+    unpacked: dict[int, tuple[int, Rows | None]] = {}
+    # a tuple for each entry: as an `_Entry` it would take twice as long
+    for output, start, num_rows, height, top_k in table.tolist():
+        if num_rows == _ON_OUTPUT:
+            unpacked[output] = start, None
+            continue
+        size = num_rows * height * top_k
+        unpacked[output] = start, body[:size].reshape(num_rows, height, top_k)
+        body = body[size:]
+    return unpacked

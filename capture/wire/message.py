@@ -3,12 +3,20 @@
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import Rows
 
 OPT_IN_ARG = "routed_experts.opt_in"
 """Key in `SamplingParams.extra_args` that opts a request in; its value is `OptIn.encode()`."""
+
+# bits of the flags in an encoded `OptIn`
+_SHARED = 1
+_WEIGHTS = 2
+_FINAL_ONLY = 4
+_ALLOW_MISSING = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +34,16 @@ class OptIn:
     # Whether rows that are not there may stay unknown; then nothing is computed again for them.
     allow_missing: bool = False
 
+    # the start, the id and the flags
     _FORM: ClassVar[struct.Struct] = struct.Struct("<q16sB")
 
     def encode(self) -> bytes:
         """As bytes, because clients can fill `extra_args` at some endpoints, with JSON, which has
         no bytes."""
-        flags = self.shared | self.weights << 1 | self.final_only << 2 | self.allow_missing << 3
+        flags = self.shared * _SHARED
+        flags |= self.weights * _WEIGHTS
+        flags |= self.final_only * _FINAL_ONLY
+        flags |= self.allow_missing * _ALLOW_MISSING
         return self._FORM.pack(self.prompt_start, self.prompt_id, flags)
 
     @classmethod
@@ -43,18 +55,37 @@ class OptIn:
         return cls(
             prompt_start,
             prompt_id,
-            bool(flags & 1),
-            bool(flags & 2),
-            bool(flags & 4),
-            bool(flags & 8),
+            shared=bool(flags & _SHARED),
+            weights=bool(flags & _WEIGHTS),
+            final_only=bool(flags & _FINAL_ONLY),
+            allow_missing=bool(flags & _ALLOW_MISSING),
         )
 
     @classmethod
     def of(cls, params: Any) -> "OptIn | None":
         """What a request with these `SamplingParams` opted in to; None if it did not."""
-        return (
-            cls.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
-        )
+        if params is None or not params.extra_args:
+            return None
+        return cls.decode(params.extra_args.get(OPT_IN_ARG))
+
+
+class PlacedRows(NamedTuple):
+    """Rows of a sequence, and where in it they are."""
+
+    start: int  # absolute position of the first row
+    rows: Rows  # [n, L, K], with weights [n, 3L, K]
+
+
+class Output(Protocol):
+    """A request's part of the engine's message for a step: what is used here of vLLM's
+    `EngineCoreOutput`."""
+
+    request_id: str
+    stop_reason: int | str | None
+    kv_transfer_params: dict[str, Any] | None
+    # In the engine its rows, until `envelope.pack` has taken them off. In a message rows that were
+    # not packed; of the envelope, what was packed.
+    routed_experts: PlacedRows | NDArray[Any] | None
 
 
 PROMPT_ROWS = "routed_experts.prompt"
@@ -81,12 +112,13 @@ class RowsOutput(NamedTuple):
         return f"{self.prompt_id.hex()}-{self.request_id}"
 
     @classmethod
-    def of(cls, output: Any) -> "RowsOutput | None":
-        """What an `EngineCoreOutput` brings; None for an output of a request."""
-        if output.stop_reason not in (PROMPT_ROWS, GENERATED_ROWS):
+    def of(cls, output: Output) -> "RowsOutput | None":
+        """Whose rows an output brings; None for an output of a request."""
+        kind = output.stop_reason
+        if kind != PROMPT_ROWS and kind != GENERATED_ROWS:
             return None
         prompt_id, _, request_id = output.request_id.partition("-")
-        return cls(output.stop_reason, bytes.fromhex(prompt_id), request_id)
+        return cls(kind, bytes.fromhex(prompt_id), request_id)
 
 
 class Cause(IntEnum):
@@ -104,18 +136,11 @@ class Cause(IntEnum):
     those of others, which take what is there, `KV_STORE`."""
 
 
-class PlacedRows(NamedTuple):
-    """Rows of a sequence, and where in it they are."""
-
-    start: int  # absolute position of the first row
-    rows: Rows  # [n, L, K], with weights [n, 3L, K]
-
-
 class UnknownRows(NamedTuple):
     """Why some of a request's rows are unknown."""
 
     prompt_id: bytes  # of the request's `OptIn`
     request_id: str  # of a prompt's rows, the request that they are sent with
     is_prompt: bool  # whether they are the prompt's
-    cause: int  # a `Cause` other than `FAULT`
+    cause: Cause  # other than `FAULT`
     num_rows: int

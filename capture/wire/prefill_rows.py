@@ -2,8 +2,9 @@
 `kv_transfer_params.routed_experts`."""
 
 import math
-from typing import Any, NamedTuple, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,6 +50,18 @@ class PrefillRows(NamedTuple):
         return ids_of(self.rows) if self.has_weights else self.rows
 
 
+_NumRows = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+_RowSize = Annotated[int, msgspec.Meta(gt=0, le=MAX_BYTES)]
+
+
+class _Form(msgspec.Struct):
+    """What the dictionary that `encode` makes has besides `data`."""
+
+    dtype: Literal["uint8", "int16", "words"]
+    shape: tuple[_NumRows, _RowSize, _RowSize]
+    until: Annotated[float, msgspec.Meta(ge=0, lt=_LATEST)]
+
+
 def encode(rows: Rows, until: float, has_weights: bool = False) -> dict[str, Any] | None:
     """`rows` ([n, L, K], with weights [n, 3L, K]) as `kv_transfer_params` have them, one byte for
     each id if that is enough. None if they are too large.
@@ -57,11 +70,15 @@ def encode(rows: Rows, until: float, has_weights: bool = False) -> dict[str, Any
     another endpoint can make the engine take rows for true. Over HTTP it is base64.
     """
     is_narrow = rows.view(np.uint16).max(initial=0) <= np.iinfo(np.uint8).max  # which -1 is not
-    name = WORDS if has_weights else "uint8" if is_narrow else "int16"
+    if has_weights:
+        name = WORDS
+    else:
+        name = "uint8" if is_narrow else "int16"
     dtype = _DTYPES[name]
-    if rows.size * dtype.itemsize > _limit(name):
+    num_bytes = rows.size * dtype.itemsize
+    if num_bytes > _limit(name):
         return None
-    data = bytearray(rows.size * dtype.itemsize)
+    data = bytearray(num_bytes)
     np.frombuffer(data, dtype).reshape(rows.shape)[:] = rows  # without another copy
     return {"data": data, "dtype": name, "shape": [*rows.shape], "until": until}
 
@@ -78,32 +95,19 @@ def is_time(until: Any) -> TypeGuard[float]:
 def decode(value: Any) -> PrefillRows | None:
     """The rows that `encode` was given, without a copy. None for any other object: programs can put
     any there."""
-    if not isinstance(value, dict):
+    data = value.get("data") if isinstance(value, dict) else None
+    if not isinstance(data, bytes | bytearray):
         return None
-    data, name, shape, until = (value.get(key) for key in ("data", "dtype", "shape", "until"))
-    if (
-        not isinstance(data, bytes | bytearray)
-        or type(name) is not str
-        or name not in _DTYPES
-        or not is_time(until)
-    ):
+    try:
+        form = msgspec.convert(value, _Form)
+    except msgspec.ValidationError:
         return None
-    if (
-        not isinstance(shape, list)
-        or len(shape) != 3
-        or any(type(size) is not int or size < 0 for size in shape)
-    ):
+    dtype = _DTYPES[form.dtype]
+    size = math.prod(form.shape) * dtype.itemsize
+    if len(data) != size or size > _limit(form.dtype):
         return None
-    dtype, size = _DTYPES[name], math.prod(shape) * _DTYPES[name].itemsize
-    if (
-        len(data) != size
-        or size > _limit(name)
-        or max(shape) > MAX_BYTES
-        or not shape[1]
-        or not shape[2]
-    ):
-        return None
-    decoded = PrefillRows(np.frombuffer(data, dtype).reshape(shape), name == WORDS, float(until))
+    rows = np.frombuffer(data, dtype).reshape(form.shape)
+    decoded = PrefillRows(rows, form.dtype == WORDS, form.until)
     return decoded if decoded.ids.min(initial=0) >= UNKNOWN else None
 
 

@@ -30,12 +30,14 @@ def captures_weights(config: Any) -> bool:
 
 def row_shape(num_layers: int, top_k: int, with_weights: bool) -> tuple[int, int]:
     """Shape of a row in words: (L, K), or (3L, K) with weights."""
-    return (_PLANES * num_layers if with_weights else num_layers), top_k
+    height = _PLANES * num_layers if with_weights else num_layers
+    return height, top_k
 
 
-def ids_shape(shape: tuple[int, int]) -> tuple[int, int]:
-    """(L, K) of rows of `shape`, which is (3L, K)."""
-    return shape[0] // _PLANES, shape[1]
+def ids_shape(row_shape: tuple[int, int]) -> tuple[int, int]:
+    """(L, K) of rows with weights, whose `row_shape` is (3L, K)."""
+    height, top_k = row_shape
+    return height // _PLANES, top_k
 
 
 def ids_of(rows: NDArray[Any]) -> Rows:
@@ -53,20 +55,20 @@ def weights_of(rows: Rows) -> NDArray[np.float32]:
 
 
 def missing_weights(
-    rows: NDArray[Any], places: NDArray[np.int64] | slice = slice(None)
+    rows: NDArray[Any], indexes: NDArray[np.int64] | slice = slice(None)
 ) -> NDArray[np.bool_]:
-    """Which of `rows` ([n, 3L, K], contiguous) at `places` have no weights, perhaps beside ids that
-    are known: those handed over without. Looks at one weight of each row only."""
-    first = rows.shape[1] // _PLANES * rows.shape[2]
-    words = rows.reshape(len(rows), rows.shape[1] * rows.shape[2])[
-        places, first : first + _WEIGHT_WORDS
-    ]
+    """Which of `rows` ([n, 3L, K], contiguous) at `indexes` have no weights, perhaps beside ids that
+    are known: those handed over without. Looks at the first weight of each row only."""
+    num_rows, height, top_k = rows.shape
+    first = height // _PLANES * top_k  # behind the ids
+    words = rows.reshape(num_rows, height * top_k)[indexes, first : first + _WEIGHT_WORDS]
     unknown: NDArray[np.bool_] = (words == UNKNOWN).all(axis=1)
     return unknown
 
 
-def joined(ids: NDArray[np.integer[Any]], weights: NDArray[np.float32]) -> Rows:
-    """Undoes `ids_of` and `weights_of`: [n, 3L, K]."""
+def combined(ids: NDArray[np.integer[Any]], weights: NDArray[np.float32]) -> Rows:
+    """Rows [n, 3L, K] of `ids` ([n, L, K]) and their `weights` ([n, L, K]): undoes `ids_of` and
+    `weights_of`."""
     num_rows, num_layers, top_k = ids.shape
     rows = np.empty((num_rows, _PLANES * num_layers, top_k), dtype=np.int16)
     rows[:, :num_layers] = ids

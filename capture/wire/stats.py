@@ -14,8 +14,8 @@ INTERVAL_S = 1.0
 experts."""
 
 _SAMPLED_ROWS = 512
-# of the samples before, with each new one: the load is that of the last ten seconds or so
-_KEPT_SHARE = 0.9
+# of the counts so far, with each new sample: the load is that of the last ten seconds or so
+_EARLIER_SHARE = 0.9
 
 
 @dataclass
@@ -42,18 +42,18 @@ class ExpertLoad:
 
     def sample(self, rows: Rows) -> None:
         """Counts some of a step's `rows` ([n, L, K]), evenly spread over them."""
-        some = rows[:: -(-len(rows) // _SAMPLED_ROWS)].astype(np.int64)
-        if some.max() < 0:
+        stride = -(-len(rows) // _SAMPLED_ROWS)
+        sample = rows[::stride].astype(np.int64)
+        if sample.max() < 0:
             return  # none of them is known
-        before, num_layers = self._counts, some.shape[1]
-        width = max(int(some.max()) + 1, before.shape[1])
-        flat = (some + np.arange(num_layers)[:, None] * width)[some >= 0]
-        self._counts = (
-            np.bincount(flat, minlength=num_layers * width)
-            .reshape(num_layers, width)
-            .astype(np.float64)
-        )
-        self._counts[: len(before), : before.shape[1]] += _KEPT_SHARE * before
+        earlier = self._counts
+        num_layers = sample.shape[1]
+        num_experts = max(int(sample.max()) + 1, earlier.shape[1])
+        # a number for each expert of each layer
+        numbers = sample + np.arange(num_layers)[:, None] * num_experts
+        counts = np.bincount(numbers[sample >= 0], minlength=num_layers * num_experts)
+        self._counts = counts.reshape(num_layers, num_experts).astype(np.float64)
+        self._counts[: len(earlier), : earlier.shape[1]] += _EARLIER_SHARE * earlier
 
     def busiest(self) -> list[float]:
         """[L], how often the busiest expert of each layer was chosen."""
@@ -93,7 +93,10 @@ class StatsRecorder:
             return None
         self._was_idle = is_idle
         self._next_report = now + INTERVAL_S
-        gauges = {"requests_tracked": requests_tracked, "host_cache_bytes": host_cache_bytes()}
         return replace(
-            self.totals, **gauges, busiest=self._load.busiest(), routed=self._load.routed()
+            self.totals,
+            requests_tracked=requests_tracked,
+            host_cache_bytes=host_cache_bytes(),
+            busiest=self._load.busiest(),
+            routed=self._load.routed(),
         )

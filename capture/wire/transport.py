@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.outputs import ModelRunnerOutput
 
-STEP = "step"
+_STEP = "step"
 """vLLM's type maps request ids to outputs, and its Ray executor copies the `rows` of each. Here one
 key stands for all requests of a step: one array is cheaper than one per request."""
 
@@ -25,11 +25,18 @@ class StepRows:
     waited_s: float = 0.0  # seconds that the step's output waited for them
 
 
-def attach(output: ModelRunnerOutput, rows: StepRows) -> None:
-    output.aux_output_connector_output = {STEP: rows}
+def as_connector_output(step: StepRows) -> dict[str, StepRows]:
+    """What vLLM carries as the `aux_output_connector_output` of a step's output."""
+    return {_STEP: step}
+
+
+def attach(output: ModelRunnerOutput, step: StepRows) -> None:
+    """Puts the rows of a step on its output."""
+    output.aux_output_connector_output = as_connector_output(step)
 
 
 def detach(output: ModelRunnerOutput) -> StepRows | None:
-    """The rows on `output`; None if the step was empty."""
+    """The rows on the output of a step; None if the step was empty."""
     # Until 0.31 the class has no such field, but takes the attribute.
-    return (getattr(output, "aux_output_connector_output", None) or {}).get(STEP)
+    carried: dict[str, StepRows] | None = getattr(output, "aux_output_connector_output", None)
+    return carried.get(_STEP) if carried else None

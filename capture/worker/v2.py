@@ -7,7 +7,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from routed_experts.capture.seams.aux_output import AuxOutputHooks
-from routed_experts.capture.wire.transport import STEP, StepRows
+from routed_experts.capture.wire.transport import StepRows, as_connector_output
 from routed_experts.capture.worker.capturer import Capturer
 from routed_experts.capture.worker.pipeline import PendingStep
 from routed_experts.capture.worker.stage import PipelineStage, is_output_rank
@@ -53,4 +53,4 @@ class V2Pending(AuxOutputHooks):
 
     def process_output(self, *more: Any, **options: Any) -> dict[str, StepRows]:
         """Called when the step's output is materialised."""
-        return {STEP: self._pending()}
+        return as_connector_output(self._pending())

@@ -21,7 +21,7 @@ from routed_experts.capture.wire.prefill_rows import (
     is_time,
     without_rows,
 )
-from routed_experts.capture.wire.rows import ids_of, joined, weights_of
+from routed_experts.capture.wire.rows import combined, ids_of, weights_of
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import EngineCoreRequest
 
@@ -74,7 +74,7 @@ class PrefillRowsParam:
         if rows.rows.max(initial=0) >= num_experts:
             raise PrefillRowsError(f"{FIELD} has ids outside {UNKNOWN} to {num_experts - 1}")
         if with_weights and value.get(WEIGHTS) is not None:
-            words = joined(rows.rows, _weights_of(value[WEIGHTS], rows.rows.shape))
+            words = combined(rows.rows, _weights_of(value[WEIGHTS], rows.rows.shape))
             message["data"] = words.tobytes()
             message["dtype"] = WORDS
             message["shape"] = list(words.shape)

@@ -4,17 +4,15 @@
 `BufferedRequestState` puts a choice's `RowBuffer` on its outputs.
 """
 
-import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from routed_experts.capture.wire.envelope import CAUSES, STATS, Unpacker
+from routed_experts.capture.wire.envelope import Notes, Unpacker
 from routed_experts.capture.wire.message import (
     OPT_IN_ARG,
     PROMPT_ROWS,
-    Cause,
     OptIn,
     RowsOutput,
     UnknownRows,
@@ -221,9 +219,9 @@ class RowBuffers:
         **kwargs: Any,
     ) -> OutputProcessorOutput:
         """vLLM's `process_outputs`, after the rows are taken off."""
-        notes = self._unpacker.open(engine_core_outputs, engine_core_timestamp)
-        if notes:
-            self._take_notes(notes)
+        encoded_notes = self._unpacker.open(engine_core_outputs, engine_core_timestamp)
+        if encoded_notes is not None:
+            self._take_notes(encoded_notes)
         states = self._processor.request_states
         for output, start, rows in self._unpacker.rows(engine_core_outputs):
             state = states.get(output.request_id)
@@ -251,13 +249,14 @@ class RowBuffers:
             for buffer in _buffers_of(state):
                 buffer.push(start, rows)
 
-    def _take_notes(self, notes: Mapping[str, Any]) -> None:
+    def _take_notes(self, encoded: object) -> None:
         """Takes causes and counters. Exceptions must not end vLLM's output handler, and with it the
         server."""
         try:
-            self._take_causes(notes.get(CAUSES, ()))
-            if STATS in notes and self.on_stats is not None:
-                self.on_stats(EngineStats(**notes[STATS]))
+            notes = Notes.decode(encoded)
+            self._take_causes(notes.unknown)
+            if notes.stats is not None and self.on_stats is not None:
+                self.on_stats(notes.stats)
         except Exception:
             if self.num_failed_reports == 0:
                 logger.exception(
@@ -297,9 +296,9 @@ class RowBuffers:
         state = self._processor.request_states.get(request_id)
         return state if state is not None and state.prompt_id == prompt_id else None
 
-    def _take_causes(self, causes: Any) -> None:
-        for unknown in itertools.starmap(UnknownRows, causes):
-            counted = Counter({Cause(unknown.cause): unknown.num_rows})
+    def _take_causes(self, all_unknown: Iterable[UnknownRows]) -> None:
+        for unknown in all_unknown:
+            counted = Counter({unknown.cause: unknown.num_rows})
             if unknown.is_prompt:  # with data parallelism, each engine sends it
                 for _, buffer in self._buffers_of_prompt(unknown.prompt_id, unknown.request_id):
                     buffer.prompt_causes = buffer.prompt_causes | counted

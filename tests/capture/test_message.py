@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routed_experts.capture.wire.envelope import (
-    CAUSES,
     ENVELOPE_ID,
     SMALL_ARRAY_BYTES,
+    Notes,
     SingleRows,
     Unpacker,
     pack,
@@ -20,11 +21,14 @@ from routed_experts.capture.wire.envelope import (
 from routed_experts.capture.wire.message import (
     GENERATED_ROWS,
     PROMPT_ROWS,
+    Cause,
     OptIn,
     PlacedRows,
     RowsOutput,
+    UnknownRows,
 )
-from routed_experts.capture.wire.rows import ids_of, joined
+from routed_experts.capture.wire.rows import combined, ids_of
+from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.codec import Rows
 
 L, K = 3, 5  # odd, so that nothing is aligned by chance
@@ -45,7 +49,7 @@ def envelope(packed: Any, notes: Any = None) -> Output:
 
 def rows_of(count: int, seed: int, has_weights: bool = False) -> Rows:
     ids = np.random.default_rng(seed).integers(-1, 300, (count, L, K)).astype(np.int16)
-    return joined(ids, ids.astype(np.float32) * 1.1) if has_weights else ids
+    return combined(ids, ids.astype(np.float32) * 1.1) if has_weights else ids
 
 
 def message(*specs: int | None, weights: Sequence[bool] = ()) -> tuple[list[Output], list[Any]]:
@@ -68,7 +72,7 @@ def sent(outputs: list[Output], singles: Sequence[SingleRows] = ()) -> list[Outp
 def received(unpacker: Unpacker, outputs: list[Output], message: object) -> list[Any]:
     """The rows of each output but the envelope. They are off the output, where vLLM would collect
     them too."""
-    assert unpacker.open(outputs, message) == {}
+    assert unpacker.open(outputs, message) is None
     rows = {id(output): PlacedRows(start, rows) for output, start, rows in unpacker.rows(outputs)}
     assert all(output.routed_experts is None for output in outputs)
     return [rows.get(id(output)) for output in outputs]
@@ -143,11 +147,15 @@ def test_ids_are_sent_as_if_no_weights_were_captured() -> None:
 
 
 def test_what_else_an_envelope_has() -> None:
-    outputs: list[Output] = [envelope(None, {CAUSES: [1]}), Output(None)]
+    unknown = UnknownRows(b"\xff" * 16, "asks", is_prompt=True, cause=Cause.KV_TRANSFER, num_rows=3)
+    notes = Notes([unknown], EngineStats(7, copy_wait_s=0.5, busiest=[2.0]))
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(notes.encode()))
+    outputs: list[Output] = [envelope(None, arrived), Output(None)]
     unpacker = Unpacker()
-    assert unpacker.open(outputs, 1) == {CAUSES: [1]}
+    assert Notes.decode(unpacker.open(outputs, 1)) == notes
     assert list(unpacker.rows(outputs)) == []
-    assert unpacker.open(outputs, 1) == {}
+    assert Notes.decode(unpacker.open(outputs, 1)) == Notes()
+    assert Notes().encode() == {}
 
 
 def test_messages_that_do_not_arrive_whole() -> None:

@@ -24,7 +24,6 @@ weights that change.
 """
 
 import hashlib
-import itertools
 import json
 import os
 import queue
@@ -59,20 +58,19 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.capture.scheduler.scheduler import SchedulerConnector
-from routed_experts.capture.wire.envelope import CAUSES, STATS, Unpacker
+from routed_experts.capture.wire.envelope import Notes, Unpacker
 from routed_experts.capture.wire.message import (
     OPT_IN_ARG,
     PROMPT_ROWS,
     Cause,
     OptIn,
     RowsOutput,
-    UnknownRows,
 )
 from routed_experts.capture.wire.rows import (
     WEIGHTS_KEY,
     captures_weights,
+    combined,
     ids_of,
-    joined,
     weights_of,
 )
 from routed_experts.capture.wire.stats import EngineStats
@@ -354,7 +352,7 @@ class ArithmeticExecutor(Executor):
             offsets = np.cumsum([0, *step.num_scheduled_tokens.values()], dtype=np.int64)
             whole = np.concatenate(rows)
             if captures_weights(self.vllm_config):
-                whole = joined(whole, weights_for(whole))
+                whole = combined(whole, weights_for(whole))
             attach(output, StepRows(whole, np.concatenate(slots), offsets))
         return output
 
@@ -651,11 +649,11 @@ class Client:
     def receive(self, message: EngineCoreOutputs, engine_index: int = 0) -> None:
         """Takes a message of one of the engines."""
         unpacker = self._unpackers[engine_index]
-        notes = unpacker.open(message.outputs, message=message.timestamp)
-        if STATS in notes:
-            self.stats.append(EngineStats(**notes[STATS]))
-        for unknown in itertools.starmap(UnknownRows, notes.get(CAUSES, ())):
-            self.causes[Cause(unknown.cause)] += unknown.num_rows
+        notes = Notes.decode(unpacker.open(message.outputs, message=message.timestamp))
+        if notes.stats is not None:
+            self.stats.append(notes.stats)
+        for unknown in notes.unknown:
+            self.causes[unknown.cause] += unknown.num_rows
             self.explained[unknown.request_id] += unknown.num_rows
         unpacked = list(unpacker.rows(message.outputs))
         for output, start, rows in unpacked:

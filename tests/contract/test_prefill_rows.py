@@ -20,7 +20,7 @@ from routed_experts.capture.scheduler.kv.pulls import Pulls
 from routed_experts.capture.wire import prefill_rows
 from routed_experts.capture.wire.message import OPT_IN_ARG, Cause, OptIn
 from routed_experts.capture.wire.prefill_rows import PARAM
-from routed_experts.capture.wire.rows import joined
+from routed_experts.capture.wire.rows import combined
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.outputs import prefill_param
 from tests.contract.engine import (
@@ -588,7 +588,7 @@ def test_too_many_to_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_odd_values_over_http() -> None:
     ids = np.arange(2 * L * K, dtype=np.int16).reshape(2, L, K) % 300
-    rows = joined(ids, weights_for(ids))
+    rows = combined(ids, weights_for(ids))
     handed = {
         "data": rows.tobytes(),
         "dtype": prefill_rows.WORDS,

@@ -18,7 +18,6 @@ import pytest
 import vllm
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
-from routed_experts.capture.wire.envelope import CAUSES, STATS
 from routed_experts.capture.wire.message import Cause
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.server.http import metrics
@@ -172,8 +171,12 @@ def test_m1_reports_that_cannot_be_read_do_not_end_the_server(
     tokens = frontend.add("b")
     # a negative difference
     more, less = (asdict(EngineStats(7, rows_captured=count)) for count in (5, 4))
-    reports = [{STATS: report} for report in (more, less, {"unknown": 1}, None)]
-    reports += [{CAUSES: report} for report in (5, [["b", False, 99, 1]], [5])]
+    reports: list[Any] = [{"stats": stats} for stats in (more, less, {"unknown": 1}, "none")]
+    unknown_cause = [b"", "b", False, 99, 1]
+    reports += [
+        {"unknown": unknown} for unknown in (5, [5], [["b", False, 99, 1]], [unknown_cause])
+    ]
+    reports += [5]
     for report in reports:
         outputs = message(output("b", 1, first=0, rows=1))
         outputs[0].kv_transfer_params = report

@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import Response as HttpResponse
 from pydantic import BaseModel
 
-from routed_experts.capture.wire.rows import joined
+from routed_experts.capture.wire.rows import combined
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.response import (
@@ -141,9 +141,9 @@ def test_words_of_weights_are_not_taken_for_lost_rows() -> None:
     of its prompt."""
     weights = np.full((4, L, K), 0.25, dtype=np.float32)
     weights.view(np.int16)[0, 0, 0] = -1  # the first word of a known weight
-    own = joined(rows_of(0, 4), weights)
+    own = combined(rows_of(0, 4), weights)
     with_a_gap = buffer_of((0, own[:3]), (4, own[3:]))
-    whole = buffer_of((0, joined(rows_of(10, 15), np.full((5, L, K), 0.5, dtype=np.float32))))
+    whole = buffer_of((0, combined(rows_of(10, 15), np.full((5, L, K), 0.5, dtype=np.float32))))
     rows = CollectedRows(RoutingOptions(weights=True, layout="joined"), (3 * L, K))
     rows.collect(output(3, choice(3, with_a_gap), choice(3, whole, 1)))
     assert rows.num_lost == 1

@@ -5,7 +5,6 @@ import logging
 import random
 import time
 import weakref
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from routed_experts.capture.wire.envelope import ENVELOPE_ID, STATS, pack
+from routed_experts.capture.wire.envelope import ENVELOPE_ID, Notes, pack
 from routed_experts.capture.wire.message import (
     OPT_IN_ARG,
     PROMPT_ROWS,
@@ -406,7 +405,7 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
     frontend, seen = Frontend(), []
     other = frontend.add("b")
     stats = EngineStats(1, rows_captured=6, copy_wait_s=0.5, busiest=[2.0], routed=[4.0])
-    sent = envelope(kv_transfer_params={STATS: asdict(stats)})
+    sent = envelope(kv_transfer_params=Notes(stats=stats).encode())
     frontend.step(sent)  # passed over where nobody wants them
     # of a process that has not got so far
     OutputProcessor(None, log_stats=False).process_outputs([sent])
