@@ -340,22 +340,22 @@ def test_rows_that_are_needed_at_the_end_come_with_it(is_async: bool) -> None:
     """Whole if they fit a message, else in parts before the last output."""
     client = Client(engine(is_async))
     ids = [
-        client.add(f"whole-{each}", tokens(20), max_tokens=40 + each, at_end=True)[0]
-        for each in range(6)
+        client.add(f"whole-{index}", tokens(20), max_tokens=40 + index, at_end=True)[0]
+        for index in range(6)
     ]
     (long,) = client.add("in parts", tokens(20), max_tokens=150, at_end=True)
     client.steps(30)
     assert {client.received[request_id].num_rows for request_id in [*ids, long]} == {0}
     client.finish()
     assert [client.received[request_id].num_rows for request_id in ids] == [
-        39 + each for each in range(6)
+        39 + index for index in range(6)
     ]
     assert client.received[long].num_arrays < 6
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 70])
 def test_rows_of_aborted_requests_that_need_them_at_the_end(is_async: bool, steps: int) -> None:
-    """E4: the engine answers an abort with the rows of all tokens that were sent, whatever had been
+    """The engine answers an abort with the rows of all tokens that were sent, whatever had been
     computed by then; a pause too."""
     client = Client(engine(is_async))
     for name, end in (
@@ -430,7 +430,7 @@ class RepeatingExecutor(ArithmeticExecutor):
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])
 def test_a_known_token_that_is_computed_again(at_end: bool) -> None:
-    """E3: with drafts a step may begin at a token whose row is known, as if one more draft had been
+    """With drafts a step may begin at a token whose row is known, as if one more draft had been
     rejected. The next token was not sampled with the row of that time, which stands in the host
     cache since."""
     core = engine(is_async=False, drafts=3, executor=RepeatingExecutor)
