@@ -10,7 +10,8 @@ The same in every run; the long run tries others, and more, of each case.
 
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 from unittest.mock import patch
 
@@ -40,7 +41,8 @@ SETTINGS = settings(
     phases=[Phase.generate],
 )
 MANY = settings(SETTINGS, max_examples=20 + times(20), derandomize=False)
-FEW, ENOUGH = {"num_blocks": 24, "max_num_seqs": 4}, {"num_blocks": 48, "max_num_seqs": 4}
+FEW = {"num_blocks": 24, "max_num_seqs": 4}
+ENOUGH = {"num_blocks": 48, "max_num_seqs": 4}
 """Blocks. With fewer, vLLM 0.32 may wait for ever for those of a request whose pull failed."""
 
 
@@ -48,7 +50,9 @@ FEW, ENOUGH = {"num_blocks": 24, "max_num_seqs": 4}, {"num_blocks": 48, "max_num
 class Case:
     connectors: tuple[str, ...]
     policy: str = "recompute"
-    kept: dict[str, Any] = field(default_factory=dict)  # how the store and other instances behave
+    outside: dict[str, Any] = field(
+        default_factory=dict
+    )  # how the store and other instances behave
     engine: dict[str, Any] = field(default_factory=lambda: FEW)
     happens: str = "loads"  # what has to, in all examples together
 
@@ -56,41 +60,41 @@ class Case:
     def may_miss(self) -> bool:
         """Whether rows that are asked for may be unknown: not where only chunks with their rows are
         loaded."""
-        return "fetches_hits" in self.kept or (
+        return "fetches_hits" in self.outside or (
             self.policy == "missing" and self.connectors != (OFFLOADING,)
         )
 
 
-FAILS, FAILS_WHOLE = (
-    {"fails": 0.4, "is_async": True},
-    {"fails": 0.4, "is_async": True, "fails_as": "request"},
-)
+FAILS = {"fails": 0.4, "is_async": True}
+FAILS_WHOLE = {"fails": 0.4, "is_async": True, "fails_as": "request"}
 PULLS = [(PULL,), (PULL, OFFLOADING), (OFFLOADING, PULL), (PULL, NAME), (NAME, PULL)]
 CASES = {
     "store": Case((NAME,)),
-    "store, beside steps": Case((NAME,), kept={"is_async": True}),
+    "store, beside steps": Case((NAME,), outside={"is_async": True}),
     # Blocks of those that only produce are not fenced.
     "store, missing": Case((NAME,), "missing", engine={**FEW, "role": "kv_producer"}),
-    # Over prefix hits: rows of running requests may get lost, but never become another's (E2).
+    # Over prefix hits: rows of running requests may get lost, but never become another's.
     "store, over hits": Case(
-        (NAME,), kept={"fetches_hits": True}, engine={**FEW, "role": "kv_producer"}
+        (NAME,), outside={"fetches_hits": True}, engine={**FEW, "role": "kv_producer"}
     ),
-    "store, over hits beside steps": Case((NAME,), kept={"fetches_hits": True, "is_async": True}),
+    "store, over hits beside steps": Case(
+        (NAME,), outside={"fetches_hits": True, "is_async": True}
+    ),
     # As vLLM's ExampleConnector, which offers less than nothing where a preempted request hits more
     # than its prompt.
     "store of prompts": Case(
         (NAME,),
-        kept={"has_prompts": True},
+        outside={"has_prompts": True},
         engine={"num_blocks": 14, "max_num_seqs": 3},
         happens="less than nothing",
     ),
     # With asynchronous scheduling vLLM 0.32 computes what fails in a step again with the tokens
     # that it had expected.
     "loads fail": Case(
-        (NAME,), kept={"fails": 0.4}, engine={**FEW, "is_async": False}, happens="fails"
+        (NAME,), outside={"fails": 0.4}, engine={**FEW, "is_async": False}, happens="fails"
     ),
     "loads fail, missing": Case((NAME,), "missing", FAILS, {**FEW, "failures": "fail"}, "fails"),
-    "loads fail as a whole": Case((NAME,), kept=FAILS_WHOLE, happens="fails"),
+    "loads fail as a whole": Case((NAME,), outside=FAILS_WHOLE, happens="fails"),
     "offloading": Case((OFFLOADING,), engine={**FEW, "answers": True}),
     "offloading, large chunks": Case(
         (OFFLOADING,), "missing", engine={**FEW, "chunks": 13, "blocks_per_chunk": 3}
@@ -111,14 +115,124 @@ CASES = {
     "offloading, store": Case((OFFLOADING, NAME), engine={**FEW, "answers": True}),
     "store, offloading": Case((NAME, OFFLOADING), "missing", engine={**FEW, "answers": True}),
     **{
-        " then ".join(each): Case(each, kept=FAILS, engine=ENOUGH, happens="late") for each in PULLS
+        " then ".join(names): Case(names, outside=FAILS, engine=ENOUGH, happens="late")
+        for names in PULLS
     },
     "pull, weights": Case((PULL, OFFLOADING), engine={**ENOUGH, "weights": True}),
     "pull, missing": Case((PULL, NAME), "missing", FAILS, {**ENOUGH, "failures": "fail"}, "late"),
     "pull, fails as a whole": Case(
-        (PULL,), kept=FAILS_WHOLE, engine={**ENOUGH, "failures": "fail"}, happens="late"
+        (PULL,), outside=FAILS_WHOLE, engine={**ENOUGH, "failures": "fail"}, happens="late"
     ),
 }
+
+
+# ---- what a turn may be ----
+
+
+def prompt_of(text: int, length: int, tail: int) -> list[int]:
+    """The beginning of one of two texts, and perhaps tokens of its own."""
+    return tokens(7 * BLOCK, seed=text)[:length] + tokens(tail, seed=tail)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request of a client."""
+
+    prompt: list[int]
+    start: float | None  # of the rows that it asks for, as a share of the prompt; None for no rows
+    max_tokens: int
+    at_end: bool = False  # whether it needs its rows at its end only
+    allow_missing: bool = False
+    weights: bool = False
+
+
+class Meanwhile(StrEnum):
+    """What happens to a pull while it is under way."""
+
+    NOTHING = "nothing"
+    IS_SLOW = "it takes almost as long as the lease"
+    IS_TOO_LATE = "it takes longer than the lease"
+
+
+SHARE_OF_LEASE = {Meanwhile.IS_SLOW: 0.95, Meanwhile.IS_TOO_LATE: 1.2}
+
+
+@dataclass(frozen=True)
+class Pull:
+    """How another instance's KV comes."""
+
+    offer: int  # 0 for KV that was computed last, 1 for that before it, ...
+    brings_rows: bool  # whether the prefill leg is asked for rows
+    brings_weights: bool  # whether for their weights too
+    meanwhile: Meanwhile
+    steps: int  # that the engine makes while it may be under way
+    overwritten_by: int  # seed of the prompt that then gets the other instance's free blocks
+
+
+class Kind(StrEnum):
+    """What a turn begins with."""
+
+    PREFIX = "a request, perhaps with a known prefix"
+    NEXT_TURN = "a request that goes on where another was"
+    PULL = "a request that pulls what another instance has just computed"
+    SAME_PULL = "a request that comes for KV that another came for, perhaps long ago"
+    NO_REQUEST = "no request"
+
+
+class Event(StrEnum):
+    """What happens then."""
+
+    NOTHING = "nothing"
+    ABORT = "a request is aborted"
+    EMPTY = "all requests end, and the prefix cache is emptied"
+    RESET = "the prefix cache is reset, as for new weights"
+    RESET_ALL = "what the connector keeps is reset too"
+    LEASE_ENDS = "the leases of all KV end while no step runs"
+
+
+def often(chances: dict[Any, int]) -> st.SearchStrategy[Any]:
+    """Each of the keys, as often as its value says."""
+    return st.sampled_from([key for key, chance in chances.items() for _ in range(chance)])
+
+
+PROMPTS = st.builds(
+    prompt_of,
+    text=st.integers(0, 1),
+    # up to the end of a block, into one, or anything
+    length=st.sampled_from([7 * BLOCK, 5 * BLOCK + 3, 4 * BLOCK]) | st.integers(1, 7 * BLOCK),
+    tail=st.integers(0, 2),
+)
+ASKS = st.builds(
+    Ask,
+    PROMPTS,
+    start=often({None: 1, 0: 2, 0.5: 1, 1: 1}),
+    max_tokens=st.integers(1, 30),
+    at_end=st.booleans(),
+    allow_missing=st.booleans(),
+    weights=st.booleans(),
+)
+PULL_CASES = st.builds(
+    Pull,
+    offer=st.integers(0, 2),
+    brings_rows=often({True: 4, False: 1}),
+    brings_weights=st.booleans(),
+    meanwhile=often({Meanwhile.NOTHING: 4, Meanwhile.IS_SLOW: 1, Meanwhile.IS_TOO_LATE: 1}),
+    steps=st.integers(0, 4),
+    overwritten_by=st.integers(0, 99),
+)
+KINDS = often(
+    {Kind.PREFIX: 2, Kind.NEXT_TURN: 1, Kind.PULL: 2, Kind.SAME_PULL: 1, Kind.NO_REQUEST: 1}
+)
+EVENTS = often(
+    {
+        Event.NOTHING: 13,
+        Event.ABORT: 3,
+        Event.EMPTY: 3,
+        Event.RESET: 1,
+        Event.RESET_ALL: 1,
+        Event.LEASE_ENDS: 3,
+    }
+)
 
 
 class Machine(RuleBasedStateMachine):
@@ -126,32 +240,32 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self, case: Case, is_async: bool, happened: Counter[str]) -> None:
         super().__init__()
-        self.case, self._happened = case, happened
+        self.case = case
+        self._happened = happened
         self._opened = ExitStack()
-        self.kept = self._opened.enter_context(store(case.policy, **case.kept))
-        self._opened.enter_context(patch.object(pulls, "time", self.kept.clock))
+        self.outside = self._opened.enter_context(store(case.policy, **case.outside))
+        self._opened.enter_context(patch.object(pulls, "time", self.outside.clock))
         self._opened.enter_context(patch.object(Pulls, "end", self._counted(Pulls.end)))
-        self.offloads, self.pulls = OFFLOADING in case.connectors, PULL in case.connectors
-        about = {"is_async": is_async, **case.engine}
-        make = engine_that_offloads if self.offloads else engine_with_store
-        self.core = make(*(() if self.offloads else case.connectors), **about, **self._connectors())
+        self.offloads = OFFLOADING in case.connectors
+        self.pulls = PULL in case.connectors
+        options = {"is_async": is_async, **case.engine}
         if self.offloads:
+            self.core = engine_that_offloads(connectors=case.connectors, **options)
             check_keys(self.core)
+        else:
+            self.core = engine_with_store(*case.connectors, **options)
+        self.captures_weights = case.engine.get("weights", False)
         self.client = Client(self.core)
         self.client.answer("warm up", [1])
-        weights = case.engine.get("weights", False)
         self.prefill = Client(
-            engine_with_store(PULL, is_async=False, num_blocks=32, weights=weights)
+            engine_with_store(PULL, is_async=False, num_blocks=32, weights=self.captures_weights)
         )
         # prompts that another instance computed, and where their KV is
         self.offers: list[tuple[list[int], Any]] = []
         self.is_sound = True  # whether nothing failed in a turn
-        self.gone: set[str] = set()
-        self.may_miss: set[str] = set()
+        self.gone: set[str] = set()  # requests that were aborted
+        self.may_miss: set[str] = set()  # requests whose rows may be unknown
         self.names = (f"r{index}" for index in range(1 << 20))
-
-    def _connectors(self) -> dict[str, Any]:
-        return {"connectors": self.case.connectors} if self.offloads else {}
 
     def _counted(self, end: Any) -> Any:
         def counted(of: Pulls, request_id: str) -> bool:
@@ -162,14 +276,14 @@ class Machine(RuleBasedStateMachine):
         return counted
 
     def step(self, seconds: float = 0) -> None:
-        self.kept.clock.passed += seconds
+        self.outside.clock.passed += seconds
         left = {block.block_id for block in self._not_loaded() if block.ref_cnt == 0}
         self.core.scheduler.kv_cache_manager.evict_blocks(left)
         self.client.step()
         self.prefill.step()
 
     def run(self) -> None:
-        """Steps until every request has ended (E1)."""
+        """Steps until every request has ended."""
         for _ in range(3_000):
             if not self.core.is_busy():
                 return
@@ -180,97 +294,115 @@ class Machine(RuleBasedStateMachine):
 
     # One rule, as hypothesis leaves rules out of most runs, and too little would happen.
     @rule(
-        asks=st.sampled_from(
-            ["a prefix", "a prefix", "the next turn", "a pull", "a pull", "the same pull", None]
-        ),
-        prompt=st.builds(
-            lambda stem, length, tail: (
-                tokens(7 * BLOCK, seed=stem)[:length] + tokens(tail, seed=tail)
-            ),
-            st.integers(0, 1),
-            st.sampled_from([7 * BLOCK, 5 * BLOCK + 3, 4 * BLOCK]) | st.integers(1, 7 * BLOCK),
-            st.integers(0, 2),
-        ),
-        at=st.integers(0, 99),
-        start=st.sampled_from([None, 0, 0, 0.5, 1]),
-        flags=st.sets(st.sampled_from(["at_end", "allow_missing", "weights"])),
-        max_tokens=st.integers(1, 30),
-        event=st.sampled_from(
-            [None, None, None, "abort", "empty", "reset", "reset all", "lease ends"]
-        ),
+        kind=KINDS,
+        ask=ASKS,
+        pull=PULL_CASES,
+        event=EVENTS,
+        earlier=st.integers(0, 99),
         steps=st.integers(0, 6),
-        seconds=st.sampled_from([0, 0, 0, 1, LEASE_S / 3]),
+        seconds=often({0: 3, 1: 1, LEASE_S / 3: 1}),
     )
     def turn(
-        self, asks: str | None, prompt: list[int], at: int, event: str | None, **about: Any
+        self,
+        kind: Kind,
+        ask: Ask,
+        pull: Pull,
+        event: Event,
+        earlier: int,  # the number of an earlier request, for a next turn and an abort
+        steps: int,
+        seconds: float,  # that pass in each step
     ) -> None:
-        steps, seconds, self.is_sound = about.pop("steps"), about.pop("seconds"), False
+        self.is_sound = False
         names = list(self.client.received)
-        if asks in ("a pull", "the same pull") and self.pulls:
-            self._pull(prompt, asks == "a pull", at, **about)
-        elif asks == "the next turn":
-            before = self.client.received[names[at % len(names)]].sequence
-            self._ask([*before[: 9 * BLOCK], *prompt[:3]], **about)
-        elif asks is not None:
-            self._ask(prompt, **about)
-        if event == "abort" and all(block.ref_cnt < 2 for block in self._not_loaded()):
-            self.gone.add(name := names[at % len(names)])
-            self.client.abort(name)
-        elif event == "empty":
-            self.run()
-            self.core.empty_prefix_cache()
-        elif event in ("reset", "reset all") and at % 3 == 0 and not self._is_fenced():
-            self._reset(event == "reset all")
-        elif event == "lease ends":  # while no step runs
-            self.kept.clock.passed += 1.1 * LEASE_S
+        name = names[earlier % len(names)]
+        self._begin(kind, ask, pull, name)
+        self._let_happen(event, name)
         for _ in range(steps):
             self.step(seconds)
         self.is_sound = True
 
-    def _ask(
-        self,
-        prompt: list[int],
-        start: float | None,
-        flags: set[str],
-        max_tokens: int,
-        params: Any = None,
-    ) -> None:
-        name, about = next(self.names), dict.fromkeys(flags, True)
-        about["weights"] = (
-            "weights" in flags and "weights" in self.case.engine and "allow_missing" not in flags
-        )
-        first = None if start is None else int(start * len(prompt))
+    def _begin(self, kind: Kind, ask: Ask, pull: Pull, name: str) -> None:
+        match kind:
+            case Kind.PULL if self.pulls:
+                self._pull_new(ask, pull)
+            case Kind.SAME_PULL if self.pulls:
+                self._pull_again(ask, pull)
+            case Kind.NEXT_TURN:
+                before = self.client.received[name].sequence
+                self._ask(replace(ask, prompt=[*before[: 9 * BLOCK], *ask.prompt[:3]]))
+            case Kind.NO_REQUEST:
+                pass
+            case _:
+                self._ask(ask)
+
+    def _let_happen(self, event: Event, name: str) -> None:
+        match event:
+            case Event.ABORT if all(block.ref_cnt < 2 for block in self._not_loaded()):
+                self.gone.add(name)
+                self.client.abort(name)
+            case Event.EMPTY:
+                self.run()
+                self.core.empty_prefix_cache()
+            case Event.RESET | Event.RESET_ALL if not self._is_fenced():
+                self._reset(both=event is Event.RESET_ALL)
+            case Event.LEASE_ENDS:
+                self.outside.clock.passed += 1.1 * LEASE_S
+
+    def _ask(self, ask: Ask, params: dict[str, Any] | None = None) -> None:
+        """Adds a request, with `kv_transfer_params` if it pulls."""
+        name = next(self.names)
         self.client.add(
-            name, prompt, first, max_tokens=max_tokens, kv_transfer_params=params, **about
+            name,
+            ask.prompt,
+            None if ask.start is None else int(ask.start * len(ask.prompt)),
+            max_tokens=ask.max_tokens,
+            kv_transfer_params=params,
+            at_end=ask.at_end,
+            allow_missing=ask.allow_missing,
+            # The test looks for weights of all rows, of which `allow_missing` may lack some.
+            weights=ask.weights and self.captures_weights and not ask.allow_missing,
         )
-        if "allow_missing" in flags or (params is not None and PARAM not in params):
+        if ask.allow_missing or (params is not None and PARAM not in params):
             self.may_miss.add(name)
 
-    def _pull(self, prompt: list[int], is_new: bool, at: int, **about: Any) -> None:
-        """Both legs; or a decode leg with KV that another came for, perhaps long ago."""
-        if is_new or not self.offers:
-            ask = {"do_remote_decode": True, "do_remote_prefill": False} | (
-                {PARAM: True} if at % 5 else {}
-            )
-            weights = at % 2 == 0 and "weights" in self.case.engine
-            offer = self.prefill.answer(
-                next(self.names), prompt, max_tokens=1, kv_transfer_params=ask, weights=weights
-            )
-            if not at % 5:  # as with vLLM alone, nobody looks at the lease
-                self._ask(prompt, params=offer.kv_transfer_params, **about)
-                self.run()
-                return
-            self.offers.append((prompt, offer.kv_transfer_params))
-        if not is_new:
-            self._overwrite(at)
-        prompt, params = self.offers[-1 if is_new else -1 - at % min(3, len(self.offers))]
-        self._ask(prompt, params=dict(params), **about)
-        for _ in range(at % 5):
+    def _pull_new(self, ask: Ask, pull: Pull) -> None:
+        """Both legs."""
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+        if pull.brings_rows:
+            wanted[PARAM] = True
+        prefilled = self.prefill.answer(
+            next(self.names),
+            ask.prompt,
+            max_tokens=1,
+            kv_transfer_params=wanted,
+            weights=pull.brings_weights and self.captures_weights,
+        )
+        params = prefilled.kv_transfer_params
+        if not pull.brings_rows:  # as with vLLM alone, nobody looks at the lease
+            self._ask(ask, params)
+            self.run()
+            return
+        self.offers.append((ask.prompt, params))
+        self._pull(0, ask, pull)
+
+    def _pull_again(self, ask: Ask, pull: Pull) -> None:
+        """A decode leg with KV that another came for, perhaps long ago; the first time both legs."""
+        if not self.offers:
+            self._pull_new(ask, replace(pull, brings_rows=True))
+            return
+        self._overwrite(pull.overwritten_by)
+        self._pull(pull.offer % len(self.offers), ask, pull)
+
+    def _pull(self, offer: int, ask: Ask, pull: Pull) -> None:
+        """A decode leg, and what happens until it has its KV."""
+        prompt, params = self.offers[-1 - offer]
+        self._ask(replace(ask, prompt=prompt), dict(params))
+        for _ in range(pull.steps):
             self.step()
-            if self.core.model_executor.underway and not at % 3:  # it is a slow one
-                self.kept.clock.passed += (0.95, 1.2)[at % 2] * LEASE_S
+            if self.core.model_executor.underway and pull.meanwhile is not Meanwhile.NOTHING:
+                self.outside.clock.passed += SHARE_OF_LEASE[pull.meanwhile] * LEASE_S
                 self.step()  # the other instance lets go of what is not pulled
-                self._overwrite(at)
+                self._overwrite(pull.overwritten_by)
                 return
 
     def _overwrite(self, seed: int) -> None:
@@ -305,17 +437,14 @@ class Machine(RuleBasedStateMachine):
         first request that has them to compute again. If that is preempted or aborted before, others
         read whatever KV they hold, with or without this capture; it is not so here.
         """
-        if self.kept.is_async or not self.kept.fails:
+        if self.outside.is_async or not self.outside.fails:
             return []
-        cached = [
-            each
-            for each in self.core.scheduler.kv_cache_manager.block_pool.blocks
-            if each.block_hash
-        ]
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        cached = [block for block in pool.blocks if block.block_hash]
         return [
-            each
-            for each in cached
-            if NOTHING in self.core.model_executor.get(slots_of(each.block_id))
+            block
+            for block in cached
+            if NOTHING in self.core.model_executor.get(slots_of(block.block_id))
         ]
 
     # ---- what must be so then ----
@@ -325,17 +454,17 @@ class Machine(RuleBasedStateMachine):
             if not self.is_sound:
                 return
             self.run()
-            fails = "fails" in self.case.kept
+            fails = "fails" in self.case.outside
             ends = (FinishReason.LENGTH, FinishReason.ERROR) if fails else (FinishReason.LENGTH,)
             self.client.finish(but=self.gone, missing=None, ends=ends)
             missing = {name for name, received in self.client.received.items() if received.missing}
             assert self.case.may_miss or missing <= self.may_miss
-            assert self.client.faults() == 0, "E2"
-            self._happened["loads"] += self.kept.num_loaded + (
+            assert self.client.faults() == 0, "a row is unknown without a cause"
+            self._happened["loads"] += self.outside.num_loaded + (
                 num_loaded(self.core) if self.offloads else 0
             )
-            self._happened["fails"] += self.kept.num_failed
-            self._happened["less than nothing"] += self.kept.num_negative
+            self._happened["fails"] += self.outside.num_failed
+            self._happened["less than nothing"] += self.outside.num_negative
 
 
 def run_at_random(case: Case, is_async: bool, examples: settings = SETTINGS) -> Counter[str]:
