@@ -41,23 +41,23 @@ def number(name: str, value: Any) -> float:
 def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
     """`value` as an int, from `least` to `most`; it may be numpy's or torch's."""
     try:
-        found = operator.index(value)
+        result = operator.index(value)
     except TypeError:
-        found = None
-    if found is None or isinstance(value, bool):
+        result = None
+    if result is None or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {shown(value)}")
-    if found < least or (most is not None and found > most):
+    if result < least or (most is not None and result > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} must be {bounds}, not {found}")
-    return found
+        raise ValueError(f"{name} must be {bounds}, not {result}")
+    return result
 
 
 def integers(name: str, values: Any, count: int | None = None) -> list[int]:
     """`values` as integers that are not negative; as many as `count`."""
-    found = [integer(f"each of {name}", value) for value in sequence_of(name, values, object)]
-    if count is not None and len(found) != count:
-        raise ValueError(f"{name} must be {count} integers, not {len(found)}")
-    return found
+    result = [integer(f"each of {name}", value) for value in sequence_of(name, values, object)]
+    if count is not None and len(result) != count:
+        raise ValueError(f"{name} must be {count} integers, not {len(result)}")
+    return result
 
 
 def array(name: str, value: Any, kinds: str, shape: str = "") -> NDArray[Any]:
@@ -66,41 +66,41 @@ def array(name: str, value: Any, kinds: str, shape: str = "") -> NDArray[Any]:
     what = {"iu": "integers", "f": "floating-point numbers"}.get(kinds, "numbers")
     wanted = f"{name} must be {what}{shape and f' of shape [{shape}]'}"
     try:
-        found = np.asarray(value)
+        result = np.asarray(value)
     # ragged lists; a tensor on a GPU, or of bfloat16
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{wanted}, not {shown(value)}: {error}") from None
-    is_empty_list = not found.size and not hasattr(value, "dtype")  # of floats for numpy
-    if found.dtype.kind not in kinds and not is_empty_list:
+    is_empty_list = not result.size and not hasattr(value, "dtype")  # of floats for numpy
+    if result.dtype.kind not in kinds and not is_empty_list:
         raise TypeError(
-            f"{wanted}, not {shown(value) if found.dtype.kind in 'OUS' else found.dtype}"
+            f"{wanted}, not {shown(value) if result.dtype.kind in 'OUS' else result.dtype}"
         )
     least = len(shape.removeprefix("..."))
-    if shape and (found.ndim < least or (found.ndim > least and not shape.startswith("..."))):
-        raise ValueError(f"{wanted}, not {list(found.shape)}")
-    return found
+    if shape and (result.ndim < least or (result.ndim > least and not shape.startswith("..."))):
+        raise ValueError(f"{wanted}, not {list(result.shape)}")
+    return result
 
 
 def fitting(name: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     """`value`, one or several numbers, as an array of `dtype`, if that can hold it."""
-    found = array(name, value, "iu" if dtype.kind in "iu" else "biuf")
-    if dtype.kind in "iu" and found.size:
+    result = array(name, value, "iu" if dtype.kind in "iu" else "biuf")
+    if dtype.kind in "iu" and result.size:
         limits = np.iinfo(dtype)
-        if found.min() < limits.min or found.max() > limits.max:
+        if result.min() < limits.min or result.max() > limits.max:
             raise ValueError(
                 f"{name} must be from {limits.min} to {limits.max}, as the values are {dtype}"
             )
-    return found.astype(dtype)
+    return result.astype(dtype)
 
 
 def integer_dtype(name: str, value: Any) -> np.dtype[Any]:
     """The integer type that `value` means: of numpy, by its name, or of torch."""
     try:
-        found = np.dtype(
+        result = np.dtype(
             str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
         )
     except (TypeError, ValueError):
-        found = None
-    if found is None or found.kind not in "iu":
+        result = None
+    if result is None or result.kind not in "iu":
         raise TypeError(f"{name} must be an integer type, such as 'int16', not {shown(value)}")
-    return found
+    return result

@@ -7,10 +7,10 @@ import base64
 import binascii
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import IO, Any, Literal, TypedDict
+from typing import IO, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol import arguments
 
 Format = Literal["object", "npy", "raw", "list"]
+"""How an array stands in JSON. `FORMATS` below says how each is known and read."""
 WireDtype = Literal["int16", "uint8", "int32", "auto"]
 _INTEGER_DTYPES = ("int16", "uint8", "int32", "uint16")
 
@@ -43,6 +44,8 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 """Element types on the wire, by their names."""
 
+_NPY_MAGIC = b"\x93NUMPY"
+_NPY_MAGIC_BASE64 = base64.b64encode(_NPY_MAGIC).decode()
 _NPY_HEADER = re.compile(
     rb"{'descr': '([<>|][iuf][1248])', 'fortran_order': (False|True), "
     rb"'shape': \((\d{1,15}), (\d{1,15}), (\d{1,15})\),? ?} *\n"
@@ -60,15 +63,17 @@ def read_npy_header(
     Raises:
         CodecError: it is another file, or its array has not three dimensions.
     """
-    begin = file.read(8)
-    size = file.read(2 if begin[6:7] == b"\x01" else 4)  # of the header
-    num_bytes = int.from_bytes(size, "little")
-    header = _NPY_HEADER.fullmatch(file.read(num_bytes)) if num_bytes <= _NPY_HEADER_BYTES else None
-    if header is None or not begin.startswith(b"\x93NUMPY"):
+    magic_and_version = file.read(8)
+    size_bytes = 2 if magic_and_version[6:7] == b"\x01" else 4
+    header_bytes = int.from_bytes(file.read(size_bytes), "little")
+    header = None
+    if header_bytes <= _NPY_HEADER_BYTES:
+        header = _NPY_HEADER.fullmatch(file.read(header_bytes))
+    if header is None or not magic_and_version.startswith(_NPY_MAGIC):
         raise CodecError("not a .npy file of rows")
-    descr, is_fortran, *shape = (each.decode() for each in header.groups())
-    rows, layers, top_k = map(int, shape)
-    return (rows, layers, top_k), np.dtype(descr), "F" if is_fortran == "True" else "C"
+    descr, is_fortran, num_rows, num_layers, top_k = (group.decode() for group in header.groups())
+    shape = (int(num_rows), int(num_layers), int(top_k))
+    return shape, np.dtype(descr), "F" if is_fortran == "True" else "C"
 
 
 class RowsObject(TypedDict):
@@ -123,22 +128,20 @@ def encode(array: NDArray[Any], start: int) -> RowsObject:
     Args:
         array: of int16, uint8, int32, or float32; -1 or NaN where unknown.
         start: absolute position of the first row, in tokens.
+
+    Raises:
+        TypeError: `array` has another type.
+        ValueError: `array` has another shape, or `start` is negative.
     """
     array = arguments.array("array", array, "iuf", "nLK")
-    name, missing = (
-        arguments.one_of("dtype of array", array.dtype.name, NUMPY_DTYPES),
-        count_missing(array),
-    )
-    data = base64.b64encode(
-        np.ascontiguousarray(array, dtype=NUMPY_DTYPES[name]).tobytes()
-    ).decode()
-    start = arguments.integer("start", start)
+    dtype = arguments.one_of("dtype of array", array.dtype.name, NUMPY_DTYPES)
+    little_endian = np.ascontiguousarray(array, dtype=NUMPY_DTYPES[dtype])
     return {
-        "data": data,
+        "data": base64.b64encode(little_endian.tobytes()).decode(),
         "shape": list(array.shape),
-        "dtype": name,
-        "start": start,
-        "missing": missing,
+        "dtype": dtype,
+        "start": arguments.integer("start", start),
+        "missing": count_missing(array),
     }
 
 
@@ -149,18 +152,24 @@ def decode(
     num_layers: int | None = None,
     top_k: int | None = None,
 ) -> NDArray[np.integer[Any]]:
-    """The array ([n, L, K]) in any of the four forms, in base64 (JSON) or as bytes (MessagePack).
+    """The array of ids in any of the four formats, in base64 (JSON) or as bytes (MessagePack).
 
-    The `raw` form needs `dtype`, `num_layers` and `top_k`; an empty `list` needs the last two for
-    its shape. The array may be a read-only view.
+    Args:
+        value: as in a response; `format_of` says which format it is in.
+        dtype: name of the element type, for the format `raw`.
+        num_layers: L, for `raw`, and for the shape of an empty `list`.
+        top_k: K, likewise.
+
+    Returns:
+        [n, L, K], of the type on the wire (int16 for `list`); it may be a read-only view.
 
     Raises:
-        CodecError: `value` has none of the forms, its contents are not expert ids, or the shape of
-            `raw` is missing.
+        CodecError: `value` has none of the formats, its contents are not expert ids, or the shape
+            of `raw` is missing.
     """
     with _reading("expert ids", dtype, num_layers, top_k):
-        found = _ids(_decoded(value, dtype, num_layers, top_k, {int}))
-        return found.astype(np.int16, casting="same_kind") if isinstance(value, list) else found
+        ids = _ids(_array(value, _Unsaid(dtype, num_layers, top_k), {int}))
+        return ids.astype(np.int16, casting="same_kind") if isinstance(value, list) else ids
 
 
 def decode_weights(
@@ -169,14 +178,18 @@ def decode_weights(
     num_layers: int | None = None,
     top_k: int | None = None,
 ) -> NDArray[np.float32]:
-    """The weights ([n, L, K]) in any of the four forms, as `decode`; NaN where they are unknown.
+    """The array of weights in any of the four formats, with the arguments of `decode`.
+
+    Returns:
+        [n, L, K]; NaN where they are unknown.
 
     Raises:
-        CodecError: `value` has none of the forms or its contents are not float32, or the shape of
+        CodecError: `value` has none of the formats or its contents are not float32, or the shape of
             `raw` is missing.
     """
     with _reading("weights", "float32", num_layers, top_k):
-        weights = _decoded(value, "float32", num_layers, top_k, {int, float, type(None)})
+        unsaid = _Unsaid("float32", num_layers, top_k)
+        weights = _array(value, unsaid, {int, float, type(None)})
         if isinstance(value, list):
             # what float32 cannot hold is infinite, which `batch.verify` finds
             with np.errstate(over="ignore"):
@@ -188,18 +201,21 @@ def decode_weights(
 
 
 def unpaired(value: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
-    """Ids and weights ([n, L, K]) of an array in the form `paired`; dense layers are 0.
+    """Ids and weights, each [n, L, K], of an array in the format `paired`; dense layers are 0.
 
     Raises:
-        CodecError: `value` is another form.
+        CodecError: `value` is in another format.
     """
     with _reading("pairs", "int32", None, None):
-        pairs = _array(value, "int32", None, None)
+        if not isinstance(value, Mapping):
+            raise TypeError(type(value).__name__)
+        pairs = _read_object(value)
         if pairs.dtype != np.int32 or pairs.ndim != 3 or pairs.shape[2] % 2:
             raise CodecError(f"not an array of pairs: {pairs.dtype} of shape {pairs.shape}")
         top_k = pairs.shape[2] // 2
         ids = _ids(pairs[:, :, :top_k]).astype(np.int16)
-        return ids, np.ascontiguousarray(pairs[:, :, top_k:]).view(np.float32)
+        weights = np.ascontiguousarray(pairs[:, :, top_k:]).view(np.float32)
+        return ids, weights
 
 
 @contextmanager
@@ -218,41 +234,102 @@ def _reading(what: str, dtype: str, num_layers: int | None, top_k: int | None) -
         raise CodecError(f"not an array of {what}: {error}") from error
 
 
-def _decoded(
-    value: Any, dtype: str, num_layers: int | None, top_k: int | None, kinds: set[type]
-) -> NDArray[Any]:
-    """The array in any of the forms; `kinds` are the types of what nested lists hold."""
-    if not isinstance(value, list):
-        return _array(value, dtype, num_layers, top_k)
-    if not value:
-        return np.empty((0, num_layers or 0, top_k or 0), dtype=dtype)
-    _check_nested(value, kinds)
-    return np.array(value, dtype=np.float64 if float in kinds else None)
+# ---- the formats ----
 
 
-def _array(
-    value: Mapping[str, Any] | str | bytes, dtype: str, num_layers: int | None, top_k: int | None
-) -> NDArray[Any]:
-    """The array in one of the binary forms. Nothing is allocated but what the value itself
-    holds."""
-    if isinstance(value, Mapping):
-        return _shaped(
-            np.frombuffer(_binary(value["data"]), dtype=NUMPY_DTYPES[value["dtype"]]),
-            value["shape"],
-        )
-    if not isinstance(value, str | bytes):
-        raise TypeError(type(value).__name__)
+class _Unsaid(NamedTuple):
+    """What a value in the format `raw` does not say of its array; a caller knows it or not."""
+
+    dtype: str
+    num_layers: int | None
+    top_k: int | None
+
+
+def _read_object(value: Mapping[str, Any]) -> NDArray[Any]:
+    flat = np.frombuffer(_binary(value["data"]), dtype=NUMPY_DTYPES[value["dtype"]])
+    return _shaped(flat, value["shape"])
+
+
+def _is_npy(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.startswith(_NPY_MAGIC_BASE64)
+    return isinstance(value, bytes) and value.startswith(_NPY_MAGIC)
+
+
+def _read_npy(value: str | bytes) -> NDArray[Any]:
     data = _binary(value)
-    if data.startswith(b"\x93NUMPY"):
-        file = io.BytesIO(data)
-        shape, of_file, order = read_npy_header(file)
-        return _shaped(np.frombuffer(data, dtype=of_file, offset=file.tell()), shape, order)
+    file = io.BytesIO(data)
+    shape, dtype, order = read_npy_header(file)
+    flat = np.frombuffer(data, dtype=dtype, offset=file.tell())
+    return _shaped(flat, shape, order)
+
+
+def _is_raw(value: Any) -> bool:
+    return isinstance(value, str | bytes) and not _is_npy(value)
+
+
+def _read_raw(value: str | bytes, unsaid: _Unsaid) -> NDArray[Any]:
+    dtype, num_layers, top_k = unsaid
+    flat_bytes = _binary(value)
     if num_layers is None or top_k is None:
         raise CodecError(
             "the raw form does not carry its shape: pass num_layers and top_k; for files, set --num-layers, --top-k "
             "and --rows-dtype"
         )
-    return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
+    return np.frombuffer(flat_bytes, dtype=NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
+
+
+def _read_list(value: list[Any], unsaid: _Unsaid, cells: set[type]) -> NDArray[Any]:
+    """`cells` are the types of what the innermost lists hold."""
+    if not value:
+        shape = (0, unsaid.num_layers or 0, unsaid.top_k or 0)
+        return np.empty(shape, dtype=unsaid.dtype)
+    _check_nested(value, cells)
+    return np.array(value, dtype=np.float64 if float in cells else None)
+
+
+class ArrayFormat(NamedTuple):
+    """How readers know a format, and read it. Nothing is allocated but what the value holds.
+
+    Attributes:
+        matches: whether a JSON value is in this format. It is in one at most: a response does not
+            say its format, so readers have nothing else to go by.
+        read: the array of a value, from what a caller says of `raw` arrays, and the types of cells
+            in lists.
+    """
+
+    matches: Callable[[Any], bool]
+    read: Callable[[Any, _Unsaid, set[type]], NDArray[Any]]
+
+
+FORMATS: dict[Format, ArrayFormat] = {
+    "object": ArrayFormat(
+        lambda value: isinstance(value, Mapping), lambda value, *_: _read_object(value)
+    ),
+    "npy": ArrayFormat(_is_npy, lambda value, *_: _read_npy(value)),
+    "raw": ArrayFormat(_is_raw, lambda value, unsaid, _: _read_raw(value, unsaid)),
+    "list": ArrayFormat(lambda value: isinstance(value, list), _read_list),
+}
+"""All that a response can have, for every reader: `decode`, `collect`, files, the tools."""
+
+
+def format_of(value: Any) -> Format:
+    """The format that `value`, of JSON or MessagePack, is in.
+
+    Raises:
+        TypeError: it is in none.
+        CodecError: it may be in several. That is a fault of `FORMATS`.
+    """
+    names = [name for name, array_format in FORMATS.items() if array_format.matches(value)]
+    if not names:
+        raise TypeError(type(value).__name__)
+    if len(names) > 1:
+        raise CodecError(f"an array that may be in the formats {' and '.join(names)}")
+    return names[0]
+
+
+def _array(value: Any, unsaid: _Unsaid, cells: set[type]) -> NDArray[Any]:
+    return FORMATS[format_of(value)].read(value, unsaid, cells)
 
 
 def _shaped(
@@ -268,14 +345,14 @@ def _shaped(
     return array
 
 
-def _check_nested(value: list[Any], kinds: set[type]) -> None:
+def _check_nested(value: list[Any], cells: set[type]) -> None:
     """Checks for lists of three levels, as numpy also takes what needs far more memory: texts,
     objects."""
     for _ in range(2):
         if not set(map(type, value)) <= {list}:
             raise CodecError("not lists of three levels")
         value = list(chain.from_iterable(value))
-    if not set(map(type, value)) <= kinds:
+    if not set(map(type, value)) <= cells:
         raise CodecError("other values than numbers in a list")
 
 

@@ -102,21 +102,25 @@ class ExpertLoad:
 def expert_load(counts: ArrayLike) -> ExpertLoad:
     """The load of each layer, from `counts` [L, E] of `count_experts` or of a response's histogram.
 
-    >>> found = expert_load([[4, 4, 0, 0], [2, 2, 2, 2]])
-    >>> found.load.tolist()
+    >>> of_layers = expert_load([[4, 4, 0, 0], [2, 2, 2, 2]])
+    >>> of_layers.load.tolist()
     [[2.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
-    >>> found.entropy.tolist(), found.balance.tolist(), found.imbalance.tolist(), found.unused.tolist()
-    ([1.0, 2.0], [0.5, 1.0], [2.0, 1.0], [2, 0])
+    >>> of_layers.entropy.tolist(), of_layers.balance.tolist()
+    ([1.0, 2.0], [0.5, 1.0])
+    >>> of_layers.imbalance.tolist(), of_layers.unused.tolist()
+    ([2.0, 1.0], [2, 0])
+
+    Raises:
+        TypeError: `counts` are not numbers.
+        ValueError: they are not whole numbers that are not negative, or have another shape.
     """
-    given = arguments.array("counts", counts, "iuf", "LE")
-    if (
-        not given.shape[1]
-        or not ((given >= 0) & (given < 2**53) & (given == np.floor(given))).all()
-    ):
+    numbers = arguments.array("counts", counts, "iuf", "LE")
+    are_counts = (numbers >= 0) & (numbers < 2**53) & (numbers == np.floor(numbers))
+    if not numbers.shape[1] or not are_counts.all():
         raise ValueError(
             "counts must be whole numbers that are not negative, of one expert or more"
         )
-    whole = given.astype(np.int64)
+    whole = numbers.astype(np.int64)
     totals = whole.sum(axis=1, keepdims=True)
     shares = whole / np.maximum(totals, 1)
     entropy = (

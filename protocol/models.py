@@ -163,45 +163,68 @@ def parse_options(
             last case reveals a gateway that removes the opt-in.
     """
     check_names(body)
-    own = given = {name: body[name] for name in RoutingFields.model_fields if name in body}
-    if defaults and given.get(OPT_IN) is not False:
-        filled = {**_left_out(defaults, given), **given}
-        if filled.get(OPT_IN) or filled.get(HISTOGRAM):  # defaults without an opt-in have no effect
-            given = filled
-    if not given:
+    of_request = {name: body[name] for name in RoutingFields.model_fields if name in body}
+    values = _with_defaults(of_request, defaults)
+    if not values:
         return None
-    fields = _validated(given)
+    fields = _validated(values)
     if not fields.return_routed_experts:
-        _check_needs(given, fields)
+        _check_needs(values, fields)
         if not fields.routed_experts_histogram:
             return None
-    start, param = _prompt_start(given, fields)
-    is_paired = fields.routed_experts_format == "paired"
-    by_reference = fields.routed_experts_delivery == "reference" and fields.return_routed_experts
-    if by_reference and own.get(FORMAT, "object") not in ("object", "paired"):
-        if DELIVERY in own:
-            raise FieldError(
-                FORMAT, f"{FORMAT}: only object and paired can be delivered by reference"
-            )
-        by_reference = False  # the request wins over the default
-    if is_paired and not fields.return_routed_expert_weights:
-        raise FieldError(FORMAT, f"{FORMAT}: paired needs {WEIGHTS}: true")
-    return RoutingOptions(
+    start, start_param = _prompt_start(values, fields)
+    by_reference = _is_by_reference(of_request, fields)
+    options = RoutingOptions(
         rows=fields.return_routed_experts,
         histogram=fields.routed_experts_histogram,
         weights=fields.return_routed_expert_weights,
         prompt_start=start,
-        prompt_start_param=param,
-        format=fields.routed_experts_format if is_paired or not by_reference else "object",
-        dtype="int32" if is_paired else fields.routed_experts_dtype,
+        prompt_start_param=start_param,
+        format=fields.routed_experts_format,
+        dtype=fields.routed_experts_dtype,
         layout=fields.routed_experts_layout,
-        layers="all" if is_paired and LAYERS not in given else fields.routed_experts_layers,
+        layers=fields.routed_experts_layers,
         by_reference=by_reference,
         at_end=by_reference or fields.routed_experts_stream == "at_end",
-        explicit_fields=frozenset(given),
-        by_default=not own,
-        refers_by_default=by_reference and DELIVERY not in own,
+        explicit_fields=frozenset(values),
+        by_default=not of_request,
+        refers_by_default=by_reference and DELIVERY not in of_request,
     )
+    if options.format == "paired":
+        return _paired(options)
+    if by_reference:  # arrays in the store have one format
+        return replace(options, format="object")
+    return options
+
+
+def _with_defaults(
+    of_request: dict[str, Any], defaults: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The fields of a request, and those that it leaves out as the server's defaults have them."""
+    if not defaults or of_request.get(OPT_IN) is False:
+        return of_request
+    values = {**_left_out(defaults, of_request), **of_request}
+    asks_for_routing = values.get(OPT_IN) or values.get(HISTOGRAM)
+    return values if asks_for_routing else of_request  # defaults without an opt-in have no effect
+
+
+def _is_by_reference(of_request: Mapping[str, Any], fields: RoutingFields) -> bool:
+    if fields.routed_experts_delivery != "reference" or not fields.return_routed_experts:
+        return False
+    if of_request.get(FORMAT, "object") in ("object", "paired"):
+        return True
+    if DELIVERY in of_request:
+        raise FieldError(FORMAT, f"{FORMAT}: only object and paired can be delivered by reference")
+    return False  # the request's format wins over the default's delivery
+
+
+def _paired(options: RoutingOptions) -> RoutingOptions:
+    """`options` as the form of prime-rl's trainer needs them: int32, and all layers unless the
+    request or the default says otherwise."""
+    if not options.weights:
+        raise FieldError(FORMAT, f"{FORMAT}: paired needs {WEIGHTS}: true")
+    layers = options.layers if LAYERS in options.explicit_fields else "all"
+    return replace(options, dtype="int32", layers=layers)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -214,14 +237,12 @@ def check_names(names: Iterable[str]) -> None:
 def _refuse_unknown(name: str) -> NoReturn:
     # Without lone surrogates, which JSON allows and responses do not.
     shown = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()
-    fields = {_own_part(each): each for each in RoutingFields.model_fields}
+    fields = {_own_part(field_name): field_name for field_name in RoutingFields.model_fields}
+    hint = f"the fields are {', '.join(fields.values())}"
     near = difflib.get_close_matches(_own_part(shown), fields, n=1)
-    meant = (
-        f"did you mean {fields[near[0]]}?"
-        if near
-        else f"the fields are {', '.join(fields.values())}"
-    )
-    raise FieldError(shown, f"{shown} is not a routing field: {meant}")
+    if near:
+        hint = f"did you mean {fields[near[0]]}?"
+    raise FieldError(shown, f"{shown} is not a routing field: {hint}")
 
 
 def _own_part(name: str) -> str:
@@ -245,45 +266,41 @@ def check_defaults(defaults: object) -> dict[str, Any]:
     return defaults
 
 
-def _left_out(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _left_out(defaults: Mapping[str, Any], of_request: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults but those of a start under its other name, if the request has one."""
     starts = {PROMPT_START, _START_LEN}
-    return {
-        name: value
-        for name, value in defaults.items()
-        if not (name in starts and starts & given.keys())
-    }
+    has_start = bool(starts & of_request.keys())
+    return {name: value for name, value in defaults.items() if not (has_start and name in starts)}
 
 
-def _validated(given: dict[str, Any]) -> RoutingFields:
-    for name, value in given.items():
+def _validated(values: dict[str, Any]) -> RoutingFields:
+    for name, value in values.items():
         if value is None:
             raise FieldError(name, f"{name} must not be null: leave it out to get its default")
     try:
-        return RoutingFields.model_validate(given)
+        return RoutingFields.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise FieldError(name, f"{name}: {first['msg']}") from None
 
 
-def _check_needs(given: Mapping[str, Any], fields: RoutingFields) -> None:
+def _check_needs(values: Mapping[str, Any], fields: RoutingFields) -> None:
     """Rejects fields without effect: without rows, a histogram has only a start, layers and
     weights."""
-    alone = (
-        {HISTOGRAM, PROMPT_START, _START_LEN, LAYERS, WEIGHTS}
-        if fields.routed_experts_histogram
-        else {HISTOGRAM}
-    )
+    with_effect = {OPT_IN, HISTOGRAM}
+    if fields.routed_experts_histogram:
+        with_effect |= {PROMPT_START, _START_LEN, LAYERS, WEIGHTS}
     for name in RoutingFields.model_fields:
-        if name in given and name != OPT_IN and name not in alone:
+        if name in values and name not in with_effect:
             raise FieldError(name, f"{name} needs {OPT_IN}: true in the same request")
 
 
-def _prompt_start(given: Mapping[str, Any], fields: RoutingFields) -> tuple[int, str]:
+def _prompt_start(values: Mapping[str, Any], fields: RoutingFields) -> tuple[int, str]:
     """The first prompt row to return, and the name of the field that sets it."""
-    if _START_LEN not in given:
+    if _START_LEN not in values:
         return fields.routed_experts_prompt_start, PROMPT_START
-    if PROMPT_START not in given:
+    if PROMPT_START not in values:
         return fields.routed_experts_start_len, _START_LEN
     if fields.routed_experts_prompt_start != fields.routed_experts_start_len:
         raise FieldError(

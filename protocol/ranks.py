@@ -146,7 +146,8 @@ def stage_layers(
         raise ValueError(
             f"layer_ids must ascend within the {num_hidden_layers} decoder layers, not {ids}"
         )
-    (stage, stages), (chunk, chunks) = _rank("pipeline", pipeline), _rank("virtual", virtual)
+    stage, stages = _rank("pipeline", pipeline)
+    chunk, chunks = _rank("virtual", virtual)
     total = stages * chunks
     if counts is None:
         if num_hidden_layers % total:
@@ -160,9 +161,9 @@ def stage_layers(
         raise ValueError(
             f"counts must add up to the {num_hidden_layers} decoder layers, not to {sum(sizes)}"
         )
-    place = chunk * stages + stage
-    first = sum(sizes[:place])
-    return slice(bisect_left(ids, first), bisect_left(ids, first + sizes[place]))
+    index = chunk * stages + stage  # in the model's order
+    first = sum(sizes[:index])
+    return slice(bisect_left(ids, first), bisect_left(ids, first + sizes[index]))
 
 
 def token_spans(
@@ -189,18 +190,19 @@ def token_spans(
     bounds = arguments.integers("cu_seqlens", cu_seqlens)
     if bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens must ascend, not {bounds}")
-    (rank, size), (part, parts) = _rank("context", context), _rank("sequence", sequence)
+    rank, size = _rank("context", context)
+    part, parts = _rank("sequence", sequence)
     pieces = list(pairwise(bounds))
     if size > 1:
         chunks = [(first, _share(end - first, 2 * size, "2 · CP")) for first, end in pieces]
-        places = (rank, 2 * size - 1 - rank)
+        of_rank = (rank, 2 * size - 1 - rank)
         pieces = [
-            (first + at * chunk, first + (at + 1) * chunk)
+            (first + index * chunk, first + (index + 1) * chunk)
             for first, chunk in chunks
-            for at in places
+            for index in of_rank
         ]
     share = _share(sum(end - first for first, end in pieces), parts, "TP")
-    return _joined(_within(pieces, part * share, (part + 1) * share))
+    return _merged(_within(pieces, part * share, (part + 1) * share))
 
 
 def take(array: NDArray[Scalar], spans: Sequence[Span]) -> NDArray[Scalar]:
@@ -249,15 +251,18 @@ def _within(pieces: Iterable[Span], begin: int, end: int) -> Iterable[Span]:
     """The part of `pieces` from their `begin`-th token to before their `end`-th."""
     for first, last in pieces:
         yield first + max(begin, 0), min(last, first + end)
-        begin, end = begin - (last - first), end - (last - first)
+        begin -= last - first
+        end -= last - first
 
 
-def _joined(pieces: Iterable[Span]) -> list[Span]:
+def _merged(pieces: Iterable[Span]) -> list[Span]:
     """`pieces` without empty ones; those that touch are one."""
-    found: list[Span] = []
+    spans: list[Span] = []
     for first, end in pieces:
-        if first < end and found and found[-1][1] == first:
-            found[-1] = (found[-1][0], end)
-        elif first < end:
-            found.append((first, end))
-    return found
+        if first >= end:
+            continue
+        if spans and spans[-1][1] == first:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((first, end))
+    return spans

@@ -23,7 +23,8 @@ from routed_experts.protocol.routing import Routing, RoutingError, Texts
 from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
-MAX_LAYERS, MAX_EXPERTS = 1 << 12, 1 << 15  # of a model; ids are int16
+MAX_LAYERS = 1 << 12  # of a model
+MAX_EXPERTS = 1 << 15  # of a model; ids are int16
 
 # What a response says of itself takes nothing before it is held against these. A real file meets
 # none of them.
@@ -70,39 +71,21 @@ class ModelInfo:
         """Parses the response of `GET /v1/routed_experts`, or a part of it."""
         if not isinstance(document, Mapping):
             raise RoutingError(f"{INFO} must be an object, not {shown(document)}")
-        told: dict[str, Any] = {
-            name: document.get(name) for name in ("num_layers", "top_k", "num_experts")
-        }
-        for name, value in told.items():
-            if value is not None and (type(value) is not int or not 1 <= value <= MAX_EXPERTS):
-                raise RoutingError(
-                    f"{name} must be a positive integer up to {MAX_EXPERTS}, not {shown(value)}"
-                )
-        ids, scale = document.get("layer_ids"), document.get("weights_scale") or None
-        if ids is not None:
-            are_layers = isinstance(ids, list) and all(
-                type(one) is int and 0 <= one < MAX_LAYERS for one in ids
+        num_layers = _size(document, "num_layers")
+        top_k = _size(document, "top_k")
+        num_experts = _size(document, "num_experts")
+        layer_ids = _layer_ids(document)
+        if layer_ids is not None and num_layers not in (None, len(layer_ids)):
+            raise RoutingError(
+                f"num_layers is {num_layers}, but layer_ids are {shown(list(layer_ids))}"
             )
-            if not are_layers or ids != sorted(set(ids)):
-                raise RoutingError(
-                    f"layer_ids must be ascending layer indices below {MAX_LAYERS}, not {shown(ids)}"
-                )
-            if told["num_layers"] not in (None, len(ids)):
-                raise RoutingError(
-                    f"num_layers is {told['num_layers']}, but layer_ids are {shown(ids)}"
-                )
-            told["layer_ids"] = tuple(ids)
-        if scale is not None:
-            if (
-                not isinstance(scale, list)
-                or not all(map(is_number, scale))
-                or len(scale) != len(ids or scale)
-            ):
-                raise RoutingError(
-                    f"weights_scale must be a number for each layer, not {shown(scale)}"
-                )
-            told["weights_scale"] = tuple(map(float, scale))
-        return cls(**told)
+        return cls(
+            num_layers=num_layers,
+            top_k=top_k,
+            num_experts=num_experts,
+            layer_ids=layer_ids,
+            weights_scale=_weights_scale(document, layer_ids),
+        )
 
     @property
     def known(self) -> dict[str, Any]:
@@ -112,8 +95,47 @@ class ModelInfo:
 
     def over(self, other: "ModelInfo") -> "ModelInfo":
         """A copy in which `other` fills the unknown fields."""
-        known = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(other, **{name: value for name, value in known.items() if value is not None})
+        names = [field.name for field in fields(self)]
+        known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(other, **known)
+
+
+def _size(document: Mapping[str, Any], name: str) -> int | None:
+    size = document.get(name)
+    if size is None:
+        return None
+    if type(size) is not int or not 1 <= size <= MAX_EXPERTS:
+        raise RoutingError(
+            f"{name} must be a positive integer up to {MAX_EXPERTS}, not {shown(size)}"
+        )
+    return size
+
+
+def _layer_ids(document: Mapping[str, Any]) -> tuple[int, ...] | None:
+    ids = document.get("layer_ids")
+    if ids is None:
+        return None
+    are_layers = isinstance(ids, list) and all(
+        type(layer) is int and 0 <= layer < MAX_LAYERS for layer in ids
+    )
+    if not are_layers or ids != sorted(set(ids)):
+        raise RoutingError(
+            f"layer_ids must be ascending layer indices below {MAX_LAYERS}, not {shown(ids)}"
+        )
+    return tuple(ids)
+
+
+def _weights_scale(
+    document: Mapping[str, Any], layer_ids: tuple[int, ...] | None
+) -> tuple[float, ...] | None:
+    """A number for each layer; servers without weights send an empty list."""
+    scale = document.get("weights_scale")
+    if not scale:
+        return None
+    are_numbers = isinstance(scale, list) and all(map(is_number, scale))
+    if not are_numbers or len(scale) != len(layer_ids or scale):
+        raise RoutingError(f"weights_scale must be a number for each layer, not {shown(scale)}")
+    return tuple(map(float, scale))
 
 
 @dataclass(frozen=True)
@@ -201,8 +223,9 @@ def page_lines(
         {"name": "FILE, line 3, choice 1", "file": "FILE", "model": str or null,
          "info": {num_layers, top_k, num_experts, layer_ids, weights_scale: those that are known},
          "ids": {"start": int, "values": [int, ...]} or null: token ids from a position on; the
-         others are unknown, "texts": {"start": int, "values": [str or null, ...]} or null:
-         likewise, "prompt_len": int or null, "finish_reason": str, or null if it was cut off,
+             others are unknown,
+         "texts": {"start": int, "values": [str or null, ...]} or null: likewise,
+         "prompt_len": int or null, "finish_reason": str, or null if it was cut off,
          "rows": of MoE layers from `start` on, prompt and generated, in the form `object`, int16,
          "weights": likewise, float32, or null}
 
@@ -248,7 +271,8 @@ def _line(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> str
         "rows": encode(routing.rows, routing.start),
         "weights": None if routing.weights is None else encode(routing.weights, routing.start),
     }
-    ids, texts = _known_part(*_known_ids(routing)), _known_part(*_known_texts(routing))
+    ids = _known_part(*_known_ids(routing))
+    texts = _known_part(*_known_texts(routing))
     return f'{json.dumps(head)[:-1]}, "ids": {ids}, "texts": {texts}, {json.dumps(rest)[1:]}\n'
 
 
@@ -278,15 +302,15 @@ def check_shown(answer: SavedAnswer, routing: Routing) -> None:
     """Raises `RoutingError` if the page cannot show a choice, which has counts in place of rows, or
     too many tokens."""
     # The page has something for each token, whether anything is known of it or not.
-    prompt = f"a prompt of {routing.prompt_len} tokens"
-    for end, what in (
-        (routing.end, f"rows up to {routing.end}"),
-        (routing.prompt_len or 0, prompt),
-    ):
-        if end > MAX_POSITIONS:
-            raise RoutingError(
-                f"{answer.where}: {what}, but the page shows {MAX_POSITIONS} at most"
-            )
+    too_many = None
+    if routing.end > MAX_POSITIONS:
+        too_many = f"rows up to {routing.end}"
+    elif (routing.prompt_len or 0) > MAX_POSITIONS:
+        too_many = f"a prompt of {routing.prompt_len} tokens"
+    if too_many is not None:
+        raise RoutingError(
+            f"{answer.where}: {too_many}, but the page shows {MAX_POSITIONS} at most"
+        )
     if routing.histogram is not None and not len(routing.rows):
         raise RoutingError(
             f"{answer.where}: it has histograms only: set return_routed_experts in the request"
@@ -295,7 +319,8 @@ def check_shown(answer: SavedAnswer, routing: Routing) -> None:
 
 def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
     """`routing` without the dense layers that `routed_experts_layers: "all"` adds."""
-    rows, ids = routing.rows, info.layer_ids
+    rows = routing.rows
+    ids = info.layer_ids
     if ids is None or not len(rows) or rows.shape[1] == len(ids):
         return routing
     dense = np.delete(rows, ids, axis=1) if max(ids, default=0) < rows.shape[1] else rows
@@ -319,12 +344,11 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
     # not show it.
     if info.layer_ids is None and rows.shape[2] > 1 and (rows == 0).all(axis=2).any():
         raise RoutingError(DENSE_NEED)
-    for count, expected, what in (
-        (rows.shape[1], info.num_layers, "layers"),
-        (rows.shape[2], info.top_k, "experts"),
-    ):
-        if expected not in (None, count):
-            raise RoutingError(f"rows of {count} {what}, but the model has {expected}")
+    _, num_layers, top_k = rows.shape
+    if info.num_layers not in (None, num_layers):
+        raise RoutingError(f"rows of {num_layers} layers, but the model has {info.num_layers}")
+    if info.top_k not in (None, top_k):
+        raise RoutingError(f"rows of {top_k} experts, but the model has {info.top_k}")
     if info.num_experts is not None and rows.max() >= info.num_experts:
         raise RoutingError(f"an id is {rows.max()}, but the model has {info.num_experts} experts")
     return routing
@@ -336,12 +360,14 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
 def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[SavedAnswer]:
     """The responses in files, given as names and texts. `given` are facts about the model, which
     take precedence."""
-    reader, name, found = Reader(given), "", False
+    reader = Reader(given)
+    name = ""
+    is_empty = True
     for name, file in files:
         for answer in reader.read(name, file):
-            found = True
+            is_empty = False
             yield answer
-    if not found:
+    if is_empty:
         raise RoutingError(f"{name} has no responses")
 
 
@@ -353,11 +379,13 @@ class Reader:
     ) -> None:
         self.about = about or ModelInfo()  # what the files so far say about their model
         self._given = given
-        self._num_items, self._most_items = 0, most_items
+        self._num_items = 0
+        self._most_items = most_items
 
     def read(self, name: str, file: TextIO) -> Iterator[SavedAnswer]:
         """The responses in a file."""
-        is_empty, of_file = True, ModelInfo()
+        is_empty = True
+        of_file = ModelInfo()
         for line, parts in self._responses(name, file):
             is_empty = False
             answer = SavedAnswer(name, line, parts, ModelInfo())
@@ -367,9 +395,11 @@ class Reader:
                     raise RoutingError("not a response of the server: it must be a JSON object")
                 self._count(_num_items(parts))
                 if "layer_ids" in parts[0] and "choices" not in parts[0]:
-                    self.about, of_file = ModelInfo.of(parts[0]), ModelInfo()
+                    self.about = ModelInfo.of(parts[0])
+                    of_file = ModelInfo()
                     continue
-                of_file = ModelInfo.of(parts[0][INFO]) if INFO in parts[0] else of_file
+                if INFO in parts[0]:
+                    of_file = ModelInfo.of(parts[0][INFO])
             yield replace(answer, info=self._given.over(of_file.over(self.about)))
         if is_empty:
             raise RoutingError(f"{name} has no responses")
@@ -377,7 +407,8 @@ class Reader:
     def _responses(self, name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
         """The line of each response (or other JSON value) in a file, and its parts. Arrays yield
         their elements."""
-        text, number = _Text(file), 0
+        text = _Text(file)
+        number = 0
         try:
             while (begin := text.begin()) is not None:
                 number = text.number
@@ -387,9 +418,8 @@ class Reader:
                         yield number, chunks
                 else:
                     value = text.value()
-                    yield from (
-                        (number, [one]) for one in (value if isinstance(value, list) else [value])
-                    )
+                    for response in value if isinstance(value, list) else [value]:
+                        yield number, [response]
         except UnicodeDecodeError as error:
             raise RoutingError(f"{name} cannot be read: it is not UTF-8 text") from error
         except EventError as error:
@@ -411,17 +441,19 @@ def _num_items(parts: Iterable[Mapping[str, Any]]) -> int:
     """What is looked at one by one in a response, in chunks and choices."""
     count = _CHUNKS_OF_ONE
     for part in parts:
-        choices = part.get("choices")
         count += 1
-        for choice in choices if isinstance(choices, list) else ():
-            logprobs = choice.get("logprobs") if isinstance(choice, dict) else None
-            lists = (
-                [each for each in logprobs.values() if isinstance(each, list)]
-                if isinstance(logprobs, dict)
-                else []
-            )
-            count += 1 + sum(map(len, lists)) // _LOGPROBS_OF_ONE
+        choices = part.get("choices")
+        if isinstance(choices, list):
+            count += sum(1 + _num_logprobs(choice) // _LOGPROBS_OF_ONE for choice in choices)
     return count
+
+
+def _num_logprobs(choice: Any) -> int:
+    """Of a choice that was not checked yet."""
+    logprobs = choice.get("logprobs") if isinstance(choice, dict) else None
+    if not isinstance(logprobs, dict):
+        return 0
+    return sum(len(column) for column in logprobs.values() if isinstance(column, list))
 
 
 class _TooLargeError(RoutingError):
@@ -450,7 +482,8 @@ class _Text:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._text, self._at = "", 0
+        self._text = ""
+        self._at = 0
         self.number = 1
 
     def begin(self) -> str | None:
@@ -460,14 +493,16 @@ class _Text:
             self._go(_SPACES.match(self._text, self._at).end())  # type: ignore[union-attr]
             if self._at < len(self._text):
                 return self._text[self._at : self._at + _SSE_LENGTH]
-            self._text, self._at = self._file.readline(MAX_CHARS + 1), 0
+            self._text = self._file.readline(MAX_CHARS + 1)
+            self._at = 0
             if not self._text:
                 return None
             self._check_length()
 
     def line(self) -> str:
         """The rest of the current line."""
-        begin, end = self._at, self._text.find("\n", self._at) + 1 or len(self._text)
+        begin = self._at
+        end = self._text.find("\n", begin) + 1 or len(self._text)
         self._go(end)
         return self._text[begin:end]
 
@@ -484,7 +519,8 @@ class _Text:
                 if not rest:
                     line = self.number + self._text.count("\n", self._at, error.pos)
                     raise ValueError(f"{error.msg} at line {line}") from error
-                self._text, self._at = self._text[self._at :] + rest, 0
+                self._text = self._text[self._at :] + rest
+                self._at = 0
                 self._check_length()
             else:
                 self._go(end)

@@ -31,30 +31,34 @@ class EventReader:
         """The JSON of the events in a line or several."""
         if not isinstance(text, str | bytes):
             raise TypeError(f"text must be str or bytes, not {type(text).__name__}")
-        for line in (text.encode(errors="surrogatepass") if isinstance(text, str) else text).split(
-            b"\n"
-        ):
-            name, _, payload = line.strip().partition(b":")
-            if self._pieces and line and name != b"data":
-                self._pieces.append(line)
-                continue
-            if self._pieces:  # here the next event begins
-                cut, self._pieces = b"".join(self._pieces), []
-                yield self._event(cut)
-            if name not in _FIELDS:
-                raise EventError(f"not a whole line: {line[:80]!r}")
-            payload = payload.strip()
-            if name != b"data" or not payload:
-                continue
-            if payload == b"[DONE]":
-                self.done = True
-                continue
-            try:
-                event = self._event(payload)
-            except _NotJsonError:
-                self._pieces = [payload]
-                continue
-            yield event
+        as_bytes = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+        for line in as_bytes.split(b"\n"):
+            yield from self._feed_line(line)
+
+    def _feed_line(self, line: bytes) -> Iterator[Any]:
+        name, _, payload = line.strip().partition(b":")
+        payload = payload.strip()
+        is_rest_of_event = bool(self._pieces) and line and name != b"data"
+        if is_rest_of_event:
+            self._pieces.append(line)
+            return
+        if self._pieces:  # here the next event begins
+            whole = b"".join(self._pieces)
+            self._pieces = []
+            yield self._event(whole)
+        if name not in _FIELDS:
+            raise EventError(f"not a whole line: {line[:80]!r}")
+        if name != b"data" or not payload:
+            return
+        if payload == b"[DONE]":
+            self.done = True
+            return
+        try:
+            event = self._event(payload)
+        except _NotJsonError:
+            self._pieces = [payload]
+            return
+        yield event
 
     def _event(self, payload: bytes) -> Any:
         try:

@@ -93,46 +93,60 @@ def replayed(
             asked in a second forward pass; or, at the end, was never asked.
     """
     # On a GPU, the checks below take a thousandth of the time that they take on its host.
-    device = next((each.device for each in model.parameters() if not each.is_meta), None)
-    ids = _flat(rows, device)
-    factors = None if weights is None else torch.as_tensor(weights, device=device)
-    if factors is not None and (
-        factors.shape[-2:] != ids.shape[-2:] or factors.numel() != ids.numel()
-    ):
-        raise ReplayError(f"weights of shape {[*factors.shape]} for rows of shape {[*ids.shape]}")
+    device = next((weight.device for weight in model.parameters() if not weight.is_meta), None)
+    ids = _flat_rows(rows, device)
+    recorded_weights = _flat_weights(weights, ids, device)
     routers = _routers(model)
-    places = _places(list(dict.fromkeys(layer for _, layer, _ in routers)), ids, layer_ids)
-    _check_others(ids, places, layer_ids)
-    most = int(ids.max()) if ids.numel() else -1
-    experts = min(
-        getattr(router, "num_experts", None) or router.config.num_experts
-        for _, _, router in routers
+    index_of_layer = _layer_indices(
+        list(dict.fromkeys(layer for _, layer, _ in routers)), ids, layer_ids
     )
-    if most >= experts:
-        raise ReplayError(f"expert {most} in the rows of a model with {experts}")
-    _check_distinct(ids[:, sorted(places.values())])
+    _check_other_layers(ids, index_of_layer, layer_ids)
+    _check_experts_exist(ids, [router for _, _, router in routers])
+    _check_distinct(ids[:, sorted(index_of_layer.values())])
     if any("_replay" in vars(router) for _, _, router in routers):
         raise ReplayError("the model is being replayed already")
-    layers: dict[int, _Layer] = {}
-    for layer, at in places.items():
-        recorded = None if factors is None else factors.reshape(ids.shape)[:, at]
-        layers[layer] = _Layer(
-            layer, ids[:, at].clone(), (ids[:, at] < 0).any(dim=1, keepdim=True), recorded
+    layers = {
+        layer: _Layer(
+            decoder_layer=layer,
+            ids=ids[:, index].clone(),
+            is_unknown=(ids[:, index] < 0).any(dim=1, keepdim=True),
+            weights=None if recorded_weights is None else recorded_weights[:, index],
         )
-    known = [int((~layer.is_unknown).sum()) for layer in layers.values()]
-    replay = Replay(list(layers), known, list(layers.values()))
+        for layer, index in index_of_layer.items()
+    }
+    num_known = [int((~layer.is_unknown).sum()) for layer in layers.values()]
+    replay = Replay(list(layers), num_known, list(layers.values()))
     with ExitStack() as stack:
         for name, layer, router in routers:
-            stack.enter_context(_asked(router, _Router(name, layers[layer])))
+            stack.enter_context(_replaced(router, _Router(name, layers[layer])))
         yield replay
         replay.check()
 
 
+def _flat_weights(weights: Any, ids: Tensor, device: torch.device | None) -> Tensor | None:
+    """Weights [T, L, K] of `ids`."""
+    if weights is None:
+        return None
+    tensor = torch.as_tensor(weights, device=device)
+    if tensor.shape[-2:] != ids.shape[-2:] or tensor.numel() != ids.numel():
+        raise ReplayError(f"weights of shape {[*tensor.shape]} for rows of shape {[*ids.shape]}")
+    return tensor.reshape(ids.shape)
+
+
+def _check_experts_exist(ids: Tensor, routers: Sequence[Any]) -> None:
+    num_experts = min(
+        getattr(router, "num_experts", None) or router.config.num_experts for router in routers
+    )
+    highest_id = int(ids.max()) if ids.numel() else -1
+    if highest_id >= num_experts:
+        raise ReplayError(f"expert {highest_id} in the rows of a model with {num_experts}")
+
+
 @contextmanager
-def _asked(router: Any, replaying: "_Router") -> Iterator[None]:
+def _replaced(router: Any, replaying: "_Router") -> Iterator[None]:
     """Within, `replaying` is asked for what the router returns."""
-    of: type[Module] = type(router)
-    family = _family(of)
+    own_class: type[Module] = type(router)
+    family = _family(own_class)
     assert family is not None
     # of accelerate or of parallelism; it hides the class's method
     hook = vars(router).get(family.method)
@@ -141,25 +155,24 @@ def _asked(router: Any, replaying: "_Router") -> Iterator[None]:
         raise ReplayError(
             "with ep_router, each rank has ids of its own: replay needs an ep_plan without it"
         )
-    replaying_class = _replaying(of, family)  # type: ignore[arg-type]
+    replaying_class = _replaying(own_class, family)  # type: ignore[arg-type]
     # accelerate keeps the class's method on the router, and calls it while the router's offloaded
     # weights are there.
-    original = getattr(of, family.method)
+    original = getattr(own_class, family.method)
     inner = [
         name for name, value in vars(router).items() if getattr(value, "__func__", None) is original
     ]
-    before = {name: vars(router)[name] for name in (inner or [family.method]) if hook is not None}
+    before: dict[str, Any] = {}  # what is replaced on the router itself
+    if hook is not None:
+        before = {name: vars(router)[name] for name in inner or [family.method]}
     router._replay = replaying
     try:
         if hook is None:
             router.__class__ = replaying_class
         elif inner:
-            vars(router).update(
-                {
-                    name: MethodType(getattr(replaying_class, family.method), router)
-                    for name in inner
-                }
-            )
+            for name in inner:
+                replaying_method = MethodType(getattr(replaying_class, family.method), router)
+                vars(router)[name] = replaying_method
         else:
 
             def around(*args: Any, **kwargs: Any) -> Any:
@@ -169,22 +182,19 @@ def _asked(router: Any, replaying: "_Router") -> Iterator[None]:
         yield
     finally:
         del router._replay
-        router.__class__ = of
+        router.__class__ = own_class
         vars(router).update(before)
 
 
-def _flat(rows: Any, device: torch.device | None = None) -> Tensor:
-    """[T, L, K], in a type that has -1."""
+def _flat_rows(rows: Any, device: torch.device | None = None) -> Tensor:
+    """Ids [T, L, K], in a type that has -1."""
     ids = torch.as_tensor(rows, device=device)
     if ids.dim() < 3 or ids.is_floating_point():
         raise ReplayError(f"rows must be integers [..., L, K], not {ids.dtype} {[*ids.shape]}")
     ids = ids.flatten(0, -3)
     # The router's own choice takes the place of unknown rows, so the type has room for it.
-    return (
-        ids.to(torch.int32)
-        if ids.dtype in (torch.uint8, torch.int8) or not ids.dtype.is_signed
-        else ids
-    )
+    is_narrow = ids.dtype in (torch.uint8, torch.int8)
+    return ids.to(torch.int32) if is_narrow or not ids.dtype.is_signed else ids
 
 
 def _check_distinct(ids: Tensor) -> None:
@@ -197,29 +207,33 @@ def _check_distinct(ids: Tensor) -> None:
             raise ReplayError(f"the {row} has an expert twice: an unknown row has -1 everywhere")
 
 
-def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None) -> dict[int, int]:
-    """Where in the L layers of `ids` each of `layers` is."""
+def _layer_indices(
+    layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None
+) -> dict[int, int]:
+    """Which of the L layers of `ids` each of the decoder layers `layers` is."""
     named = layers if layer_ids is None else [int(layer) for layer in layer_ids]
     if not len(named) == len(set(named)) == ids.shape[1]:
-        said = (
-            f"{len(layers)} routers: give layer_ids" if layer_ids is None else f"layer_ids {named}"
-        )
-        raise ReplayError(f"rows of {ids.shape[1]} layers for {said}")
+        expected = f"layer_ids {named}"
+        if layer_ids is None:
+            expected = f"{len(layers)} routers: give layer_ids"
+        raise ReplayError(f"rows of {ids.shape[1]} layers for {expected}")
     if lacking := sorted(set(layers) - set(named)):
         raise ReplayError(f"the rows have no layer for the routers of decoder layers {lacking}")
     return {layer: named.index(layer) for layer in layers}
 
 
-def _check_others(ids: Tensor, places: dict[int, int], layer_ids: Sequence[int] | None) -> None:
+def _check_other_layers(
+    ids: Tensor, index_of_layer: dict[int, int], layer_ids: Sequence[int] | None
+) -> None:
     """Refuses rows with experts for layers that the model does not have. Zeros are those of layers
     without experts."""
-    others = sorted(set(range(ids.shape[1])) - set(places.values()))
+    others = sorted(set(range(ids.shape[1])) - set(index_of_layer.values()))
     if (ids[:, others] > 0).any():
-        lacking = others if layer_ids is None else [int(layer_ids[at]) for at in others]
+        lacking = others if layer_ids is None else [int(layer_ids[index]) for index in others]
         raise ReplayError(
-            f"the rows have experts of decoder layers {lacking} too, but the model has routers of {sorted(places)} "
-            "alone. If it is one stage of a pipeline, give it the rows and `layer_ids` of its own layers, as from "
-            "`protocol.ranks.stage_layers`; if not, the rows are of another model"
+            f"the rows have experts of decoder layers {lacking} too, but the model has routers of "
+            f"{sorted(index_of_layer)} alone. If it is one stage of a pipeline, give it the rows and `layer_ids` "
+            "of its own layers, as from `protocol.ranks.stage_layers`; if not, the rows are of another model"
         )
 
 
@@ -335,7 +349,8 @@ def _scale(router: Any) -> float:
     return float(getattr(router, "routed_scaling_factor", 1.0))
 
 
-_SOFTMAX, _SIGMOID = _Family(_softmax), _Family(_sigmoid)
+_SOFTMAX = _Family(_softmax)
+_SIGMOID = _Family(_sigmoid)
 _FAMILIES = {
     **dict.fromkeys(("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter"), _SOFTMAX),
     **dict.fromkeys(
@@ -435,8 +450,8 @@ def _check_weights(
     """Whether the router's own weights are what `family` makes of its logits: other versions of
     transformers return probabilities in place of logits."""
     with torch.no_grad():
-        found = family.weigh(router, logits, ids).to(weights.dtype)
-    if not torch.allclose(found, weights, rtol=0.02, atol=1e-3, equal_nan=True):
+        computed = family.weigh(router, logits, ids).to(weights.dtype)
+    if not torch.allclose(computed, weights, rtol=0.02, atol=1e-3, equal_nan=True):
         name = type(router).__name__.removeprefix("Replaying")
         raise ReplayError(
             f"this version of transformers has another {name} than is known: take transformers 5.19 to 5.24"
@@ -463,14 +478,15 @@ def _family(of: type[Module]) -> _Family | None:
 def _routers(model: Module) -> list[tuple[str, int, Any]]:
     """With their names and decoder layers. Of several in a layer one is asked: PEFT's copy that is
     trained, or the original."""
-    found: list[tuple[str, int, Any]] = []
+    routers: list[tuple[str, int, Any]] = []
     for name, module in model.named_modules():
         if _family(type(module)) is not None:
             numbers = _DECODER_LAYER.search(f"{name}.")
-            found.append((name, int(numbers[1]) if numbers else len(found), module))
-    if not found:
+            layer = int(numbers[1]) if numbers else len(routers)
+            routers.append((name, layer, module))
+    if not routers:
         raise ReplayError(f"{type(model).__name__} has none of the routers {sorted(_FAMILIES)}")
-    return found
+    return routers
 
 
 class MegatronReplay:
@@ -498,16 +514,17 @@ class MegatronReplay:
     def __init__(self, chunks: Module | Sequence[Module]) -> None:
         self.replayed = 0
         modules = [chunks] if isinstance(chunks, Module) else chunks
-        self._chunks = [_megatron_routers(each) for each in modules]
+        self._chunks = [_megatron_routers(module) for module in modules]
         self._devices = [
-            next((weight.device for weight in each.parameters()), None) for each in modules
+            next((weight.device for weight in module.parameters()), None) for module in modules
         ]
         self._fed: list[int] = []  # microbatches of each chunk; none outside of the block
 
     def __enter__(self) -> "MegatronReplay":
         if any("get_replay_topk" in vars(router) for router in self._all()):
             raise ReplayError("the model is being replayed already")
-        self.replayed, self._fed = 0, [0] * len(self._chunks)
+        self.replayed = 0
+        self._fed = [0] * len(self._chunks)
         for router in self._all():
             router.clear_indices()
             router.get_replay_topk = _choosing(router)
@@ -531,14 +548,14 @@ class MegatronReplay:
             raise ReplayError(
                 "rows are replayed within `with MegatronReplay(...)` only: feed them there"
             )
-        ids = _flat(rows, self._devices[chunk])
+        ids = _flat_rows(rows, self._devices[chunk])
         routers = self._chunks[chunk]
-        places = _places(list(routers), ids, layer_ids)
-        _check_distinct(ids[:, sorted(places.values())])
+        index_of_layer = _layer_indices(list(routers), ids, layer_ids)
+        _check_distinct(ids[:, sorted(index_of_layer.values())])
         self._check_asked(chunk)
         self._fed[chunk] += 1
         for layer, router in routers.items():
-            of_layer = ids[:, places[layer]].to(torch.int64)
+            of_layer = ids[:, index_of_layer[layer]].to(torch.int64)
             router.set_target_indices(of_layer)
             self.replayed += int((of_layer >= 0).all(dim=1).sum())
 
@@ -561,9 +578,12 @@ class MegatronReplay:
         return (router for routers in self._chunks for router in routers.values())
 
     def _check_asked(self, chunk: int) -> None:
-        if silent := [
-            layer for layer, each in self._chunks[chunk].items() if each.target_topk_idx is not None
-        ]:
+        silent = [
+            layer
+            for layer, router in self._chunks[chunk].items()
+            if router.target_topk_idx is not None
+        ]
+        if silent:
             raise ReplayError(
                 f"the routers of decoder layers {silent} were never asked: nothing was replayed there"
             )
@@ -595,22 +615,13 @@ def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
                     "a microbatch is recomputed that is not the next of those fed within this block"
                 )
             peaks.pop(0)
-            given = fed.pop(0)
+            rows = fed.pop(0)
         else:
-            given = router.target_topk_idx
-        most = -1 if given is None or not given.numel() else int(given.max())
-        if given is None or given.shape != (len(scores), topk) or most >= scores.shape[1]:
-            said = (
-                "none are fed"
-                if given is None
-                else f"they are {[*given.shape]} up to expert {most}"
-            )
-            raise ReplayError(
-                f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}"
-            )
-        given = given.to(scores.device)
+            rows = router.target_topk_idx
+        _check_rows_fit(rows, scores, topk)
+        rows = rows.to(scores.device)
         _, own = choose(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
-        ids = torch.where((given < 0).any(dim=1, keepdim=True), own, given)
+        ids = torch.where((rows < 0).any(dim=1, keepdim=True), own, rows)
         if not is_recomputed:
             router.target_topk_idx = None  # one forward pass per microbatch
             fed[-1] = ids
@@ -620,26 +631,37 @@ def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return get_replay_topk
 
 
+def _check_rows_fit(rows: Tensor | None, scores: Tensor, topk: int) -> None:
+    """Raises `ReplayError` if `rows` are not ids [T, K] for scores [T, E]."""
+    num_tokens, num_experts = scores.shape
+    needed = f"rows for {[num_tokens, topk]} of {num_experts} experts are needed"
+    if rows is None:
+        raise ReplayError(f"{needed}, none are fed")
+    highest_id = int(rows.max()) if rows.numel() else -1
+    if rows.shape != (num_tokens, topk) or highest_id >= num_experts:
+        raise ReplayError(f"{needed}, they are {[*rows.shape]} up to expert {highest_id}")
+
+
 def _is_first_of(peaks: Sequence[NDArray[np.float32]], peak: NDArray[np.float32]) -> bool:
     """Whether the microbatch with the scores `peak` is the first of those with `peaks`: none is
     much nearer to it."""
     if not peaks or len(peaks[0]) != len(peak):
         return False
-    apart = [float(np.abs(each - peak).sum()) for each in peaks if len(each) == len(peak)]
+    apart = [float(np.abs(other - peak).sum()) for other in peaks if len(other) == len(peak)]
     return apart[0] <= 4 * min(apart[1:], default=np.inf)
 
 
 def _megatron_routers(chunk: Module) -> dict[int, Any]:
     """The `RouterReplay` of each decoder layer."""
-    found: dict[int, Any] = {}
+    routers: dict[int, Any] = {}
     for name, module in chunk.named_modules():
         if hasattr(module, "router_replay") and "mtp" not in name.split("."):
             if module.router_replay is None:
                 raise ReplayError(f"{name} has no RouterReplay: set moe_enable_routing_replay")
             layer = int(module.layer_number) - 1
-            if layer in found:
+            if layer in routers:
                 raise ReplayError(
                     f"two routers in decoder layer {layer}: give the part of the model that has one"
                 )
-            found[layer] = module.router_replay
-    return found
+            routers[layer] = module.router_replay
+    return routers

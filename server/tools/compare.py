@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from routed_experts.protocol.routing import RoutingError
-from routed_experts.protocol.saved import ModelInfo, read
+from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
 from routed_experts.server.cli.console import CommandError, Parser, say
 from routed_experts.server.tools.differences import Comparison, table
 from routed_experts.server.tools.reference import Reference
 from routed_experts.server.tools.running import (
     Body,
-    Place,
     RunningServer,
+    Source,
     add_server_flags,
     bodies_of,
 )
@@ -123,8 +123,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         raise CommandError(
             f"Nothing to compare: all {missing} rows of {report['answers']} responses are unknown."
         )
-    about = {} if is_file else {"dtype": args.dtype, "device": args.device}
-    return {"model": args.model, **about, **report}
+    forward_pass = {} if is_file else {"dtype": args.dtype, "device": args.device}
+    return {"model": args.model, **forward_pass, **report}
 
 
 def _compare_checkpoint(args: argparse.Namespace) -> tuple[float | None, Comparison]:
@@ -154,36 +154,40 @@ def _compare_checkpoint(args: argparse.Namespace) -> tuple[float | None, Compari
 
 def _compare_files(args: argparse.Namespace) -> tuple[None, Comparison]:
     """No near-ties, as responses have no scores, and the comparison."""
-    ours, theirs = (
-        list(read(opened(paths), info_of(args))) for paths in (args.answers, [args.model])
-    )
-    if len(ours) != len(theirs):
+    all_ours = list(read(opened(args.answers), info_of(args)))
+    all_theirs = list(read(opened([args.model]), info_of(args)))
+    if len(all_ours) != len(all_theirs):
         raise CommandError(
-            f"--answers has {len(ours)} responses, but {args.model} has {len(theirs)}."
+            f"--answers has {len(all_ours)} responses, but {args.model} has {len(all_theirs)}."
         )
     comparison: Comparison | None = None
-    for mine, other in zip(ours, theirs, strict=True):
-        routings = mine.routings(), other.routings()
-        with mine.located():
+    for ours, theirs in zip(all_ours, all_theirs, strict=True):
+        our_choices = ours.routings()
+        their_choices = theirs.routings()
+        with ours.located():
             if comparison is None:
-                layers = range(routings[0][0].rows.shape[1])
-                layer_ids = mine.info.layer_ids or other.info.layer_ids or layers
+                layers = range(our_choices[0].rows.shape[1])
+                layer_ids = ours.info.layer_ids or theirs.info.layer_ids or layers
                 comparison = Comparison(layer_ids, args.weights, args.logprobs)
-            if (
-                None not in (ids := (mine.info.layer_ids, other.info.layer_ids))
-                and ids[0] != ids[1]
-            ):
+            _check_same_layers(ours, theirs)
+            if len(our_choices) != len(their_choices):
                 raise RoutingError(
-                    f"its MoE layers are decoder layers {ids[0]}, but those of {other.where} are {ids[1]}"
+                    f"{len(our_choices)} choices, but {len(their_choices)} in {theirs.where}"
                 )
-            if len(routings[0]) != len(routings[1]):
-                raise RoutingError(
-                    f"{len(routings[0])} choices, but {len(routings[1])} in {other.where}"
-                )
-            for pair in zip(*routings, strict=True):
-                comparison.add_pair(*pair, (mine.info.weights_scale, other.info.weights_scale))
+            scales = (ours.info.weights_scale, theirs.info.weights_scale)
+            for our_choice, their_choice in zip(our_choices, their_choices, strict=True):
+                comparison.add_pair(our_choice, their_choice, scales)
     assert comparison is not None
     return None, comparison
+
+
+def _check_same_layers(ours: SavedAnswer, theirs: SavedAnswer) -> None:
+    our_ids = ours.info.layer_ids
+    their_ids = theirs.info.layer_ids
+    if our_ids is not None and their_ids is not None and our_ids != their_ids:
+        raise RoutingError(
+            f"its MoE layers are decoder layers {our_ids}, but those of {theirs.where} are {their_ids}"
+        )
 
 
 def _info_of(reference: Reference) -> ModelInfo:
@@ -199,11 +203,11 @@ def _check_layers(info: ModelInfo, reference: Reference) -> None:
         )
 
 
-def _bodies(args: argparse.Namespace) -> list[tuple[Place, Body]]:
-    """Place and request of each prompt."""
+def _bodies(args: argparse.Namespace) -> list[tuple[Source, Body]]:
+    """Source and request of each prompt."""
     bodies = bodies_of(args, PROMPTS)
     if not args.logprobs:
         return bodies
     return [
-        (place, {**body, "logprobs": True if "messages" in body else 0}) for place, body in bodies
+        (source, {**body, "logprobs": True if "messages" in body else 0}) for source, body in bodies
     ]

@@ -38,8 +38,9 @@ class LayerCount:
     ) -> NDArray[np.bool_]:
         """Compares two sides' rows [n, K] and their weights; `scores` is [n, experts]. Returns
         which rows differ."""
-        same = ours[:, :, None] == theirs[:, None, :]
-        only_ours, only_theirs = ~same.any(axis=2), ~same.any(axis=1)
+        same = ours[:, :, None] == theirs[:, None, :]  # [n, K of ours, K of theirs]
+        only_ours = ~same.any(axis=2)
+        only_theirs = ~same.any(axis=1)
         differs: NDArray[np.bool_] = only_theirs.any(axis=1)
         self.rows += len(ours)
         self.differing_rows += int(differs.sum())
@@ -52,14 +53,15 @@ class LayerCount:
                 )
                 self.gaps.append(float(abs(gap) / max(float(scores[row].std()), 1e-30)))
         if weights is not None:  # of experts that both chose, which may be in another order
-            difference = np.abs(weights[0][:, :, None].astype(np.float64) - weights[1][:, None, :])[
-                same
-            ]
-            self.weights += len(difference)
-            self.weight_difference_sum += float(difference.sum())
-            self.weight_difference_max = max(
-                self.weight_difference_max, float(difference.max(initial=0))
+            our_weights, their_weights = weights
+            differences = np.abs(
+                our_weights[:, :, None].astype(np.float64) - their_weights[:, None, :]
             )
+            of_both = differences[same]
+            largest = float(of_both.max(initial=0))
+            self.weights += len(of_both)
+            self.weight_difference_sum += float(of_both.sum())
+            self.weight_difference_max = max(self.weight_difference_max, largest)
         return differs
 
     def merged(self, other: "LayerCount") -> "LayerCount":
@@ -90,22 +92,22 @@ class LayerCount:
         }
 
 
-EQUAL, DIFFERENT, NOT_KNOWN = range(3)
-ROWS = ("equal_rows", "different_rows", "unknown_rows")
-"""The names of these, of the rows that tokens were sampled from."""
+EQUAL = 0
+DIFFERENT = 1
+NOT_KNOWN = 2
+_STATE_NAMES = ("equal_rows", "different_rows", "unknown_rows")
+"""How the rows compare that tokens were sampled from, by these three."""
+_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 def _tails(values: list[float]) -> dict[str, Any]:
-    tails = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-    found = (
-        {"mean": np.mean(values), **{name: np.percentile(values, q) for name, q in tails.items()}}
-        if values
-        else {}
-    )
-    return {
-        "tokens": len(values),
-        **{name: float(found[name]) if values else None for name in ("mean", *tails)},
-    }
+    summary: dict[str, Any] = {"tokens": len(values), "mean": None}
+    summary |= dict.fromkeys(_PERCENTILES)
+    if values:
+        summary["mean"] = float(np.mean(values))
+        for name, percentile in _PERCENTILES.items():
+            summary[name] = float(np.percentile(values, percentile))
+    return summary
 
 
 @dataclass
@@ -142,18 +144,20 @@ class Comparison:
         if not len(known) and not len(valued):
             return
         positions = known + routing.start
-        rows = _states(len(tokens) - 1, positions)
+        states = _states(len(tokens) - 1, positions)
 
-        def take(place: int, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
-            both = None
+        def compare_layer(index: int, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
+            both_weights = None
             if self.with_weights and weights is not None:
-                both = _scaled(routing, known, place, scale), weights[positions]
-            ours = routing.rows[known, place]
-            differs = self.layers[place].add(ours, chosen[positions], scores[positions], both)
-            rows[positions[differs]] = DIFFERENT
+                our_weights = _scaled(routing, known, index, scale)
+                both_weights = (our_weights, weights[positions])
+            ours = routing.rows[known, index]
+            layer = self.layers[index]
+            differs = layer.add(ours, chosen[positions], scores[positions], both_weights)
+            states[positions[differs]] = DIFFERENT
 
-        theirs = reference.score(tokens[:-1], take, tokens[first:])
-        self._add_logprobs(logprobs[first:], theirs, rows[first - 1 :])
+        theirs = reference.score(tokens[:-1], compare_layer, tokens[first:])
+        self._add_logprobs(logprobs[first:], theirs, states[first - 1 :])
 
     def add_pair(
         self,
@@ -161,56 +165,52 @@ class Comparison:
         theirs: Routing,
         scales: Sequence[Sequence[float] | None] = (None, None),
     ) -> None:
-        """Compares two responses as far as their tokens are the same."""
-        tokens = [self._tokens_of(each) for each in (ours, theirs)]
-        same = next(
-            (at for at, (a, b) in enumerate(zip(*tokens, strict=False)) if a != b),
-            min(map(len, tokens)),
-        )
-        if same < min(len(each.prompt_token_ids or ()) for each in (ours, theirs)):
-            raise RoutingError(f"the responses have different prompts, from position {same} on")
+        """Compares two responses as far as their tokens are the same. `scales` are those of the
+        layers of each side's model, if they are known."""
+        our_tokens = self._tokens_of(ours)
+        their_tokens = self._tokens_of(theirs)
+        num_same = _num_same(our_tokens, their_tokens)
+        num_prompt = min(len(ours.prompt_token_ids or ()), len(theirs.prompt_token_ids or ()))
+        if num_same < num_prompt:
+            raise RoutingError(f"the responses have different prompts, from position {num_same} on")
         if ours.rows.shape[1:] != theirs.rows.shape[1:] or ours.rows.shape[1] != len(self.layers):
             raise RoutingError(f"rows of shapes {ours.rows.shape[1:]} and {theirs.rows.shape[1:]}")
         self.answers += 1
         first = max(ours.start, theirs.start)
-        positions = np.arange(first, max(min(ours.end, theirs.end, same), first))
-        places = [positions - each.start for each in (ours, theirs)]
-        is_known = np.all(
-            [
-                (each.rows[at] != UNKNOWN).all(axis=(1, 2))
-                for each, at in zip((ours, theirs), places, strict=True)
-            ],
-            axis=0,
-        )
+        end = max(min(ours.end, theirs.end, num_same), first)
+        positions = np.arange(first, end)
+        is_known = _is_known(ours, positions) & _is_known(theirs, positions)
         self.missing += int((~is_known).sum())
-        positions, mine, other = positions[is_known], *(at[is_known] for at in places)
-        rows = _states(same, positions)
-        for place, layer in enumerate(self.layers):
+        positions = positions[is_known]
+        our_rows = positions - ours.start
+        their_rows = positions - theirs.start
+        states = _states(num_same, positions)
+        for index, layer in enumerate(self.layers):
             weights = None
             if self.with_weights:
                 weights = (
-                    _scaled(ours, mine, place, scales[0]),
-                    _scaled(theirs, other, place, scales[1]),
+                    _scaled(ours, our_rows, index, scales[0]),
+                    _scaled(theirs, their_rows, index, scales[1]),
                 )
-            differs = layer.add(ours.rows[mine, place], theirs.rows[other, place], None, weights)
-            rows[positions[differs]] = DIFFERENT
-        logprobs = (
-            self._logprobs_of(ours, tokens[0])[1:same],
-            self._logprobs_of(theirs, tokens[1])[1:same],
-        )
-        self._add_logprobs(*logprobs, rows[:-1])
+            our_ids = ours.rows[our_rows, index]
+            their_ids = theirs.rows[their_rows, index]
+            differs = layer.add(our_ids, their_ids, None, weights)
+            states[positions[differs]] = DIFFERENT
+        our_logprobs = self._logprobs_of(ours, our_tokens)[1:num_same]
+        their_logprobs = self._logprobs_of(theirs, their_tokens)[1:num_same]
+        self._add_logprobs(our_logprobs, their_logprobs, states[:-1])
 
     def _add_logprobs(
         self,
         ours: NDArray[np.floating[Any]],
         theirs: NDArray[np.floating[Any]],
-        rows: NDArray[np.int8],
+        states: NDArray[np.int8],
     ) -> None:
-        """Compares [n] tokens, whose rows are as `rows` says. Those without a value (NaN) are left
-        out."""
+        """Compares [n] tokens, whose rows compare as `states` says. Those without a value (NaN) are
+        left out."""
         difference = np.abs(ours.astype(np.float64) - theirs)
-        for state, found in enumerate(self.logprobs):
-            found += difference[(rows == state) & ~np.isnan(difference)].tolist()
+        for state, of_state in enumerate(self.logprobs):
+            of_state += difference[(states == state) & ~np.isnan(difference)].tolist()
 
     def _tokens_of(self, routing: Routing) -> tuple[int, ...]:
         if self.with_weights and routing.weights is None:
@@ -223,9 +223,9 @@ class Comparison:
 
     def _logprobs_of(self, routing: Routing, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Those of all tokens, NaN where the response has none."""
-        found = np.full(len(tokens), np.nan)
+        of_all = np.full(len(tokens), np.nan)
         if not self.with_logprobs:
-            return found
+            return of_all
         if routing.logprobs is None:
             raise RoutingError("the response has no log-probabilities: set logprobs in the request")
         generated = len(routing.token_ids or ())
@@ -233,29 +233,39 @@ class Comparison:
             raise RoutingError(
                 f"{len(routing.logprobs)} log-probabilities of {generated} generated tokens"
             )
-        found[len(tokens) - len(routing.logprobs) :] = routing.logprobs
-        return found
+        of_all[len(tokens) - len(routing.logprobs) :] = routing.logprobs
+        return of_all
 
     def report(self, near_tie: float | None) -> dict[str, Any]:
         """The results for JSON."""
-        parts = ([*chain(*self.logprobs)], *self.logprobs)
-        return {
-            "answers": self.answers,
-            "missing_rows": self.missing,
-            **({} if near_tie is None else {"near_tie": near_tie}),
-            "layers": [
-                {"layer": place, "layer_id": layer_id, **layer.summary(near_tie)}
-                for place, (layer_id, layer) in enumerate(
-                    zip(self.layer_ids, self.layers, strict=True)
-                )
-            ],
-            "total": reduce(LayerCount.merged, self.layers, LayerCount()).summary(near_tie),
-            **(
-                {"logprobs": dict(zip(("all", *ROWS), map(_tails, parts), strict=True))}
-                if self.with_logprobs
-                else {}
-            ),
-        }
+        of_layers = []
+        for index, layer in enumerate(self.layers):
+            of_layer = {"layer": index, "layer_id": self.layer_ids[index]}
+            of_layers.append({**of_layer, **layer.summary(near_tie)})
+        report: dict[str, Any] = {"answers": self.answers, "missing_rows": self.missing}
+        if near_tie is not None:
+            report["near_tie"] = near_tie
+        report["layers"] = of_layers
+        report["total"] = reduce(LayerCount.merged, self.layers, LayerCount()).summary(near_tie)
+        if self.with_logprobs:
+            report["logprobs"] = {"all": _tails([*chain(*self.logprobs)])}
+            for name, of_state in zip(_STATE_NAMES, self.logprobs, strict=True):
+                report["logprobs"][name] = _tails(of_state)
+        return report
+
+
+def _num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for index, (our_token, their_token) in enumerate(zip(ours, theirs, strict=False)):
+        if our_token != their_token:
+            return index
+    return min(len(ours), len(theirs))
+
+
+def _is_known(routing: Routing, positions: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """[n], whether all ids of the rows at `positions` are known."""
+    known: NDArray[np.bool_] = (routing.rows[positions - routing.start] != UNKNOWN).all(axis=(1, 2))
+    return known
 
 
 def _states(count: int, known: NDArray[np.intp]) -> NDArray[np.int8]:
@@ -266,15 +276,16 @@ def _states(count: int, known: NDArray[np.intp]) -> NDArray[np.int8]:
 
 
 def _scaled(
-    routing: Routing, rows: NDArray[np.intp], place: int, scale: Sequence[float] | None
+    routing: Routing, rows: NDArray[np.intp], layer: int, scale: Sequence[float] | None
 ) -> Scores:
     """The weights [n, K] of some rows in a layer."""
     assert routing.weights is not None
-    scaled: Scores = routing.weights[rows, place] * np.float32(1 if scale is None else scale[place])
+    factor = np.float32(1 if scale is None else scale[layer])
+    scaled: Scores = routing.weights[rows, layer] * factor
     return scaled
 
 
-COLUMNS = {
+_HEADINGS = {
     "layer_id": "decoder layer",
     "rows": "rows",
     "equal_rows": "equal",
@@ -291,14 +302,14 @@ COLUMNS = {
 def table(report: dict[str, Any]) -> str:
     """The results as text."""
     total = {"layer_id": "all", **report["total"]}
-    columns = {name: head for name, head in COLUMNS.items() if name in total}
+    columns = {name: heading for name, heading in _HEADINGS.items() if name in total}
     lines = [[_cell(entry.get(name)) for name in columns] for entry in (*report["layers"], total)]
-    said = [
+    text = [
         *aligned([list(columns.values()), *lines]),
         f"{report['answers']} responses; {report['missing_rows']} unknown rows are not compared.",
     ]
     if "near_tie" in report:
-        said.append(
+        text.append(
             f"Gaps are in standard deviations of a token's scores. A gap up to {report['near_tie']:.2g} is a near-tie."
         )
     if "logprobs" in report:
@@ -307,16 +318,18 @@ def table(report: dict[str, Any]) -> str:
             [rows.removesuffix("_rows"), *(_cell(tails.get(name)) for name in names)]
             for rows, tails in report["logprobs"].items()
         ]
-        said += [
+        text += [
             "",
             "Absolute differences of log-probabilities, by the rows that the tokens were sampled from:",
         ]
-        said += aligned([["rows", *names], *lines])
-    return "\n".join(said)
+        text += aligned([["rows", *names], *lines])
+    return "\n".join(text)
 
 
 def _cell(value: str | float | None) -> str:
-    return "" if value is None else f"{value:.2g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ""
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
 def aligned(lines: list[list[str]]) -> list[str]:

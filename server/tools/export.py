@@ -7,7 +7,7 @@ import argparse
 import json
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,9 +15,10 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import UNKNOWN, Rows, count_missing
 from routed_experts.protocol.routing import Routing, RoutingError
@@ -28,22 +29,14 @@ from routed_experts.server.tools.saved import add_flags, atomic_file, info_of, o
 
 FORMATS = ("parquet", "csv", "npz")
 NO_PYARROW = "Parquet and CSV need pyarrow: pip install 'routed-experts-server[export]', or choose --format npz."
-KINDS = {
-    "source": "string",
-    "group": "string",
-    "request": "int32",
-    "id": "string",
-    "choice": "int32",
-}
-KINDS |= {"position": "int32", "is_prompt": "bool_", "token_id": "int32", "token": "string"}
-"""The columns that say which token a row belongs to, and their types in pyarrow."""
-_ARRAYS = ("experts", "weights")
+_LISTS = ("experts", "weights")
+"""The columns with a value for each of the K experts."""
 _CUT = 1 << 16  # rows of a table that are converted at once
 _GROUP = 1 << 18  # rows of a table in a row group of Parquet
 
-Columns = dict[str, Any]
-"""For n tokens, those of `KINDS` and `experts` and `weights` [n, L, K]; no weights if they are not
-written."""
+Values = dict[str, Any]
+"""For n tokens, n values of each of `COLUMNS`, and `experts` and `weights` [n, L, K]; no weights if
+they are not written."""
 Answers = Iterable[tuple[SavedAnswer, Iterable[Routing]]]
 
 
@@ -64,8 +57,9 @@ class Exported:
         """Refuses a response of another model than the first."""
         info = replace(info, num_layers=rows.shape[1], top_k=rows.shape[2])
         for name in ("num_layers", "top_k", "num_experts", "layer_ids"):
-            now, before = getattr(info, name), getattr(self.model, name)
-            if None not in (now, before) and now != before:
+            now = getattr(info, name)
+            before = getattr(self.model, name)
+            if now is not None and before is not None and now != before:
                 raise RoutingError(f"{name} is {now} after {before}: export one model at a time")
         self.model = self.model.over(info)
 
@@ -73,7 +67,88 @@ class Exported:
 # ---- columns ----
 
 
-def columns_of(answers: Answers, found: Exported, with_weights: bool) -> Iterator[Columns]:
+@dataclass(frozen=True)
+class _Choice:
+    """What the columns are made from."""
+
+    answer: SavedAnswer
+    request: int  # number of the response
+    routing: Routing
+
+    @property
+    def source(self) -> str:
+        return _writable(self.answer.file)
+
+    @property
+    def group(self) -> str | None:
+        """The folder of the file, if the command named it."""
+        return self.source.rpartition("/")[0] or None
+
+    @property
+    def answer_id(self) -> str | None:
+        answer_id = self.answer.parts[0].get("id")
+        return _writable(answer_id) if isinstance(answer_id, str) else None
+
+    @property
+    def positions(self) -> range:
+        return range(self.routing.start, self.routing.end)
+
+    def is_prompt(self) -> Sequence[bool | None]:
+        prompt_len = self.routing.prompt_len
+        if prompt_len is None:
+            return self._unknown()
+        return [position < prompt_len for position in self.positions]
+
+    def token_ids(self) -> Sequence[int | None]:
+        routing = self.routing
+        if routing.prompt_token_ids is None or routing.token_ids is None:
+            return self._unknown()
+        return (*routing.prompt_token_ids, *routing.token_ids)[routing.start : routing.end]
+
+    def tokens(self) -> Sequence[str | None]:
+        if not self.routing.texts:
+            return self._unknown()
+        texts = self.routing.texts[self.routing.start : self.routing.end]
+        return [None if text is None else _writable(text) for text in texts] or self._unknown()
+
+    def same(self, value: Any) -> list[Any]:
+        """`value` in each row."""
+        return [value] * len(self.routing.rows)
+
+    def _unknown(self) -> list[None]:
+        return self.same(None)
+
+
+class Column(NamedTuple):
+    """A column that says which token a row belongs to.
+
+    Attributes:
+        values: the values of a choice, one for each of its rows; None where unknown.
+        arrow: its type in Parquet and CSV, by its name in pyarrow.
+        npz: its type in `.npz`, where -1 is for None; None if it is left out there.
+    """
+
+    values: Callable[[_Choice], Sequence[Any]]
+    arrow: str
+    npz: str | None = None
+
+
+COLUMNS: dict[str, Column] = {
+    # in .npz, numbers of the names in `sources`
+    "source": Column(lambda choice: choice.same(choice.source), "string", "<i4"),
+    "group": Column(lambda choice: choice.same(choice.group), "string"),
+    "request": Column(lambda choice: choice.same(choice.request), "int32", "<i4"),
+    "id": Column(lambda choice: choice.same(choice.answer_id), "string"),
+    "choice": Column(lambda choice: choice.same(choice.routing.index), "int32", "<i4"),
+    "position": Column(lambda choice: choice.positions, "int32", "<i4"),
+    "is_prompt": Column(_Choice.is_prompt, "bool_", "|i1"),
+    "token_id": Column(_Choice.token_ids, "int32", "<i4"),
+    "token": Column(_Choice.tokens, "string"),
+}
+"""By their names, in their order. A new column is a line here and one in docs/export.md."""
+
+
+def columns_of(answers: Answers, exported: Exported, with_weights: bool) -> Iterator[Values]:
     """The rows of responses, in parts that are small tables. A prompt's come once, with the first
     of its choices."""
     for answer, routings in answers:
@@ -84,38 +159,41 @@ def columns_of(answers: Answers, found: Exported, with_weights: bool) -> Iterato
                         "the response has no weights: set return_routed_expert_weights in the request"
                     )
                 if len(routing.rows):
-                    found.check(answer.info, routing.rows)
-                    found.count(routing.rows)
-                    columns = _columns(answer, routing, found.answers)
-                    columns |= (
-                        {"weights": routing.weights}
-                        if with_weights and routing.weights is not None
-                        else {}
-                    )
-                    step = max(_CUT // max(routing.rows.shape[1], 1), 1)
-                    for first in range(0, len(routing.rows), step):
-                        yield {
-                            name: values[first : first + step] for name, values in columns.items()
-                        }
-        found.answers += 1
+                    exported.check(answer.info, routing.rows)
+                    exported.count(routing.rows)
+                    yield from _parts_of(_Choice(answer, exported.answers, routing), with_weights)
+        exported.answers += 1
+
+
+def _parts_of(choice: _Choice, with_weights: bool) -> Iterator[Values]:
+    """The values of a choice, some rows at a time."""
+    routing = choice.routing
+    values: Values = {name: column.values(choice) for name, column in COLUMNS.items()}
+    values["experts"] = routing.rows
+    if with_weights:
+        values["weights"] = routing.weights
+    _, num_layers, _ = routing.rows.shape
+    step = max(_CUT // max(num_layers, 1), 1)
+    for first in range(0, len(routing.rows), step):
+        yield {name: of_column[first : first + step] for name, of_column in values.items()}
 
 
 def _without_repeated_prompts(routings: Iterable[Routing]) -> Iterator[Routing]:
     """The rows of each choice. Those of a prompt come with the first of its choices only."""
     prompts = set[tuple[Any, ...]]()
     for routing in routings:
-        prompt_len = 0 if routing.prompt_len is None else len(routing.prompt_rows)
-        if prompt_len and (prompt := _prompt_of(routing)) in prompts:
-            weights = None if routing.weights is None else routing.weights[prompt_len:]
-            routing = replace(
-                routing,
-                rows=routing.generated_rows,
-                weights=weights,
-                start=routing.start + prompt_len,
-            )
-        elif prompt_len:
+        num_prompt_rows = 0 if routing.prompt_len is None else len(routing.prompt_rows)
+        if num_prompt_rows == 0:
+            yield routing
+            continue
+        prompt = _prompt_of(routing)
+        if prompt not in prompts:
             prompts.add(prompt)
-        yield routing
+            yield routing
+            continue
+        weights = None if routing.weights is None else routing.weights[num_prompt_rows:]
+        start = routing.start + num_prompt_rows
+        yield replace(routing, rows=routing.generated_rows, weights=weights, start=start)
 
 
 def _prompt_of(routing: Routing) -> tuple[Any, ...]:
@@ -123,43 +201,6 @@ def _prompt_of(routing: Routing) -> tuple[Any, ...]:
     token ids."""
     rows = sha256(routing.prompt_rows.tobytes()).digest()
     return routing.prompt_len, routing.start, routing.prompt_token_ids, rows
-
-
-def _columns(answer: SavedAnswer, routing: Routing, request: int) -> Columns:
-    count, positions, nothing = (
-        len(routing.rows),
-        range(routing.start, routing.end),
-        [None] * len(routing.rows),
-    )
-    name, source, of_rows = (
-        answer.parts[0].get("id"),
-        _writable(answer.file),
-        slice(routing.start, routing.end),
-    )
-    tokens: Sequence[Any] = nothing
-    if routing.prompt_token_ids is not None and routing.token_ids is not None:
-        tokens = (*routing.prompt_token_ids, *routing.token_ids)[of_rows]
-    group = source.rpartition("/")[0] or None  # the folder of the file, if the command named it
-    values = (
-        source,
-        group,
-        request,
-        _writable(name) if isinstance(name, str) else None,
-        routing.index,
-    )
-    return {
-        **{name: [value] * count for name, value in zip(KINDS, values, strict=False)},
-        "position": positions,
-        "is_prompt": nothing
-        if routing.prompt_len is None
-        else [at < routing.prompt_len for at in positions],
-        "token_id": tokens,
-        "token": [
-            None if text is None else _writable(text) for text in (routing.texts or ())[of_rows]
-        ]
-        or nothing,
-        "experts": routing.rows,
-    }
 
 
 def _writable(text: str) -> str:
@@ -170,7 +211,7 @@ def _writable(text: str) -> str:
 # ---- files ----
 
 
-def write_table(path: Path, parts: Iterator[Columns], found: Exported, form: str) -> None:
+def write_table(path: Path, parts: Iterator[Values], exported: Exported, form: str) -> None:
     """A table with a row per token and layer; per token if `form` is `token`.
 
     As `csv` it has a column for each of K experts, and weights; otherwise columns of lists.
@@ -182,38 +223,38 @@ def write_table(path: Path, parts: Iterator[Columns], found: Exported, form: str
     except ImportError as error:
         raise CommandError(NO_PYARROW) from error
 
-    batches = (_batch(pa, part, found.model.layer_ids, form) for part in parts)
+    batches = (_batch(pa, part, exported.model.layer_ids, form) for part in parts)
     first = next(batches)
-    about = {
-        name: getattr(found.model, name)
+    metadata = {
+        name: getattr(exported.model, name)
         for name in ("num_layers", "top_k", "num_experts", "layer_ids")
     }
-    schema = first.schema.with_metadata({"routed_experts": json.dumps(about)})
-    with (
-        csv.CSVWriter(path, schema)
-        if form == "csv"
-        else pq.ParquetWriter(path, schema, compression="zstd") as writer
-    ):
+    schema = first.schema.with_metadata({"routed_experts": json.dumps(metadata)})
+    if form == "csv":
+        open_writer = csv.CSVWriter(path, schema)
+    else:
+        open_writer = pq.ParquetWriter(path, schema, compression="zstd")
+    with open_writer as writer:
         waiting: list[Any] = []
         for batch in chain([first], batches):
             waiting.append(batch.replace_schema_metadata(schema.metadata))
-            if sum(each.num_rows for each in waiting) >= _GROUP:
+            if sum(table.num_rows for table in waiting) >= _GROUP:
                 writer.write_table(pa.Table.from_batches(waiting))
                 waiting = []
         writer.write_table(pa.Table.from_batches(waiting, schema))
 
 
-def _batch(pa: Any, part: Columns, layer_ids: Sequence[int | None] | None, form: str) -> Any:
+def _batch(pa: Any, part: Values, layer_ids: Sequence[int | None] | None, form: str) -> Any:
     count, layers, top_k = part["experts"].shape
     repeats = pa.array(np.repeat(np.arange(count), 1 if form == "token" else layers))
     columns = {
-        name: pa.array(part[name], getattr(pa, kind)()).take(repeats)
-        for name, kind in KINDS.items()
+        name: pa.array(part[name], getattr(pa, column.arrow)()).take(repeats)
+        for name, column in COLUMNS.items()
     }
     if form != "token":
         columns["layer"] = pa.array(np.tile(np.arange(layers, dtype=np.int16), count))
         columns["layer_id"] = pa.array(list(layer_ids or [None] * layers) * count, pa.int16())
-    for name in _ARRAYS:
+    for name in _LISTS:
         if name not in part:
             continue
         values = np.asarray(part[name])
@@ -232,51 +273,51 @@ def _lists(pa: Any, values: Any, size: int) -> Any:
     return pa.ListArray.from_arrays(np.arange(0, len(values) + 1, size, dtype=np.int32), values)
 
 
-def write_npz(path: Path, parts: Iterator[Columns], found: Exported) -> None:
+def write_npz(path: Path, parts: Iterator[Values], exported: Exported) -> None:
     """One array per column, with an element per token: `experts` and `weights` are [N, L, K].
     Unknown values are -1.
 
     `source` has places in `sources`, the names of files.
     """
-    types = {
-        "source": "<i4",
-        **{name: "<i4" for name, kind in KINDS.items() if kind == "int32"},
-        "is_prompt": "|i1",
-    }
+    types = {name: column.npz for name, column in COLUMNS.items() if column.npz is not None}
     types |= {"experts": "<i2", "weights": "<f4"}
     sources: dict[Any, int] = {}
-    count, shape = 0, (0, 0, 0)
+    num_tokens = 0
+    row_shape: tuple[int, ...] = (0, 0)
     with ExitStack() as stack:
+        # The number of tokens is in front of each array, and known at the end.
         files: dict[str, IO[bytes]] = {}
         for part in parts:
-            shape, count = np.shape(part["experts"]), count + len(part["experts"])
+            row_shape = np.shape(part["experts"])[1:]
+            num_tokens += len(part["experts"])
             part["source"] = [sources.setdefault(name, len(sources)) for name in part["source"]]
             for name in types.keys() & part.keys():
                 if name not in files:
                     files[name] = stack.enter_context(TemporaryFile(dir=path.parent))
-                values = (
-                    part[name]
-                    if name in _ARRAYS
-                    else [UNKNOWN if one is None else one for one in part[name]]
-                )
-                files[name].write(np.asarray(values, types[name]).tobytes())
+                files[name].write(_npz_values(name, part[name], types[name]).tobytes())
         archive = stack.enter_context(zipfile.ZipFile(path, "w"))
         for name, file in files.items():
+            shape = (num_tokens, *row_shape) if name in _LISTS else (num_tokens,)
+            header = {"descr": types[name], "fortran_order": False, "shape": shape}
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                header = {"descr": types[name], "fortran_order": False}
-                header |= {"shape": (count, *shape[1:]) if name in _ARRAYS else (count,)}
                 np.lib.format.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
                 file.seek(0)
                 shutil.copyfileobj(file, member)
-        about = {
-            "num_experts": found.model.num_experts,
-            "layer_ids": found.model.layer_ids,
+        of_all_tokens = {
+            "num_experts": exported.model.num_experts,
+            "layer_ids": exported.model.layer_ids,
             "sources": [*sources],
         }
-        for name, value in about.items():
+        for name, value in of_all_tokens.items():
             if value is not None:
                 with archive.open(f"{name}.npy", "w") as member:
                     np.save(member, np.asarray(value))
+
+
+def _npz_values(name: str, values: Any, dtype: str) -> NDArray[Any]:
+    if name not in _LISTS:
+        values = [UNKNOWN if value is None else value for value in values]
+    return np.asarray(values, dtype)
 
 
 # ---- the command ----
@@ -328,37 +369,39 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Runs `routed-experts export`; returns the exit status."""
-    args, found = parse(argv), Exported()
+    args = parse(argv)
+    exported = Exported()
     bodies = bodies_of(args) if args.url else None
     shown: Any = partial(
         progress, desc="exporting", unit=" responses", total=None if bodies is None else len(bodies)
     )
     answers: Answers
     if bodies is None:
-        answers = (
-            (each, each.each_routing()) for each in shown(read(opened(args.file), info_of(args)))
-        )
+        saved_answers = shown(read(opened(args.file), info_of(args)))
+        answers = ((answer, answer.each_routing()) for answer in saved_answers)
     else:
         server = RunningServer(args.url, args.api_key)
-        asked = shown(server.ask_all(bodies, args.weights))
-        answers = ((each, server.with_texts(each.routings())) for each in asked)
+        new_answers = shown(server.ask_all(bodies, args.weights))
+        answers = ((answer, server.with_texts(answer.routings())) for answer in new_answers)
     with atomic_file(args.output, "--output") as path:
-        parts = columns_of(answers, found, args.weights)
-        if (first := next(parts, None)) is None:
+        parts = columns_of(answers, exported, args.weights)
+        first = next(parts, None)
+        if first is None:
             raise CommandError("Nothing to export: the responses have no rows.")
         form = args.format if args.per == "layer" else args.per
         write: Any = write_npz if form == "npz" else partial(write_table, form=form)
-        write(path, chain([first], parts), found)
-    print(f"Wrote {args.output}: {found.answers} responses, {_what_was_written(found, form)}.")
+        write(path, chain([first], parts), exported)
+    print(
+        f"Wrote {args.output}: {exported.answers} responses, {_what_was_written(exported, form)}."
+    )
     return 0
 
 
-def _what_was_written(found: Exported, form: str) -> str:
-    tokens = f"{found.rows} tokens with experts, {found.missing} of them unknown"
+def _what_was_written(exported: Exported, form: str) -> str:
+    tokens = f"{exported.rows} tokens with experts, {exported.missing} of them unknown"
     if form == "npz":
-        return f"{tokens}; arrays of {found.rows}"
+        return f"{tokens}; arrays of {exported.rows}"
     if form == "token":
-        return f"{tokens}; {found.rows} rows, one for each token"
-    return (
-        f"{tokens}; {found.rows * (found.model.num_layers or 0)} rows, one for each token and layer"
-    )
+        return f"{tokens}; {exported.rows} rows, one for each token"
+    num_rows = exported.rows * (exported.model.num_layers or 0)
+    return f"{tokens}; {num_rows} rows, one for each token and layer"

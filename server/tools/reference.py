@@ -29,14 +29,16 @@ class Reference:
         import torch
 
         _check_device(device)
-        self._model, stored = _load(model, getattr(torch, dtype), device)
+        self._model, stored_dtype = _load(model, getattr(torch, dtype), device)
         # The larger of two dtypes: of this forward pass, and of the stored checkpoint, which is a
         # server's default.
-        self.epsilon = float(max(torch.finfo(each).eps for each in (getattr(torch, dtype), stored)))
+        epsilons = [torch.finfo(one).eps for one in (getattr(torch, dtype), stored_dtype)]
+        self.epsilon = float(max(epsilons))
         self.layer_ids: list[int] = []  # decoder layer of each of the L routers
-        self.top_k = self.num_experts = 0
+        self.top_k = 0
+        self.num_experts = 0
         self.has_weights = False  # whether the routers return weights
-        self._take: Callable[..., None] = self._learn
+        self._on_router: Callable[..., None] = self._learn  # called for each router that is run
         for name, module in self._model.named_modules():
             if hasattr(module, "top_k"):
                 module.register_forward_hook(partial(self._watch, name), with_kwargs=True)
@@ -49,34 +51,41 @@ class Reference:
     def score(
         self,
         tokens: Sequence[int],
-        take: Callable[[int, Ids, Scores, Scores | None], None],
+        on_layer: Callable[[int, Ids, Scores, Scores | None], None],
         following: Sequence[int] = (),
     ) -> Scores:
-        """Runs `tokens`; calls `take` for each layer with its index, experts [tokens, K], scores
-        [tokens, experts] and weights [tokens, K], if its router returns them. Returns the
-        log-probabilities of `following`: the tokens after each of the last ones of `tokens`."""
-        places = iter(range(len(self.layer_ids)))
-        self._take = lambda name, *found: take(next(places), *found)
+        """Runs `tokens`.
+
+        Args:
+            on_layer: is called for each layer with its index, experts [tokens, K], scores [tokens,
+                experts] and weights [tokens, K], if its router returns them.
+            following: the tokens after each of the last ones of `tokens`.
+
+        Returns:
+            float32 [following], their log-probabilities.
+        """
+        indices = iter(range(len(self.layer_ids)))
+        self._on_router = lambda name, *of_router: on_layer(next(indices), *of_router)
         return self._forward(tokens, following)
 
     def _forward(self, tokens: Sequence[int], following: Sequence[int] = ()) -> Scores:
         import torch
 
         device = self._model.get_input_embeddings().weight.device
-        about = {"input_ids": torch.tensor([list(tokens)], device=device), "use_cache": False}
+        inputs = {"input_ids": torch.tensor([list(tokens)], device=device), "use_cache": False}
         try:
             with torch.no_grad():
                 if not len(following):  # without the head, because its logits are large
-                    self._model.base_model(**about)
+                    self._model.base_model(**inputs)
                     return np.empty(0, dtype=np.float32)
-                logits = self._model(**about, logits_to_keep=len(following)).logits[0]
+                logits = self._model(**inputs, logits_to_keep=len(following)).logits[0]
                 targets = torch.tensor(list(following), device=logits.device)[:, None]
                 parts = [slice(at, at + _SLICE) for at in range(0, len(following), _SLICE)]
-                found = [
+                logprobs = [
                     logits[part].float().log_softmax(dim=1).gather(1, targets[part])[:, 0]
                     for part in parts
                 ]
-                return torch.cat(found).cpu().numpy()
+                return torch.cat(logprobs).cpu().numpy()
         # out of memory, or a token outside the vocabulary
         except (RuntimeError, IndexError) as error:
             raise CommandError(
@@ -87,28 +96,32 @@ class Reference:
         self.has_weights = weights is not None
         numbers = _LAYER_NUMBER.findall(f".{name}.")
         self.layer_ids.append(int(numbers[0]) if numbers else len(self.layer_ids))
-        self.top_k, self.num_experts = chosen.shape[1], scores.shape[1]
+        self.top_k = chosen.shape[1]
+        self.num_experts = scores.shape[1]
 
     def _watch(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Finds logits, choice and weights in a router's output, in any order. Ignores other
         modules with `top_k`."""
-        parts = (
-            [part for part in output if hasattr(part, "dtype")] if isinstance(output, tuple) else []
-        )
-        chosen = [part for part in parts if not part.dtype.is_floating_point]
-        floats = [part for part in parts if part.dtype.is_floating_point]
+        if not isinstance(output, tuple):
+            return
+        tensors = [part for part in output if hasattr(part, "dtype")]
+        chosen = [part for part in tensors if not part.dtype.is_floating_point]
+        floats = [part for part in tensors if part.dtype.is_floating_point]
         if len(chosen) != 1 or not floats:
             return
+        ids = chosen[0]
+        top_k = ids.shape[-1]
         logits = max(floats, key=lambda part: part.shape[-1])
         scores = logits.float().reshape(-1, logits.shape[-1])
-        given = (_bias_of(module), *args[1:], *kwargs.values())
-        for bias in given:
+        for bias in (_bias_of(module), *args[1:], *kwargs.values()):
             if getattr(bias, "shape", None) == scores.shape[1:]:
                 scores = scores.sigmoid() + bias.float()
-        top_k = chosen[0].shape[-1]
-        others = [part for part in floats if part is not logits and part.shape[-1] == top_k]
-        weights = others[0].float().reshape(-1, top_k).cpu().numpy() if others else None
-        self._take(name, chosen[0].reshape(-1, top_k).cpu().numpy(), scores.cpu().numpy(), weights)
+        weights = None
+        for part in floats:
+            if part is not logits and part.shape[-1] == top_k:
+                weights = part.float().reshape(-1, top_k).cpu().numpy()
+                break
+        self._on_router(name, ids.reshape(-1, top_k).cpu().numpy(), scores.cpu().numpy(), weights)
 
 
 def _bias_of(router: Any) -> Any:

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from itertools import chain
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from routed_experts.protocol.routing import Routing
 from routed_experts.protocol.saved import MAX_CHARS, ModelInfo, SavedAnswer
@@ -25,9 +25,7 @@ AT_ONCE = 8  # requests
 TEXTS_AT_ONCE = 16_384  # token ids, as many as the server takes
 _TEXTS = "/v1/routed_experts/texts"
 _HAS_NONE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
-# In the form that a reader of saved responses needs no flags for, whatever the server's defaults
-# are.
-_ROWS = {
+_FIELDS_FOR_SAVED = {
     "return_routed_experts": True,
     "return_token_ids": True,
     "routed_experts_delivery": "inline",
@@ -36,10 +34,20 @@ _ROWS = {
     "routed_experts_layers": "moe",
     "routed_experts_layout": "split",
 }
+"""Fields of every request that is sent here: whatever the server's defaults are, the responses are in
+the one form that the reader of saved responses needs no flags for."""
 
 Body = Mapping[str, Any]
-Place = tuple[str, int]
-"""File and line of a prompt; the line is 0 if it is in none."""
+
+
+class Source(NamedTuple):
+    """Where a prompt comes from."""
+
+    file: str  # or the server's URL, for a prompt that is in no file
+    line: int  # 0 if it is in no file
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}"
 
 
 def base_of(url: str) -> str:
@@ -70,30 +78,31 @@ class RunningServer:
             raise self._is_other("/v1/routed_experts")
         return document
 
-    def ask(self, place: Place, body: Body, with_weights: bool = False) -> SavedAnswer:
-        """The response to a request with a prompt or messages from `place`: file and line."""
-        asked = {"model": self.document["model"], **body, **_ROWS, "stream": False}
+    def ask(self, source: Source, body: Body, with_weights: bool = False) -> SavedAnswer:
+        """The response to a request with the prompt or messages in `body`."""
+        request = {"model": self.document["model"], **body, **_FIELDS_FOR_SAVED, "stream": False}
         if with_weights:
             if self.document.get("weights") is False:
                 raise CommandError(
                     f"{self.url} captures no weights: start it with --enable-return-routed-expert-weights, or leave "
                     "out --weights."
                 )
-            asked["return_routed_expert_weights"] = True
+            request["return_routed_expert_weights"] = True
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         try:
             info = replace(ModelInfo.of(self.document), n=body.get("n") or 1)
         except ValueError as error:
             raise self._is_other("/v1/routed_experts") from error
-        return SavedAnswer(*place, [self._call(path, asked, f"{place[0]}, line {place[1]}")], info)
+        answer = self._call(path, request, where=str(source))
+        return SavedAnswer(source.file, source.line, [answer], info)
 
     def ask_all(
-        self, bodies: Iterable[tuple[Place, Body]], with_weights: bool
+        self, bodies: Iterable[tuple[Source, Body]], with_weights: bool
     ) -> Iterator[SavedAnswer]:
-        """The responses to requests and their places, in order. Some are sent ahead."""
+        """The responses to requests, in their order. Some are sent ahead."""
         running = deque[Future[SavedAnswer]]()
-        for place, body in bodies:
-            running.append(_in_background(self.ask, place, body, with_weights))
+        for source, body in bodies:
+            running.append(_in_background(self.ask, source, body, with_weights))
             if len(running) == AT_ONCE:
                 yield running.popleft().result()
         while running:
@@ -101,11 +110,13 @@ class RunningServer:
 
     def with_texts(self, routings: Sequence[Routing]) -> list[Routing]:
         """The rows of a response with the texts of their tokens, if the server has them."""
-        tokens = [(*(each.prompt_token_ids or ()), *(each.token_ids or ())) for each in routings]
-        texts = self._texts_of(chain.from_iterable(tokens))
+        ids_of = [
+            (*(routing.prompt_token_ids or ()), *(routing.token_ids or ())) for routing in routings
+        ]
+        texts = self._texts_of(chain.from_iterable(ids_of))
         return [
             replace(routing, texts=tuple(map(texts.get, ids)) if texts and ids else None)
-            for routing, ids in zip(routings, tokens, strict=True)
+            for routing, ids in zip(routings, ids_of, strict=True)
         ]
 
     def _texts_of(self, tokens: Iterable[int]) -> Mapping[int, str]:
@@ -169,48 +180,54 @@ def _in_background(call: Callable[..., SavedAnswer], *args: Any) -> Future[Saved
     return future
 
 
-def bodies_of(args: argparse.Namespace, default: Sequence[str] = ()) -> list[tuple[Place, Body]]:
-    """Place and request of each prompt of `--prompts` (without files, `default`): one per line, or
+def bodies_of(args: argparse.Namespace, default: Sequence[str] = ()) -> list[tuple[Source, Body]]:
+    """Source and request of each prompt of `--prompts` (without files, `default`): one per line, or
     JSON if a file's name ends in `.jsonl`.
 
     A JSON line is a prompt or the body of a request, with a prompt or messages, whose fields take
     precedence.
     """
-    prompts: Iterable[tuple[Place, str | Body]] = [((args.url, 0), prompt) for prompt in default]
+    prompts: Iterable[tuple[Source, str | Body]] = [
+        (Source(args.url, 0), prompt) for prompt in default
+    ]
     if args.prompts:
         prompts = chain.from_iterable(map(_prompts_in, _prompt_files(args.prompts)))
-    given = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
-    bodies: list[tuple[Place, Body]] = []
-    for place, value in prompts:
-        if isinstance(value, str):
-            value = (
-                {"messages": [{"role": "user", "content": value}]}
-                if args.chat
-                else {"prompt": value}
-            )
+    flags = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
+    sampling = {name: value for name, value in flags.items() if value is not None}
+    bodies: list[tuple[Source, Body]] = []
+    for source, prompt in prompts:
+        body = _body_of(prompt, is_chat=args.chat)
         # vLLM: not for several choices
-        default_temperature = {"temperature": 0.0} if value.get("n", 1) == 1 else {}
-        sampling = {name: one for name, one in given.items() if one is not None}
-        bodies.append((place, {**default_temperature, **sampling, **value}))
+        default_temperature = {"temperature": 0.0} if body.get("n", 1) == 1 else {}
+        bodies.append((source, {**default_temperature, **sampling, **body}))
     return bodies
+
+
+def _body_of(prompt: str | Body, *, is_chat: bool) -> Body:
+    if not isinstance(prompt, str):
+        return prompt
+    if is_chat:
+        return {"messages": [{"role": "user", "content": prompt}]}
+    return {"prompt": prompt}
 
 
 def _prompt_files(paths: Iterable[Path]) -> Iterator[Path]:
     """Files, and in place of a folder its files *.txt and *.jsonl, by name."""
     for path in paths:
-        found = [path]
-        if path.is_dir():
-            found = [
-                file
-                for file in sorted(path.rglob("*"))
-                if file.suffix in (".txt", ".jsonl") and file.is_file()
-            ]
-        if not found:
+        if not path.is_dir():
+            yield path
+            continue
+        inside = [
+            file
+            for file in sorted(path.rglob("*"))
+            if file.suffix in (".txt", ".jsonl") and file.is_file()
+        ]
+        if not inside:
             raise CommandError(f"{path} has no files *.txt or *.jsonl with prompts.")
-        yield from found
+        yield from inside
 
 
-def _prompts_in(path: Path) -> Iterator[tuple[Place, str | Body]]:
+def _prompts_in(path: Path) -> Iterator[tuple[Source, str | Body]]:
     try:
         with open_text(path, is_read_once=True) as file:
             text = file.read(MAX_CHARS + 1)
@@ -223,24 +240,22 @@ def _prompts_in(path: Path) -> Iterator[tuple[Place, str | Body]]:
         raise CommandError(f"{path} has no prompts: write one per line.")
     for number, line in enumerate(lines, 1):
         if line.strip():
-            place = str(path), number
-            yield place, _value(place, line) if path.suffix == ".jsonl" else line
+            source = Source(str(path), number)
+            yield source, _json_prompt(source, line) if path.suffix == ".jsonl" else line
 
 
-def _value(place: Place, line: str) -> str | Body:
-    where = f"{place[0]}, line {place[1]}"
+def _json_prompt(source: Source, line: str) -> str | Body:
     try:
-        value = json.loads(line)
+        prompt: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise CommandError(f"{where} is not valid JSON: {error}.") from error
-    if isinstance(value, str) or (
-        isinstance(value, dict) and value.keys() & {"prompt", "messages"}
-    ):
-        found: str | Body = value
-        return found
-    raise CommandError(
-        f"{where} is not a prompt: write a string, or an object with a prompt or messages."
-    )
+        raise CommandError(f"{source} is not valid JSON: {error}.") from error
+    is_body = isinstance(prompt, dict) and prompt.keys() & {"prompt", "messages"}
+    if not isinstance(prompt, str) and not is_body:
+        raise CommandError(
+            f"{source} is not a prompt: write a string, or an object with a prompt or messages."
+        )
+    checked: str | Body = prompt
+    return checked
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:

@@ -106,13 +106,13 @@ def _check_kind(name: str, file: TextIO) -> None:
 def files_in(paths: Sequence[str]) -> list[str]:
     """Files, and in place of a folder or a bucket's prefix those in it and below, by name, without empty ones, which a
     server may write."""
-    found: list[str] = []
+    files: list[str] = []
     for path in paths:
         if is_bucket(path):
             found += _objects_in(path)
             continue
         if path == STDIN or not Path(path).is_dir():
-            found.append(path)
+            files.append(path)
             continue
         inside = [
             file
@@ -122,8 +122,8 @@ def files_in(paths: Sequence[str]) -> list[str]:
         filled = [str(file) for file in inside if file.stat().st_size]
         if not filled:
             raise CommandError(f"{path} has no files *.json or *.jsonl with responses.")
-        found += filled
-    return found
+        files += filled
+    return files
 
 
 @contextmanager
@@ -163,7 +163,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def info_of(args: argparse.Namespace) -> ModelInfo:
     """The values of these flags."""
     return ModelInfo(
-        args.num_layers, args.top_k, args.num_experts, rows_dtype=args.rows_dtype, n=args.n
+        num_layers=args.num_layers,
+        top_k=args.top_k,
+        num_experts=args.num_experts,
+        rows_dtype=args.rows_dtype,
+        n=args.n,
     )
 
 

@@ -66,10 +66,10 @@ class ViewServer(ThreadingHTTPServer):
         self, viewed: Sequence[ViewedFile], port: int, given: ModelInfo | None = None
     ) -> None:
         super().__init__((HOST, port), _Handler)
-        self.viewed, self.given = viewed, given or ModelInfo()
-        self.page_config = {
-            "saved": json.dumps([[each.name, each.path.stat().st_size] for each in viewed])
-        }
+        self.viewed = viewed
+        self.given = given or ModelInfo()
+        names_and_sizes = [[file.name, file.path.stat().st_size] for file in viewed]
+        self.page_config = {"saved": json.dumps(names_and_sizes)}
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -105,18 +105,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        folder, _, place = path.rpartition("/")
+        folder, _, index = path.rpartition("/")
         if not self._is_from_our_page():
             self._refuse(403, ELSEWHERE)
         elif (
             folder == SAVED_PATH
-            and _LENGTH.fullmatch(place)
-            and int(place) < len(self.server.viewed)
+            and _LENGTH.fullmatch(index)
+            and int(index) < len(self.server.viewed)
         ):
-            lines = self.server.viewed[int(place)].lines(self.server.given)
+            lines = self.server.viewed[int(index)].lines(self.server.given)
             self._respond(200, "application/jsonl", map(str.encode, lines))
-        elif found := page_file(path, self.server.page_config):
-            content, kind = found
+        elif file := page_file(path, self.server.page_config):
+            content, kind = file
             self._respond(200, kind, [content])
         else:
             self._refuse(404, "File not found.")
@@ -188,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
                 f"Port {args.port} cannot be used ({error}): choose another with --port, or omit --port."
             ) from error
         try:
-            names = ", ".join(each.name for each in viewed[:_NAMED]) or "the page"
+            names = ", ".join(file.name for file in viewed[:_NAMED]) or "the page"
             more = f" and {len(viewed) - _NAMED} more files" if len(viewed) > _NAMED else ""
             print(f"Showing {names}{more} at {server.url} until Ctrl + C.", flush=True)
             if not args.no_browser:
@@ -202,26 +202,28 @@ def main(argv: Sequence[str]) -> int:
 def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> list[ViewedFile]:
     """The files that have responses, each read once, one response at a time. `stack` keeps a copy
     of standard input."""
-    viewed, about = [], ModelInfo()
+    viewed: list[ViewedFile] = []
+    info = ModelInfo()  # what the files so far say about their model
     for path in progress(files_in(paths), desc="reading", unit=" files"):
         name = "standard input" if path == STDIN else path
-        reader, found = Reader(given, about), False
-        file = _kept(stack) if path == STDIN else Path(path)
+        reader = Reader(given, info)
+        is_empty = True
+        file = _copy_of_stdin(stack) if path == STDIN else Path(path)
         with open_text(file, name) as text:
             for answer in reader.read(name, text):
-                found = True
+                is_empty = False
                 collector = answer.collected(most_bytes=MAX_PAGE_BYTES)
                 for routing in answer.choices_in(collector, unfinished=True):
                     check_shown(answer, routing)
-        viewed += [ViewedFile(name, file, about)] if found else []
-        about = reader.about
+        if not is_empty:
+            viewed.append(ViewedFile(name, file, info))
+        info = reader.about
     if paths and not viewed:
         raise CommandError(f"{name} has no responses.")
     return viewed
 
 
-def _kept(stack: ExitStack) -> Path:
-    """A copy of standard input."""
+def _copy_of_stdin(stack: ExitStack) -> Path:
     copy = stack.enter_context(NamedTemporaryFile())  # noqa: SIM115
     with open(0, "rb", closefd=False) as source:
         shutil.copyfileobj(source, copy)

@@ -1,4 +1,4 @@
-"""Decoding of arrays, against numpy and the decoder in PROTOCOL.md."""
+"""Decoding of arrays, against numpy and the decoder in docs/clients.md."""
 
 import base64
 import io
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from routed_experts.protocol import codec
 from routed_experts.protocol.codec import CodecError, Format, decode, decode_weights, resolve_dtype
+from routed_experts.protocol.models import RequestFormat
 from tests.protocol.answers import peak_of
 from tests.protocol.forms import encode
 
@@ -36,13 +37,43 @@ def arrays(draw: Any) -> np.ndarray:
 
 
 def numpy_decode(value: Any, fmt: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """PROTOCOL.md's decoder of each format."""
+    """The decoder of docs/clients.md, for each format."""
     if fmt == "list":
         return np.array(value).reshape(shape)
     if fmt == "npy":
         return np.load(io.BytesIO(base64.b64decode(value)), allow_pickle=False)
     data = value["data"] if fmt == "object" else value
     return np.frombuffer(base64.b64decode(data), np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
+def test_a_format_that_requests_know_is_in_the_table_of_readers() -> None:
+    """A reader that did not know it would take its text for `raw`, and return other ids."""
+    assert set(codec.FORMATS) == set(FORMATS), "add the format to FORMATS in protocol/codec.py"
+    of_other_arrays = {"paired"}  # read by `unpaired`; `decode` refuses the bits of weights as ids
+    assert set(get_args(RequestFormat)) == set(FORMATS) | of_other_arrays, (
+        "a format of arrays of ids goes into Format in protocol/codec.py"
+    )
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("num_rows", [0, 1, 4])
+def test_no_format_can_be_taken_for_another(fmt: Format, num_rows: int) -> None:
+    """A response does not say its format."""
+    rows = np.arange(num_rows * 2 * 2, dtype=np.int16).reshape(num_rows, 2, 2)
+    value = encode(rows, fmt=fmt)
+    matching = [name for name in codec.FORMATS if codec.FORMATS[name].matches(value)]
+    assert matching == [fmt], (
+        f"FORMATS in protocol/codec.py: an array in {fmt} would be taken for {matching}"
+    )
+
+
+def test_a_value_that_two_formats_match_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as hexadecimal text, which is base64, too."""
+    as_hex = np.array([[[0x12]], [[0x34]], [[0x56]], [[0x78]]], np.uint8).tobytes().hex()
+    text = codec.ArrayFormat(lambda value: isinstance(value, str), lambda value, *_: np.empty(0))
+    monkeypatch.setitem(codec.FORMATS, "hex", text)
+    with pytest.raises(CodecError, match="raw and hex"):
+        decode(as_hex, dtype="uint8", num_layers=1, top_k=1)
 
 
 @SETTINGS

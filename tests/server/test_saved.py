@@ -3,15 +3,17 @@
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from routed_experts.protocol import saved
 from routed_experts.protocol.codec import decode, decode_weights, encode
-from routed_experts.protocol.collect import RoutingError
+from routed_experts.protocol.models import RequestFormat
+from routed_experts.protocol.routing import RoutingError
 from routed_experts.protocol.saved import ModelInfo, page_lines, read
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.tools.saved import opened
@@ -25,7 +27,9 @@ from tests.protocol.answers import (
     peak_of,
     rows_of,
     stream,
+    weights_of,
 )
+from tests.protocol.forms import encode as encode_as
 
 ONE = Told(rows_of(20, 1), [rows_of(9, 2)])
 OTHER = Told(rows_of(7, 4), [rows_of(3, 5)], first_token=500)
@@ -62,7 +66,7 @@ FILES = {
     + ": ping\n"
     + sse(*stream(OTHER)),
     "a stream, then a body": sse(*stream(ONE)) + "\n" + body(OTHER),
-    "a batch's output (F4)": "".join(
+    "a batch's output": "".join(
         json.dumps(
             {
                 "custom_id": str(place),
@@ -116,6 +120,24 @@ def test_what_the_server_says_about_its_layers(tmp_path: Path) -> None:
     answers = found(tmp_path, *texts, given=ModelInfo(num_experts=99))
     assert [one.info.layer_ids for one in answers] == [None, (1, 2, 4), (7, 8, 9), (1, 2, 4)]
     assert [one.info.num_experts for one in answers] == [99] * 4
+
+
+@pytest.mark.parametrize("fmt", get_args(RequestFormat))
+def test_flags_for_raw_arrays_make_no_other_ids_of_other_formats(tmp_path: Path, fmt: str) -> None:
+    """Such text would be read as `raw`: as other ids, without an error."""
+    of_raw = ModelInfo(LAYERS, TOP_K, rows_dtype="uint8")
+    if fmt == "paired":
+        pairs = np.concatenate([ONE.whole(), weights_of(ONE.whole()).view(np.int32)], axis=2)
+        array = encode_as(pairs, dtype="int32")
+        answer_to_it = {"choices": [{"routed_experts": array, "finish_reason": "stop"}]}
+        (saved_answer,) = found(tmp_path, json.dumps(answer_to_it), given=of_raw)
+        with pytest.raises(RoutingError, match="not an expert id"):
+            saved_answer.routings()
+        return
+    told = replace(ONE, fmt=fmt, dtype="uint8")
+    (saved_answer,) = found(tmp_path, body(told), given=of_raw)
+    (routing,) = saved_answer.routings()
+    assert np.array_equal(routing.rows, ONE.whole())
 
 
 def routing_of(path: Path, *values: Any) -> Any:
