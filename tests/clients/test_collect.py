@@ -55,8 +55,8 @@ def test_the_openai_clients_asynchronous_stream(server: Server, oracle: Oracle) 
         assert oracle.wrong(routing.rows, tokens[:-1]) == []
 
 
-def test_f6_the_same_export_twice(server: Server, tmp_path: Path) -> None:
-    """F6: the same rows of the same tokens."""
+def test_the_same_export_twice(server: Server, tmp_path: Path) -> None:
+    """The same rows of the same tokens."""
     (tmp_path / "prompts.txt").write_text("Which experts?\nAnd why?\n")
     texts = []
     for name in ("one.csv", "other.csv"):

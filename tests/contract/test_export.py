@@ -200,8 +200,8 @@ def test_plain_prompts_and_a_server_that_refuses_one(
     assert not (tmp_path / "none.npz").exists()
 
 
-def test_f6_folders_of_prompts_and_chats(server: Server, tmp_path: Path) -> None:
-    """F6: each row says which file and folder its prompt came from; with `--chat` prompts are
+def test_folders_of_prompts_and_chats(server: Server, tmp_path: Path) -> None:
+    """Each row says which file and folder its prompt came from; with `--chat` prompts are
     messages of a user."""
     for name, text in {
         "code/a.txt": "def f(x):",

@@ -646,7 +646,7 @@ refused("The capture of routed experts cannot be loaded: ", "VLLM_PLUGINS")
 """
         for missing in ("server.inprocess.engine_hooks", "capture.engine.config")
     },
-    "H2: another front end of vLLM's gets vLLM's own capture": """
+    "another front end of vLLM's gets vLLM's own capture": """
 from vllm.usage.usage_lib import UsageContext
 SERVER, PROGRAM = UsageContext.OPENAI_API_SERVER, UsageContext.LLM_CLASS
 
@@ -698,7 +698,9 @@ def test_programs_in_processes_of_their_own(tiny_model: Path) -> None:
     (said,) = [line for line in first.splitlines() if "routed-experts-server" in line]
     assert "INFO" in said
     assert "VLLM_PLUGINS" in said
-    (beside,) = (text for text in done.stdout.split("---- ") if text.startswith("H2"))
+    (beside,) = (
+        text for text in done.stdout.split("---- ") if text.startswith("another front end")
+    )
     warnings = [
         line
         for line in beside.splitlines()

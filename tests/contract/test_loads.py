@@ -42,7 +42,7 @@ REST = {"start": 5 * BLOCK}
         # Nothing is loaded for who asks. What others loaded is in the prefix cache, without rows.
         ("recompute", [(ASKS, 0), ("empty", 0), (PLAIN, 1), (ASKS, 1), (PLAIN, 1)]),
         ("recompute", [(REST, 1), ({"start": 5 * BLOCK - 1}, 1)]),
-        # For the server's own record nothing is computed again, and what it lacks is no fault (E2).
+        # For the server's own record nothing is computed again, and what it lacks is no fault.
         ("recompute", [(RECORDED, 1, LOADED), (RECORDED, 1, LOADED), (ASKS, 1)]),
         ("missing", [(ASKS, 1, LOADED), (ASKS, 1, LOADED)]),
     ],
@@ -146,7 +146,7 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
         assert client.answer("asks", PROMPT[: BLOCK + 1]).missing == []
         assert kept.num_loaded == 1
         client.finish(missing=BLOCK)
-        assert client.causes == {Cause.KV_STORE: BLOCK}, "E2: no fault"
+        assert client.causes == {Cause.KV_STORE: BLOCK}, "no fault"
 
 
 def test_blocks_whose_load_failed_and_that_nobody_computed(warm: Warm) -> None:

@@ -101,8 +101,8 @@ MODELS = (
 
 
 @pytest.mark.parametrize("value", [{"temperature": 0}, [7], "x", 7, True], ids=str)
-def test_h1_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server, value: Any) -> None:
-    """H1. A field that vLLM has not is an attribute of its request all the same."""
+def test_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server, value: Any) -> None:
+    """A field that vLLM has not is an attribute of its request all the same."""
     names = names_read()
     assert {
         "sampling_params",
@@ -135,7 +135,7 @@ def test_h1_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server, val
 
 
 def test_fields_of_ours_in_the_wrong_place(api: Server) -> None:
-    """H1, H4. In `sampling_params`, on completions and chats too, where vLLM has none; in a literal
+    """In `sampling_params`, on completions and chats too, where vLLM has none; in a literal
     `extra_body`, as clients send that are not OpenAI's for Python. Other values there are vLLM's
     matter."""
     for path, body in ENDPOINTS:
@@ -280,8 +280,8 @@ def test_long_names_do_not_come_back(api: Server) -> None:
 # ---- routes that are not ours ----
 
 
-def test_h3_no_route_takes_our_fields_in_silence(api: Server) -> None:
-    """H3. Every route that vLLM has, with whatever method takes a body."""
+def test_no_route_takes_our_fields_in_silence(api: Server) -> None:
+    """Every route that vLLM has, with whatever method takes a body."""
     args = serve.parse(["model", "--enable-scale-out"])
     with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
         routes = [
@@ -308,8 +308,8 @@ def test_h3_no_route_takes_our_fields_in_silence(api: Server) -> None:
     assert silent == []
 
 
-def test_h3_rows_that_derender_would_drop(api: Server) -> None:
-    """H3. And what vLLM says where there are none is no row."""
+def test_rows_that_derender_would_drop(api: Server) -> None:
+    """And what vLLM says where there are none is no row."""
     answer = api._post(GENERATE, {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3}})
     answer["choices"][0]["routed_experts"] = None
     for path, body in (
@@ -322,8 +322,8 @@ def test_h3_rows_that_derender_would_drop(api: Server) -> None:
         answer["choices"][0]["routed_experts"] = None
 
 
-def test_h3_what_vllm_itself_renders(api: Server, stock: Server) -> None:
-    """H3. vLLM's own field of a name of ours: rendering a prompt puts it into the request that our
+def test_what_vllm_itself_renders(api: Server, stock: Server) -> None:
+    """vLLM's own field of a name of ours: rendering a prompt puts it into the request that our
     endpoint takes."""
     start = {"routed_experts_prompt_start": 1}
     for path, (_, body) in zip(
@@ -353,8 +353,8 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("content", WRITTEN)
-def test_h3_however_it_is_written(api: Server, content: bytes) -> None:
-    """H3. Encodings, escapes and chunks that the JSON of a server reads."""
+def test_however_it_is_written(api: Server, content: bytes) -> None:
+    """Encodings, escapes and chunks that the JSON of a server reads."""
     parts = iter([content[:20], content[20:25], content[25:]])
     with api.client() as client:
         for body, kind in (
@@ -369,8 +369,8 @@ def test_h3_however_it_is_written(api: Server, content: bytes) -> None:
             )
 
 
-def test_h3_what_only_speaks_of_our_fields_passes(api: Server, stock: Server) -> None:
-    """H3. In texts, in tools' schemas, behind a null, and in what is no JSON."""
+def test_what_only_speaks_of_our_fields_passes(api: Server, stock: Server) -> None:
+    """In texts, in tools' schemas, behind a null, and in what is no JSON."""
     text = "what does return_routed_experts do? \\u0072outed_experts"
     tool = {
         "name": "a",
@@ -400,8 +400,8 @@ def test_h3_what_only_speaks_of_our_fields_passes(api: Server, stock: Server) ->
         assert statuses[0] == statuses[1]
 
 
-def test_h3_what_others_attach(api: Server) -> None:
-    """H3. Other plugins' routes and mounted applications; files and sockets are left alone."""
+def test_what_others_attach(api: Server) -> None:
+    """Other plugins' routes and mounted applications; files and sockets are left alone."""
     app = FastAPI()
 
     @app.put("/theirs/{name}")

@@ -122,7 +122,7 @@ def test_our_routes_are_in_the_file_and_nothing_else(
     assert found.keys() == {
         (route.path, method.lower()) for route in routes for method in route.methods
     }
-    rows = found["/v1/routed_experts/rows/{id}", "get"]["responses"]  # H5
+    rows = found["/v1/routed_experts/rows/{id}", "get"]["responses"]
     assert {"200", "206", "304", "400", "401", "404", "410", "412", "416"} <= rows.keys()
     assert len(found) == 7
     assert all(

@@ -182,7 +182,7 @@ CONDITIONS: list[tuple[int, list[tuple[str, str]]]] = [
 
 @pytest.mark.parametrize(("status", "headers"), CONDITIONS)
 @pytest.mark.parametrize("query", ["", PART])
-def test_h5_conditions(
+def test_conditions(
     api: Server, reference: dict[str, Any], query: str, status: int, headers: list[tuple[str, str]]
 ) -> None:
     """As RFC 9110, 13.2.2 says, in one line or several."""
@@ -202,7 +202,7 @@ def test_h5_conditions(
         )
 
 
-def test_h5_conditions_of_deletions(api: Server) -> None:
+def test_conditions_of_deletions(api: Server) -> None:
     def stored() -> dict[str, Any]:
         found: dict[str, Any] = api.complete(prompt="abc", max_tokens=1, **ASK, **REFERENCE)[
             "prompt_routed_experts"
@@ -222,7 +222,7 @@ def test_h5_conditions_of_deletions(api: Server) -> None:
         assert request(api, reference, "DELETE", "", (name, value)).status_code == status
 
 
-def test_h5_methods_that_there_are_not(api: Server, reference: dict[str, Any]) -> None:
+def test_methods_that_there_are_not(api: Server, reference: dict[str, Any]) -> None:
     for method in ("POST", "PUT", "PATCH", "OPTIONS"):
         response = request(api, reference, method)
         assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD, DELETE")
@@ -293,7 +293,7 @@ def test_arrays_that_there_are_not_and_a_folder_that_cannot_be_used(
     assert request(api, stays).status_code == 200
 
 
-def test_s1_urls_say_nothing_that_a_request_says(api: Server) -> None:
+def test_urls_say_nothing_that_a_request_says(api: Server) -> None:
     """So that they lead to the server through any proxy, and a key nowhere else."""
     with api.client() as client:
         said = {"Host": "evil:1", "X-Forwarded-Proto": "https", "X-Forwarded-Prefix": "/evil"}
@@ -381,7 +381,7 @@ def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(
         with server.client() as client:
             assert client.post(COMPLETIONS, json=joined).status_code == 507
         (folder,) = tmp_path.iterdir()
-        folder.rename(tmp_path / "elsewhere")  # S6
+        folder.rename(tmp_path / "elsewhere")  # the store makes it again
         assert "url" in server.complete(**body)["choices"][0]["routed_experts"]
     assert len(chunks) > 1
     assert all("data" in chunk["prompt_routed_experts"] for chunk in chunks)

@@ -85,7 +85,7 @@ def held_bytes(folder: Path) -> int:
     return sum(found.values())
 
 
-def test_s2_the_limit_holds_with_clients_that_stop_reading(
+def test_the_limit_holds_with_clients_that_stop_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """30 of them, whose arrays are deleted meanwhile: nothing is kept for them."""
@@ -111,7 +111,7 @@ def received(sock: socket.socket) -> int:
     return count
 
 
-def test_s2_a_response_whose_client_takes_nothing_ends(
+def test_a_response_whose_client_takes_nothing_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its connection, which the client does not close."""
@@ -263,7 +263,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize("rows", [40, 3000], ids=["one line", "many lines"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_s5_clients_that_leave_around_the_end_leave_nothing(
+def test_clients_that_leave_around_the_end_leave_nothing(
     folder: Path, rows: int, stream: bool
 ) -> None:
     """Wherever they leave; arrays stay for those who were told of them."""

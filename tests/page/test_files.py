@@ -195,8 +195,8 @@ def test_view_reads_folders(tmp_path: Path, saved: Path) -> None:
             view.viewed_files([str(tmp_path / "empty")], ModelInfo(), stack)
 
 
-def test_f3_view_reads_a_response_at_a_time(tmp_path: Path) -> None:
-    """F3: neither at the start nor while it is asked does it hold a file: recordings have
+def test_view_reads_a_response_at_a_time(tmp_path: Path) -> None:
+    """Neither at the start nor while it is asked does it hold a file: recordings have
     gigabytes."""
     info, line = (
         {"layer_ids": [1, 3], "num_layers": 2, "num_experts": 8},

@@ -118,10 +118,10 @@ def test_a_file_that_cannot_be_read_is_said(
     )
 
 
-def test_f3_files_that_are_opened_when_they_are_picked(
+def test_files_that_are_opened_when_they_are_picked(
     tab: Tab, viewed: Viewed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F3: of folders that are larger than a browser should hold, the first file, and others on
+    """Of folders that are larger than a browser should hold, the first file, and others on
     demand."""
     rows = [rows_of(29, 3, 2, 32, seed) for seed in range(3)]
     texts = {

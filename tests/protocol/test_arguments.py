@@ -1,5 +1,5 @@
 """Wrong arguments of each public function of the client library get a sentence that names the
-argument (C3)."""
+argument."""
 
 import asyncio
 import inspect
@@ -223,7 +223,7 @@ def ends_in_a_sentence(call: Callable[[], Any], name: str) -> str:
 
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__qualname__)
 def test_wrong_arguments(function: Callable[..., Any]) -> None:
-    """C3: never an IndexError, a KeyError or numpy's message, and nothing wrong is taken."""
+    """Never an IndexError, a KeyError or numpy's message, and nothing wrong is taken."""
     right, more = CASES[function]
     parameters, faults = inspect.signature(function).parameters, []
     for name in {**parameters, **more}:
@@ -237,7 +237,7 @@ def test_wrong_arguments(function: Callable[..., Any]) -> None:
 
 
 def test_types_of_torch() -> None:
-    """C3: torch's names of integer types, its tensors, and numpy's integers are taken."""
+    """torch's names of integer types, its tensors, and numpy's integers are taken."""
     for dtype in (torch.int64, torch.uint8, np.int64, "int32", np.dtype("<i4"), int):
         got = batch.align([ROUTING], np.int64(9), last="repeat", pad=0, dtype=dtype)
         assert got.dtype == np.dtype(

@@ -213,8 +213,8 @@ def test_truncated_arrays(fmt: Format, cut: int) -> None:
     ],
     ids=range(8),
 )
-def test_f1_a_header_of_npy_allocates_nothing(text: str) -> None:
-    """F1: numpy's parser evaluates any literal in it, and an array of its shape is made before
+def test_a_header_of_npy_allocates_nothing(text: str) -> None:
+    """numpy's parser evaluates any literal in it, and an array of its shape is made before
     there are any data."""
     header = "{'descr': '<i2', 'fortran_order': False, " + text
     data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"\0\0"
@@ -231,7 +231,7 @@ def test_f1_a_header_of_npy_allocates_nothing(text: str) -> None:
             decode(value)
 
 
-def test_f1_arrays_in_fortrans_order() -> None:
+def test_arrays_in_fortrans_order() -> None:
     rows = np.asfortranarray(np.arange(24, dtype=np.int16).reshape(2, 3, 4))
     buffer = io.BytesIO()
     np.save(buffer, rows)

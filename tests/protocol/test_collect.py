@@ -451,8 +451,8 @@ def test_histograms_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("layout", ["split", "joined"])
-def test_c1_prompt_rows_that_a_gateway_dropped(layout: str) -> None:
-    """C1: a request without a prompt start is answered from the first row on, whatever the
+def test_prompt_rows_that_a_gateway_dropped(layout: str) -> None:
+    """A request without a prompt start is answered from the first row on, whatever the
     layout."""
     body, chunks = answer(told()), stream(told())
     for part in (body, *chunks):
@@ -474,7 +474,7 @@ def litellm_made(body: dict[str, Any], *kept: str) -> dict[str, Any]:
 
 
 def test_fields_that_litellm_puts_aside() -> None:
-    """C1: it keeps those of choices; without those at the top level a joined response is whole, a
+    """It keeps those of choices; without those at the top level a joined response is whole, a
     split one is not."""
     joined = told(layout="joined", n=2)
     for body in (answer(joined), stream(joined)):
@@ -488,8 +488,8 @@ def test_fields_that_litellm_puts_aside() -> None:
     refused("rows from 9 on, asked for from 0 on", litellm_made(answer(told())))
 
 
-def test_f4_lines_of_a_batch() -> None:
-    """F4: OpenAI's output files hold a response in each line."""
+def test_lines_of_a_batch() -> None:
+    """OpenAI's output files hold a response in each line."""
     line = {"id": "batch_req_1", "custom_id": "mine", "error": None}
     line["response"] = {"status_code": 200, "request_id": "1", "body": answer(told(n=2))}
     for source in (line, json.dumps(line), json.dumps(line).encode()):
@@ -546,8 +546,8 @@ def test_texts_where_nothing_says_where_the_prompt_ends() -> None:
         assert collect({"choices": [{**choice, "logprobs": {"tokens": some}}]})[0].texts is None
 
 
-def test_f1_a_prompt_that_is_longer_than_any() -> None:
-    """F1: its length is one number in a response, and takes no memory of its size."""
+def test_a_prompt_that_is_longer_than_any() -> None:
+    """Its length is one number in a response, and takes no memory of its size."""
     body, joined = answer(told()), answer(told(layout="joined"))
     for each in (body, joined):
         each["choices"][0] |= {"logprobs": {"tokens": [*"abcdef"]}, "finish_reason": "abort"}
@@ -566,8 +566,8 @@ def test_f1_a_prompt_that_is_longer_than_any() -> None:
 
 @SETTINGS
 @given(st.data())
-def test_f1_any_value_in_any_place_is_a_routing_error(data: Any) -> None:
-    """F1: a field of a response that holds other JSON than the server sends."""
+def test_any_value_in_any_place_is_a_routing_error(data: Any) -> None:
+    """A field of a response that holds other JSON than the server sends."""
     body: Any = counted(answer(told(n=2)), [told(n=2)], rows=True)
     body["choices"][0]["logprobs"] = {"tokens": [*"abcdef"], "token_logprobs": [-1.0] * 6}
     body["error"] = None

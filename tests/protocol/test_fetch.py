@@ -48,7 +48,7 @@ def serving(*answers: tuple[int, dict[str, str]]) -> Iterator[tuple[int, list[tu
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/", "/a/b/v1"])
-def test_s1_the_url_is_relative_to_the_base_of_the_api(path: str) -> None:
+def test_the_url_is_relative_to_the_base_of_the_api(path: str) -> None:
     with serving((200, {})) as (port, asked):
         array = fetch(REFERENCE, base_url=f"http://127.0.0.1:{port}{path}", api_key="k")
     assert array.tolist() == [[[0, 0]], [[0, 0]]]
@@ -60,7 +60,7 @@ def test_s1_the_url_is_relative_to_the_base_of_the_api(path: str) -> None:
 @pytest.mark.parametrize(
     "url", ["//localhost:{}/rows/7", "/rows/7", "@localhost:{}/7", "../7", "file:///etc/passwd"]
 )
-def test_s1_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
+def test_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
     """Whatever a reference says, and wherever the server redirects."""
     with serving((200, {})) as (port, asked):
         with pytest.raises(ValueError, match="relative"):

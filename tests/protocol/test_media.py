@@ -1,4 +1,4 @@
-"""Conversations with pictures and embeddings, whose token ids do not say which they are (C2)."""
+"""Conversations with pictures and embeddings, whose token ids do not say which they are."""
 
 import contextlib
 import itertools
@@ -108,7 +108,7 @@ def check_turns(before: Routing, prompt: list[Part], said: Any, said_again: Any)
 def test_no_wrong_row_comes_out_if_media_are_not_said(
     turns: Any, says_first: bool, says_second: bool
 ) -> None:
-    """C2: pictures of the same size look the same; also if the media of one prompt only are
+    """Pictures of the same size look the same; also if the media of one prompt only are
     said."""
     first, generated, second = turns
     assume(not (says_first and says_second))
@@ -120,7 +120,7 @@ def test_no_wrong_row_comes_out_if_media_are_not_said(
 @SETTINGS
 @given(conversation(MEDIA | SMALL_MEDIA))
 def test_said_media_are_compared(turns: Any) -> None:
-    """C2: none is too small, and turns whose media continue are joined, as far as their tokens are
+    """None is too small, and turns whose media continue are joined, as far as their tokens are
     the same."""
     first, generated, second = turns
     before, said = answer_to(first, generated, media=media_of(first)), media_of(second)
@@ -141,7 +141,7 @@ def test_a_loop_that_was_generated_is_text() -> None:
 
 
 def test_a_prompt_of_embeddings() -> None:
-    """C2: its ids are zeros."""
+    """Its ids are zeros."""
     before = Routing(rows_of(13), prompt_len=10, prompt_token_ids=(0,) * 10, token_ids=(7, 8, 9, 9))
     message = r"repeats token 0 at position 1, .*: give the `media` of each prompt, `\(\)` for text, or `end`"
     with pytest.raises(RoutingError, match=message):
@@ -157,7 +157,7 @@ def test_a_prompt_of_embeddings() -> None:
 
 
 def test_the_end_by_hand() -> None:
-    """C2: of rows that hold by the caller's word."""
+    """Of rows that hold by the caller's word."""
     first: list[Part] = [1, ("A", PICTURE, 4), 2, ("B", PICTURE, 4)]
     second: list[Part] = [*first[:3], ("C", PICTURE, 4), 3]
     before = answer_to(first, [4, 5], media=media_of(first))
@@ -170,7 +170,7 @@ def test_the_end_by_hand() -> None:
 
 
 def test_media_of_a_response() -> None:
-    """C2: `collect` puts them into the routing; legs of one prompt must agree."""
+    """`collect` puts them into the routing; legs of one prompt must agree."""
     routings = [
         collect(answer(Told(rows_of(5), [rows_of(2)])), media=each)[0] for each in (["A"], ["B"])
     ]

@@ -161,7 +161,7 @@ def test_a_request_overrides_the_servers_defaults() -> None:
         ("routed_experts_layer", "routed_experts_layers"),
         ("routed_experts", "return_routed_experts"),
         ("return_routed_expert_weight", "return_routed_expert_weights"),
-        # H7: only what they share is alike
+        # Only what they share is alike
         *((f"routed_experts_{end}", "") for end in ("top", "x" * 100_000)),
     ],
 )

@@ -53,7 +53,7 @@ def test_the_address_for_health_checks(
 
 
 def test_what_to_paste_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F5. With a Unix socket no port is open, and no browser opens a socket."""
+    """With a Unix socket no port is open, and no browser opens a socket."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     page, paste = what_to_do(
         args(), "http://localhost:8000", "it's a model", has_page=True

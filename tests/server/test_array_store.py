@@ -307,7 +307,7 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("renamed", [False, True])
 @pytest.mark.parametrize("room", [2, 4])
-def test_s6_a_folder_that_is_removed_or_renamed_is_made_again(
+def test_a_folder_that_is_removed_or_renamed_is_made_again(
     tmp_path: Path, room: int, renamed: bool
 ) -> None:
     """Also by a store that was full."""
@@ -360,7 +360,7 @@ def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     assert store.used_bytes == FILE_BYTES
 
 
-def test_s3_a_program_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_program_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
     """No call waits: what is stored, fetched and deleted, of others too; starting; ending."""
     with another(tmp_path) as (program, keys):
         program.send_signal(signal.SIGSTOP)
@@ -479,7 +479,7 @@ def test_a_process_may_end_while_another_begins(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_another_process_removes_while_it_is_made(tmp_path: Path) -> None:
-    """S6. It is gone, and made again: "File exists" would have the first array of a process
+    """It is gone, and made again: "File exists" would have the first array of a process
     fail."""
     folder, context = tmp_path / "store", multiprocessing.get_context("fork")
     remover = context.Process(target=_remove_forever, args=(folder,), daemon=True)

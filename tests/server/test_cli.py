@@ -324,7 +324,7 @@ def test_a_port_in_use(
 
 
 def test_a_unix_socket_needs_no_port(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """F5. The socket is checked instead, and left for vLLM to make."""
+    """The socket is checked instead, and left for vLLM to make."""
     path = tmp_path / "socket"
     with socket.create_server(("0.0.0.0", 0)) as listening:
         command = ("serve", "./nowhere", "--port", str(listening.getsockname()[1]), "--uds")
@@ -341,10 +341,10 @@ def test_a_unix_socket_needs_no_port(capsys: pytest.CaptureFixture[str], tmp_pat
         assert "AF_UNIX path too long." in refused(capsys, *command, "x" * 200)
 
 
-def test_h2_the_front_end_in_rust_is_refused(
+def test_the_front_end_in_rust_is_refused(
     words: Words, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H2. It takes the port from the process that has the self-test and our routes."""
+    """It takes the port from the process that has the self-test and our routes."""
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "/bin/true")
     disable_envs_cache()  # what a server before keeps
@@ -590,7 +590,7 @@ def test_a_program_that_calls_it_keeps_its_ctrl_c(capsys: pytest.CaptureFixture[
 
 
 def test_a_server_that_ends_visits_no_objects() -> None:
-    """H6. That took the first process seconds, in which Docker kills it. Nor does it wait for
+    """That took the first process seconds, in which Docker kills it. Nor does it wait for
     Ctrl-C."""
     program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000)); "
     program += "from routed_experts.server.cli.signals import stop_on_signals; stop_on_signals()"

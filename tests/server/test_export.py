@@ -378,8 +378,8 @@ def test_megatrons_trace(known: Tokens) -> None:
 # ---- requests ----
 
 
-def test_f6_how_prompts_are_sent(tmp_path: Path) -> None:
-    """F6: greedily, so that the same command gives the same rows; what a request says takes
+def test_how_prompts_are_sent(tmp_path: Path) -> None:
+    """Greedily, so that the same command gives the same rows; what a request says takes
     precedence."""
     lines = [
         "one",

@@ -59,8 +59,8 @@ def words(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Words:
 COMMAND = "export FILES/answer -o FILES/out.npz"
 
 
-def test_h2_vllms_command_has_no_other_front_ends() -> None:
-    """H2. What can have the port is the server in Python, which tests itself, or one of those that
+def test_vllms_command_has_no_other_front_ends() -> None:
+    """What can have the port is the server in Python, which tests itself, or one of those that
     are refused."""
     tree = ast.parse(Path(vllms_command.__file__).read_text())
     called = {getattr(node.func, "id", "") for node in ast.walk(tree) if isinstance(node, ast.Call)}

@@ -1,4 +1,4 @@
-"""F1: files from anywhere. Whatever is in one, each command ends with a status and at most one
+"""Files from anywhere. Whatever is in one, each command ends with a status and at most one
 sentence.
 
 What a single value may take of memory is in `tests/protocol`.
@@ -145,7 +145,7 @@ MANY = settings(SETTINGS, max_examples=times(2000), derandomize=False)
 
 @SETTINGS
 @given(text=files())
-def test_f1_any_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) -> None:
+def test_any_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) -> None:
     check_file(tmp_path, capsys, text)
 
 

@@ -161,10 +161,10 @@ def test_open_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(counted()) == 0
 
 
-def test_m1_reports_that_cannot_be_read_do_not_end_the_server(
+def test_reports_that_cannot_be_read_do_not_end_the_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """M1. vLLM's output handler ends with what is raised in it; answers go on, and the reports are
+    """vLLM's output handler ends with what is raised in it; answers go on, and the reports are
     counted."""
     frontend = Frontend()
     frontend.buffers.on_stats = EngineMetrics(MODEL, [1], 8).update

@@ -93,8 +93,8 @@ def test_a_server_that_begins_while_another_makes_or_completes_a_file(
     assert {*texts_in(tmp_path).values()} == {"one\n", "two\n"}
 
 
-def test_f2_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path) -> None:
-    """F2: files that no server made are left alone: a link is not followed, and a folder or a pipe
+def test_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path) -> None:
+    """Files that no server made are left alone: a link is not followed, and a folder or a pipe
     does not keep a server from starting."""
     folder, elsewhere = tmp_path / "record", tmp_path / "elsewhere"
     folder.mkdir(mode=0o700)
@@ -122,8 +122,8 @@ def test_f2_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: P
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
-def test_f2_a_folder_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
-    """F2: they could put links there, and read or change what is recorded."""
+def test_a_folder_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
+    """They could put links there, and read or change what is recorded."""
     folder, link = tmp_path / "record", tmp_path / "link"
     link.symlink_to(folder)
     prepare(folder)

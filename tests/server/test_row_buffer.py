@@ -426,7 +426,7 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
 def test_an_abort_of_a_choice_whose_rows_come_at_its_end_waits_for_them(
     n: int, internal: bool
 ) -> None:
-    """E4: the engine's answer brings them. Others end at once, and those whose rows come with a
+    """The engine's answer brings them. Others end at once, and those whose rows come with a
     stop string."""
     frontend = Frontend()
     asks = SamplingParams(n=n, output_kind=DELTA, detokenize=False)

@@ -246,8 +246,8 @@ def test_a_folder_as_a_server_records_it(tmp_path: Path) -> None:
         list(read(opened([str(tmp_path / "none")]), ModelInfo()))
 
 
-def test_f3_a_broken_line_is_not_searched_for_its_end() -> None:
-    """F3: only a value that may go on beyond the line needs more of the file, which may be larger
+def test_a_broken_line_is_not_searched_for_its_end() -> None:
+    """Only a value that may go on beyond the line needs more of the file, which may be larger
     than the memory."""
     rest = f"{body(ONE)}\n" * 50
     for text, most in ((f"{{]\n{rest}", 10), (f'{{"a": 1,\n "b": ]\n{rest}', 2 * len(body(ONE)))):

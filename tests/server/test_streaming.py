@@ -433,8 +433,8 @@ def test_a_failing_engine_fails_the_stream() -> None:
 @pytest.mark.parametrize(
     "finish", ["stop", "length", "repetition", "abort", "error", "a reason that vLLM adds"]
 )
-def test_m2_a_row_that_is_missing_is_the_same_streamed_whole_and_in_a_program(finish: str) -> None:
-    """M2. Whatever ends a choice: -1 for its last row, or for an abort none."""
+def test_a_row_that_is_missing_is_the_same_streamed_whole_and_in_a_program(finish: str) -> None:
+    """Whatever ends a choice: -1 for its last row, or for an abort none."""
 
     def ends() -> RequestOutput:
         return output(3, choice(4, buffer_of((0, rows_of(0, 5))), finish=finish))
