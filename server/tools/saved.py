@@ -109,7 +109,7 @@ def files_in(paths: Sequence[str]) -> list[str]:
     files: list[str] = []
     for path in paths:
         if is_bucket(path):
-            found += _objects_in(path)
+            files += _objects_in(path)
             continue
         if path == STDIN or not Path(path).is_dir():
             files.append(path)
