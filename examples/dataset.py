@@ -65,16 +65,16 @@ def converse(url: str, model: str) -> tuple[list[Reference], list[int]]:
     tokens: list[int] = []
     for text in TURNS:
         tokens += post(f"{url}/tokenize", {"model": model, "prompt": text})["tokens"]
-        asked = {
+        fields = {
             "return_routed_experts": True,
             "routed_experts_delivery": "reference",
             "return_token_ids": True,
         }
-        asked["routed_experts_prompt_start"] = sum(
+        fields["routed_experts_prompt_start"] = sum(
             reference["shape"][0] for reference in references
         )
         answer = post(
-            f"{url}/v1/completions", {"model": model, "prompt": tokens, "max_tokens": 8, **asked}
+            f"{url}/v1/completions", {"model": model, "prompt": tokens, "max_tokens": 8, **fields}
         )
         (choice,) = answer["choices"]
         references += [answer["prompt_routed_experts"], choice["routed_experts"]]

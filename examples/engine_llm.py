@@ -37,8 +37,8 @@ def main(model: str, **options: Any) -> list[Answer]:
     # The next turn of a conversation: its rows begin where those of the turn before end.
     tokens, rows = answers[0]
     turn: Any = {"prompt_token_ids": [*tokens, *answers[2][0]]}
-    asked = SamplingParams(max_tokens=12, routed_experts_prompt_start=len(rows))
-    answers += answers_of(llm.generate(turn, asked, use_tqdm=False))
+    params = SamplingParams(max_tokens=12, routed_experts_prompt_start=len(rows))
+    answers += answers_of(llm.generate(turn, params, use_tqdm=False))
     for tokens, rows in answers:
         print(len(tokens), "tokens,", rows.shape, rows.dtype)
     return answers

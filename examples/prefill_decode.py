@@ -234,8 +234,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     own = (args.prefill, args.decode)
     legs = [
-        start(args.model, *each, [*flags, *more])
-        for *each, more in zip(ports, args.devices, own, strict=True)
+        start(args.model, port, device, [*flags, *of_leg])
+        for port, device, of_leg in zip(ports, args.devices, own, strict=True)
     ]
     try:
         for leg, port in zip(legs, ports, strict=True):

@@ -36,7 +36,7 @@ def rollouts(
     texts."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     info = httpx.get(f"{url}/v1/routed_experts", timeout=60).json()
-    asked = {
+    fields = {
         "return_routed_experts": True,
         "return_routed_expert_weights": info["weights"],
         "return_token_ids": True,
@@ -49,11 +49,11 @@ def rollouts(
         temperature=1.0,
         logprobs=0,
         top_p=1.0,
-        extra_body={"top_k": -1, **asked},
+        extra_body={"top_k": -1, **fields},
     )
     routings = collect(answer)
     if info["weights"]:
-        routings = [replace(each, weights=scaled(each.weights, info)) for each in routings]  # type: ignore[arg-type]
+        routings = [replace(routing, weights=scaled(routing.weights, info)) for routing in routings]  # type: ignore[arg-type]
     return info, routings, [choice.text for choice in answer.choices]
 
 
@@ -64,8 +64,8 @@ def experts_seen(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     seen: list[torch.Tensor] = []
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
     handles = [
-        each.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
-        for each in experts
+        module.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+        for module in experts
     ]
     try:
         yield seen

@@ -213,7 +213,7 @@ class SavedAnswer:
 def page_lines(
     files: Iterable[tuple[str, TextIO]],
     given: ModelInfo,
-    about: ModelInfo | None = None,
+    info_before: ModelInfo | None = None,
     *,
     is_upload: bool = False,
 ) -> Iterator[str]:
@@ -233,11 +233,11 @@ def page_lines(
 
     Args:
         given: facts about the model, which take precedence.
-        about: what files before these say about the model.
+        info_before: what files before these say about the model.
         is_upload: whether the limits hold for all files together, as on a server; else for each
             response.
     """
-    reader = Reader(given, about, MAX_UPLOADED_ITEMS if is_upload else None)
+    reader = Reader(given, info_before, MAX_UPLOADED_ITEMS if is_upload else None)
     left = MAX_PAGE_BYTES
     try:
         for name, file in files:
@@ -375,9 +375,12 @@ class Reader:
     """Reads one file after another."""
 
     def __init__(
-        self, given: ModelInfo, about: ModelInfo | None = None, most_items: int | None = None
+        self,
+        given: ModelInfo,
+        info_before: ModelInfo | None = None,
+        most_items: int | None = None,
     ) -> None:
-        self.about = about or ModelInfo()  # what the files so far say about their model
+        self.info = info_before or ModelInfo()  # what the files so far say about their model
         self._given = given
         self._num_items = 0
         self._most_items = most_items
@@ -395,12 +398,12 @@ class Reader:
                     raise RoutingError("not a response of the server: it must be a JSON object")
                 self._count(_num_items(parts))
                 if "layer_ids" in parts[0] and "choices" not in parts[0]:
-                    self.about = ModelInfo.of(parts[0])
+                    self.info = ModelInfo.of(parts[0])
                     of_file = ModelInfo()
                     continue
                 if INFO in parts[0]:
                     of_file = ModelInfo.of(parts[0][INFO])
-            yield replace(answer, info=self._given.over(of_file.over(self.about)))
+            yield replace(answer, info=self._given.over(of_file.over(self.info)))
         if is_empty:
             raise RoutingError(f"{name} has no responses")
 

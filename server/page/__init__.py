@@ -65,7 +65,7 @@ def read_saved(body: bytes | bytearray) -> Iterator[str]:
     """The lines of `page_lines` for files in a request's body, `[[name, text], …]`. Raises
     `ValueError` for another."""
     try:
-        given = [(str(name), StringIO(text)) for name, text in json.loads(body)]
+        named_texts = [(str(name), StringIO(text)) for name, text in json.loads(body)]
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError("The body must be a list of files, each [name, text].") from error
-    return page_lines(given, ModelInfo(), is_upload=True)
+    return page_lines(named_texts, ModelInfo(), is_upload=True)

@@ -53,7 +53,7 @@ class Reading:
         finally:
             body.drop()
 
-    def take(self, num_bytes: int) -> bool:
+    def reserve(self, num_bytes: int) -> bool:
         """Counts bytes (or fewer, if negative), unless there are too many."""
         fits = self._num_bytes + num_bytes <= MAX_WAITING_BYTES
         self._num_bytes += num_bytes if fits else 0
@@ -75,7 +75,7 @@ class Body:
                 continue
             if len(self._bytes) + len(chunk) > MAX_BYTES:
                 refusal = error_response(TOO_LARGE, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            elif not self._reading.take(len(chunk)):
+            elif not self._reading.reserve(len(chunk)):
                 refusal = busy_response()
             else:
                 self._bytes += chunk
@@ -84,7 +84,7 @@ class Body:
         return refusal
 
     def drop(self) -> None:
-        self._reading.take(-len(self._bytes))
+        self._reading.reserve(-len(self._bytes))
         self._bytes = bytearray()
 
     def lines(self) -> Iterator[bytes]:

@@ -18,12 +18,11 @@ def start() -> Response:
 @page_router.get(PAGE_PATH)
 @page_router.get(PAGE_PATH + "/{name}")
 async def page(raw_request: Request, name: str | None = None) -> Response:
-    found = page_file(
-        PAGE_PATH if name is None else f"{PAGE_PATH}/{name}", page_config(raw_request)
-    )
-    if found is None:
+    path = PAGE_PATH if name is None else f"{PAGE_PATH}/{name}"
+    file = page_file(path, page_config(raw_request))
+    if file is None:
         return Response("File not found.", status_code=404)
-    content, kind = found
+    content, kind = file
     return Response(content, media_type=kind, headers=HEADERS)
 
 

@@ -44,11 +44,11 @@ class ViewedFile:
 
     name: str  # as the page shows it
     path: Path
-    about: ModelInfo  # what the files before it say about their model
+    info_before: ModelInfo  # what the files before it say about their model
 
     def lines(self, given: ModelInfo) -> Iterator[str]:
         """The responses as the page shows them."""
-        return page_lines(self._open(), given, self.about)
+        return page_lines(self._open(), given, self.info_before)
 
     def _open(self) -> Iterator[tuple[str, TextIO]]:
         with open(self.path, encoding="utf-8-sig", opener=open_file) as file:
@@ -217,7 +217,7 @@ def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> li
                     check_shown(answer, routing)
         if not is_empty:
             viewed.append(ViewedFile(name, file, info))
-        info = reader.about
+        info = reader.info
     if paths and not viewed:
         raise CommandError(f"{name} has no responses.")
     return viewed
