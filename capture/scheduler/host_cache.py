@@ -11,8 +11,16 @@ from routed_experts.capture.wire.message import Cause
 from routed_experts.capture.wire.rows import ids_of, missing_weights
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
+Slots = NDArray[np.int64]
+"""[n], KV slots: block id x block size + index in the block."""
 
-def within(ids: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
+BlockIds = NDArray[np.int64]
+"""[number of blocks], the block table of a sequence from position 0 on."""
+
+Mask = NDArray[np.bool_]
+
+
+def within(ids: NDArray[np.int64], count: int) -> Mask:
     """Which of `ids` ([n]) are at least 0 and less than `count`, in one comparison: unsigned, -1 is
     the largest."""
     return ids.view(np.uint64) < count
@@ -21,7 +29,7 @@ def within(ids: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
 class Reader(Protocol):
     """Reads rows later: `PendingRows`."""
 
-    def before_write(self, is_written: NDArray[np.bool_]) -> None:
+    def before_write(self, is_written: Mask) -> None:
         """Called before the cache writes into blocks ([number of blocks], True for those)."""
 
 
@@ -41,10 +49,10 @@ class HostCache:
         self.row_shape: tuple[int, int] = (0, 0)
         self._readers: WeakSet[Reader] = WeakSet()  # that wait
         # blocks, by a reader
-        self._is_awaited: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
-        self._rows: NDArray[np.int16] = np.empty((num_blocks, block_size, 0, 0), dtype=np.int16)
+        self._is_awaited: Mask = np.zeros(num_blocks, dtype=np.bool_)
+        self._rows: Rows = np.empty((num_blocks, block_size, 0, 0), dtype=np.int16)
         # np.empty holds garbage that looks like ids, so which slots were written is kept beside it.
-        self._written: NDArray[np.bool_] = np.zeros((num_blocks, block_size), dtype=np.bool_)
+        self._written: Mask = np.zeros((num_blocks, block_size), dtype=np.bool_)
         self._written_by_slot = self._written.reshape(-1)
         # of unwritten slots
         self._causes: NDArray[np.uint8] = np.zeros((num_blocks, block_size), dtype=np.uint8)
@@ -72,7 +80,7 @@ class HostCache:
         num_rows = int(np.count_nonzero(self._written))
         return num_rows * height * top_k * self._rows.itemsize
 
-    def write(self, slots: NDArray[np.int64], rows: NDArray[np.int16]) -> None:
+    def write(self, slots: Slots, rows: Rows) -> None:
         """Stores `rows` ([n, L, K]) at `slots` ([n])."""
         self._allocate(rows.shape[1:])
         inside = within(slots, self._written.size)
@@ -90,25 +98,23 @@ class HostCache:
         self._readers.add(reader)
         self._is_awaited[blocks] = True
 
-    def _before_write(self, slots: NDArray[np.int64]) -> None:
+    def _before_write(self, slots: Slots) -> None:
         blocks = slots // self.block_size
         if self._is_awaited[blocks].any():
-            is_written: NDArray[np.bool_] = np.zeros(len(self._written), dtype=np.bool_)
+            is_written: Mask = np.zeros(len(self._written), dtype=np.bool_)
             is_written[blocks] = True
             for reader in self._readers:
                 reader.before_write(is_written)
             self._is_awaited[blocks] = False
 
-    def forget(self, slots: NDArray[np.int64], cause: Cause = Cause.FAULT) -> None:
+    def forget(self, slots: Slots, cause: Cause = Cause.FAULT) -> None:
         """Makes `slots` ([n]) unwritten: their KV is not what their rows were computed with."""
         slots = slots[within(slots, self._written.size)]
         self._before_write(slots)
         self._written_by_slot[slots] = False
         self._causes.reshape(-1)[slots] = cause
 
-    def causes(
-        self, block_ids: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> NDArray[np.uint8]:
+    def causes(self, block_ids: BlockIds, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
         """The `Cause` [n] of unknown rows at `positions` ([n]) of a sequence with this block
         table."""
         blocks = block_ids[positions // self.block_size]
@@ -117,13 +123,13 @@ class HostCache:
         causes[self._written_by_slot[slots]] = Cause.FAULT
         return causes
 
-    def are_written(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def are_written(self, slots: Slots) -> Mask:
         """Which of `slots` ([n]) have a row."""
-        written: NDArray[np.bool_] = within(slots, self._written.size)
+        written: Mask = within(slots, self._written.size)
         written &= self._written_by_slot[np.where(written, slots, 0)]
         return written
 
-    def missing_weights(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def missing_weights(self, slots: Slots) -> Mask:
         """Which of `slots` ([n]) have rows [3L, K] without weights (`rows.py`); none where no row
         has any."""
         written = self.are_written(slots) & self.has_weights
@@ -136,8 +142,8 @@ class HostCache:
     def copy_from(
         self,
         other: "HostCache",
-        sources: NDArray[np.int64],
-        slots: NDArray[np.int64],
+        sources: Slots,
+        slots: Slots,
         cause: Cause | NDArray[np.uint8] = Cause.FAULT,
     ) -> None:
         """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the
@@ -164,7 +170,7 @@ class HostCache:
         causes = self._causes.reshape(-1)[np.where(exist, sources, 0)]
         self.copy_from(self, sources, slots, causes)
 
-    def read(self, block_ids: NDArray[np.int64], first: int, out: Rows) -> None:
+    def read(self, block_ids: BlockIds, first: int, out: Rows) -> None:
         """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where
         never written. Other threads run meanwhile. Raises if the block table (from position 0 on)
         is too short, or names no block."""

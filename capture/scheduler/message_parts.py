@@ -24,18 +24,24 @@ def room_in_message(backlog: int, part_bytes: int, *, delays_others: bool) -> in
 def divide(room: int, sizes: Sequence[int], row_bytes: int) -> list[int]:
     """Bytes of each entry that go into a message with `room` bytes for rows; whole rows only.
 
-    `sizes` are those of the entries, each a multiple of `row_bytes`, in the order in which they
-    came. The entry that came first gets half of the room, so that those that come later never hold
-    it up. In the rest, shorter entries come before longer ones, so that as many requests as
-    possible go on. What is left then goes to the first.
+    `sizes` are those of the entries, at least one, in the order in which they came; each is a
+    multiple of `row_bytes`. The entry that came first gets half of the room, so that those that
+    come later never hold it up. In the rest, shorter entries come before longer ones, so that as
+    many requests as possible go on. What is left then goes to the first.
     """
     parts = [0] * len(sizes)
     later = sorted(range(1, len(sizes)), key=sizes.__getitem__)
     share_of_first = room // 2 if later else room
-    for index, limit in [(0, share_of_first), *((index, room) for index in later), (0, room)]:
-        if room < row_bytes:
+    parts[0] = _whole_rows(min(share_of_first, sizes[0]), row_bytes)
+    left = room - parts[0]
+    for index in later:
+        if left < row_bytes:
             break
-        num_rows = min(limit, room, sizes[index] - parts[index]) // row_bytes
-        parts[index] += num_rows * row_bytes
-        room -= num_rows * row_bytes
+        parts[index] = _whole_rows(min(left, sizes[index]), row_bytes)
+        left -= parts[index]
+    parts[0] += _whole_rows(min(left, sizes[0] - parts[0]), row_bytes)
     return parts
+
+
+def _whole_rows(num_bytes: int, row_bytes: int) -> int:
+    return num_bytes // row_bytes * row_bytes

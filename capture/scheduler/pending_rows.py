@@ -4,16 +4,15 @@ the host cache."""
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.host_cache import BlockIds, HostCache, Mask
 from routed_experts.capture.wire.message import PlacedRows
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 Piece = Rows | int
 """Rows at hand, or a number of rows to read from the host cache."""
 
-ReportUnknown = Callable[[NDArray[np.int64], int, Rows], None]
+ReportUnknown = Callable[[BlockIds, int, Rows], None]
 """Called with a block table, a position, and the rows from there on, some of which are unknown."""
 
 
@@ -27,7 +26,7 @@ class PendingRows:
         start: int,
         pieces: list[Piece],
         # of the sequence, as far as rows are to be read; those before are not looked at
-        block_ids: NDArray[np.int64],
+        block_ids: BlockIds,
         report_unknown: ReportUnknown,
         *,
         ids_only: bool = False,  # whether rows of a cache with weights are given without them
@@ -96,7 +95,7 @@ class PendingRows:
         if (out[:, 0, 0] == UNKNOWN).any():
             self._report_unknown(self._block_ids, first, out)
 
-    def before_write(self, is_written: NDArray[np.bool_]) -> None:
+    def before_write(self, is_written: Mask) -> None:
         """Called by the host cache before it writes into blocks ([number of blocks], True for those
         that it writes into). Reads the rows in them, and those between them."""
         pieces: list[Piece] = []
@@ -109,7 +108,7 @@ class PendingRows:
             first += _size(piece)
         self._pieces = _not_empty(pieces)
 
-    def _read_written(self, first: int, count: int, is_written: NDArray[np.bool_]) -> list[Piece]:
+    def _read_written(self, first: int, count: int, is_written: Mask) -> list[Piece]:
         """What becomes of `count` rows from position `first` on that are still to be read."""
         size = self._cache.block_size
         end = first + count

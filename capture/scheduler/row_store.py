@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.scheduler.host_cache import HostCache, within
+from routed_experts.capture.scheduler.host_cache import HostCache, Mask, Slots, within
 from routed_experts.capture.wire.message import Cause
 
 
@@ -18,9 +18,9 @@ class RowStore:
         self.chunk_tokens = chunk_tokens
         self._num_chunks = num_chunks
         self._rows = HostCache(num_chunks, chunk_tokens, has_weights)
-        self._is_complete: NDArray[np.bool_] = np.zeros(num_chunks, dtype=np.bool_)
+        self._is_complete: Mask = np.zeros(num_chunks, dtype=np.bool_)
         # whole, with all weights
-        self._has_all_weights: NDArray[np.bool_] = np.zeros(num_chunks, dtype=np.bool_)
+        self._has_all_weights: Mask = np.zeros(num_chunks, dtype=np.bool_)
 
     @property
     def used_bytes(self) -> int:
@@ -31,16 +31,14 @@ class RowStore:
         has_all = self._has_all_weights if with_weights else self._is_complete
         return 0 <= chunk < self._num_chunks and bool(has_all[chunk])
 
-    def have_rows(
-        self, store_slots: NDArray[np.int64], with_weights: bool = False
-    ) -> NDArray[np.bool_]:
+    def have_rows(self, store_slots: Slots, with_weights: bool = False) -> Mask:
         """Which of `store_slots` ([n]; -1 has none) have rows, with their weights."""
         have = self._rows.are_written(store_slots)
         if with_weights:
             have &= ~self._rows.missing_weights(store_slots)
         return have
 
-    def keep(self, cache: HostCache, slots: NDArray[np.int64], chunks: NDArray[np.int64]) -> None:
+    def keep(self, cache: HostCache, slots: Slots, chunks: NDArray[np.int64]) -> None:
         """Copies the rows of `slots` ([n x tokens of a chunk]) of the host cache to `chunks` ([n]),
         those of them that exist."""
         inside = within(chunks, self._num_chunks)
@@ -57,8 +55,8 @@ class RowStore:
     def fill(
         self,
         cache: HostCache,
-        slots: NDArray[np.int64],
-        store_slots: NDArray[np.int64],
+        slots: Slots,
+        store_slots: Slots,
         cause: Cause,
     ) -> None:
         """Makes `slots` ([n]) of the host cache what `store_slots` ([n]; -1 has no row) are;
