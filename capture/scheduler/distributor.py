@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.scheduler.output_queue import OutputQueue
@@ -169,7 +168,7 @@ class RowDistributor:
         self.queue.fill(messages)
         return singles
 
-    def _take_streams(self, step: Step, outputs: Sequence[Any]) -> list[SingleRows]:
+    def _take_streams(self, step: Step, outputs: Sequence[EngineCoreOutput]) -> list[SingleRows]:
         """Takes the rows of streams, in one pass. Outputs that bring more or less than the next row
         are taken one by one."""
         streams = self.requests.streams
@@ -211,7 +210,7 @@ class RowDistributor:
         weights = np.fromiter([state.opt_in.weights for state in states], np.bool_, len(states))
         return [(ids_of(rows), is_single & ~weights), (rows, is_single & weights)]
 
-    def _take_alone(self, step: Step, outputs: Sequence[Any]) -> None:
+    def _take_alone(self, step: Step, outputs: Sequence[EngineCoreOutput]) -> None:
         """Takes the outputs of requests that are looked at one by one."""
         for output in outputs:
             state = self.requests.alone.get(output.request_id)
@@ -219,7 +218,7 @@ class RowDistributor:
                 self._take(state, step, step.starts[output.request_id], output)
                 self._move_on(state)
 
-    def _take(self, state: RequestRows, step: Step, start: int, output: Any) -> None:
+    def _take(self, state: RequestRows, step: Step, start: int, output: EngineCoreOutput) -> None:
         """Takes the rows of one output of a step that began at position `start`."""
         if self._has_drafts:
             # The step was scheduled as if all drafts in flight were accepted. It began at the last
@@ -275,7 +274,7 @@ class RowDistributor:
             oldest = next(iter(self._sent_prompts))
             del self._sent_prompts[oldest]
 
-    def _queue_last_rows(self, outputs: Sequence[Any]) -> None:
+    def _queue_last_rows(self, outputs: Sequence[EngineCoreOutput]) -> None:
         """Queues the rows that requests get with their last outputs."""
         for output in outputs:
             state = self.requests.ended.get(output.request_id)
