@@ -4,6 +4,7 @@ Keys and endpoints come from the environment variables that every tool reads (`A
 `AZURE_…`), and stand in no message.
 """
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -67,10 +68,10 @@ def told(url: str) -> Iterator[None]:
         raise OSError(_AFTER_FORK)
     try:
         yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(2, "it is not there", url) from error.__cause__
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "it is not there", url) from None
     except (BaseError, OSError, ValueError) as error:
-        raise OSError(f"{url}: {words_of(error)}") from None
+        raise OSError(errno.EIO, words_of(error), url) from None
 
 
 def words_of(error: Exception) -> str:
@@ -80,4 +81,5 @@ def words_of(error: Exception) -> str:
         message = _MESSAGE.search(said)
         return f"{code[1]}: {message[1]}" if message else code[1]
     _, _, reason = said.partition(" - ")
-    return _URL.sub("the store", reason or said).splitlines()[0].strip()
+    words = _URL.sub("the store", reason or said).partition("\n")[0].strip()
+    return words or type(error).__name__

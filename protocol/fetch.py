@@ -255,7 +255,7 @@ def _read_object(reference: Mapping[str, Any], ranges: Sequence[Range]) -> bytes
             return b"".join(objects.get_ranges(name, starts=starts, ends=ends))
     except OSError as error:
         is_gone = isinstance(error, FileNotFoundError)
-        raise FetchError(f"{uri}: {error}", 404 if is_gone else None) from None
+        raise FetchError(f"{uri}: {error.strerror or error}", 404 if is_gone else None) from None
 
 
 def _described(reference: Mapping[str, Any]) -> tuple[tuple[int, int, int], np.dtype[Any]]:

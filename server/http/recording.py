@@ -214,8 +214,9 @@ class SentFiles(RecordFiles):
         super().rotate(at_once)
         for path in [*self._sizes]:
             if not path.name.endswith(PART):  # one of which half a line could not be undone
-                self._bucket.put_file(path.name, path)
-                path.unlink(missing_ok=True)
+                if path.exists():  # else a process that took over has sent it
+                    self._bucket.put_file(path.name, path)
+                    path.unlink(missing_ok=True)
                 del self._sizes[path]
                 self._has_sent = True
 

@@ -161,13 +161,11 @@ class ArrayStore:
         """Raises the system's errors as those of this module."""
         try:
             yield
-        except FileNotFoundError as error:
-            if key:
-                raise ArrayGoneError(key) from None
-            raise StoreError(f"{self.folder} {what}: {error.strerror}") from error
         except OSError as error:
-            words = f"{self.folder} {what}: {error.strerror}" if self.folder else str(error)
-            raise StoreError(words) from error
+            if key and isinstance(error, FileNotFoundError):
+                raise ArrayGoneError(key) from None
+            place = self.bucket.url if self.bucket else self.folder
+            raise StoreError(f"{place} {what}: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Ends the use of the folder, which goes if it is not kept and nobody else uses it. No other

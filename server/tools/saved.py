@@ -69,7 +69,7 @@ def _copy_of(uri: str) -> Iterator[TextIO]:
                 for part in objects.get(name).stream():
                     file.write(part)
         except OSError as error:
-            raise CommandError(f"{uri} cannot be read: {error}.") from error
+            raise CommandError(f"{uri} cannot be read: {error.strerror or error}.") from error
         file.seek(0)
         with open(file.fileno(), encoding="utf-8-sig", closefd=False) as text:
             yield text
@@ -85,7 +85,7 @@ def _objects_in(url: str) -> list[str]:
         with told(url):
             listed = [each for part in objects.list() for each in part]
     except OSError as error:
-        raise CommandError(f"{url} cannot be read: {error}.") from error
+        raise CommandError(f"{url} cannot be read: {error.strerror or error}.") from error
     names = sorted(
         each["path"] for each in listed if each["path"].endswith(SUFFIXES) and each["size"]
     )
