@@ -231,6 +231,7 @@ def join_turns(
             (some chat templates drop or rewrite tokens); or media differ or are not given, as for
             `shared_prefix`.
     """
+    turns = arguments.sequence_of("turns", turns, object)
     if turns and isinstance(turns[0], Mapping):
         return _join_references(arguments.sequence_of("turns", turns, Mapping))
     turns = arguments.sequence_of("turns", turns, Routing)
