@@ -610,52 +610,83 @@ def answers_of_stream(
     they belong to.
 
     Args:
+        start: the position of the first row that was asked for.
+        per_prompt: choices of each prompt.
         at_end: whether all rows come with the last chunk of each choice.
     """
-    prompts: dict[int, np.ndarray] = {}
-    answers: dict[int, Answer] = {}
-    firsts: dict[int, int] = {}
+    stream = _StreamedAnswers(start, per_prompt, at_end)
     for chunk in chunks:
         assert "error" not in chunk, chunk
-        if not chunk["choices"]:
-            continue
+        if chunk["choices"]:
+            stream.add(chunk)
+    return stream.answers()
+
+
+class _StreamedAnswers:
+    """The choices of a stream, as far as its chunks came."""
+
+    def __init__(self, start: int, per_prompt: int, at_end: bool) -> None:
+        self._start = start
+        self._per_prompt = per_prompt
+        self._at_end = at_end
+        self._prompts: dict[int, np.ndarray] = {}  # rows, by the prompt's index in the request
+        self._answers: dict[int, Answer] = {}  # by the choice's index
+        self._first_positions: dict[int, int] = {}  # of the generated rows, by the choice's index
+
+    def add(self, chunk: dict[str, Any]) -> None:
         (choice,) = chunk["choices"]
         index = choice["index"]
-        prompt_index = index // per_prompt
+        prompt_index = index // self._per_prompt
         if "prompt_routed_experts" in chunk:
-            array = chunk["prompt_routed_experts"]
-            rows, before = rows_in(array), prompts.get(prompt_index)
-            assert array["start"] == start + (0 if before is None else len(before)), (
-                "rows twice, or not in order"
-            )
-            prompts[prompt_index] = rows if before is None else np.concatenate([before, rows])
-        assert at_end or prompt_index in prompts, "the first chunk of a prompt has no prompt rows"
-        no_rows = prompts.get(prompt_index, NO_ROWS)[:0]
-        answer = answers.setdefault(index, Answer([], [], start, no_rows, no_rows))
-        answer.prompt = (
-            answer.prompt or choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or []
+            self._add_prompt_rows(prompt_index, chunk["prompt_routed_experts"])
+        assert self._at_end or prompt_index in self._prompts, (
+            "the first chunk of a prompt has no prompt rows"
         )
+        no_rows = self._prompts.get(prompt_index, NO_ROWS)[:0]
+        answer = self._answers.setdefault(index, Answer([], [], self._start, no_rows, no_rows))
+        prompt = choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or []
+        answer.prompt = answer.prompt or prompt
         answer.tokens += choice.get("token_ids") or []
         answer.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
         if "routed_experts" in choice:
-            array = choice["routed_experts"]
-            assert array["shape"][0] > 0 or "url" in array, "an empty array in a chunk"
-            assert array["start"] == firsts.setdefault(index, array["start"]) + len(answer.rows)
-            answer.rows = np.concatenate(
-                [*([answer.rows] if len(answer.rows) else []), rows_in(array)]
-            )
-        is_due = not at_end or answer.finish_reason is not None
-        known, has = max(len(answer.tokens) - 1, 0) if is_due else 0, len(answer.rows)
-        is_piece = not choice.get("token_ids") and answer.finish_reason is None
-        assert has == known or (is_piece and has > known), (
-            f"{has} rows after {len(answer.tokens)} tokens"
+            self._add_rows(index, choice["routed_experts"])
+        self._check_number_of_rows(answer, has_tokens=bool(choice.get("token_ids")))
+
+    def _add_prompt_rows(self, prompt_index: int, array: dict[str, Any]) -> None:
+        rows = rows_in(array)
+        before = self._prompts.get(prompt_index)
+        num_before = 0 if before is None else len(before)
+        assert array["start"] == self._start + num_before, "rows twice, or not in order"
+        self._prompts[prompt_index] = rows if before is None else np.concatenate([before, rows])
+
+    def _add_rows(self, index: int, array: dict[str, Any]) -> None:
+        answer = self._answers[index]
+        assert array["shape"][0] > 0 or "url" in array, "an empty array in a chunk"
+        first_position = self._first_positions.setdefault(index, array["start"])
+        assert array["start"] == first_position + len(answer.rows)
+        rows = rows_in(array)
+        answer.rows = np.concatenate([answer.rows, rows]) if len(answer.rows) else rows
+
+    def _check_number_of_rows(self, answer: Answer, has_tokens: bool) -> None:
+        """After a chunk, all rows that its tokens made known have come; pieces come before."""
+        num_known = max(len(answer.tokens) - 1, 0)
+        if self._at_end and answer.finish_reason is None:
+            num_known = 0
+        is_piece = not has_tokens and answer.finish_reason is None
+        num_rows = len(answer.rows)
+        assert num_rows == num_known or (is_piece and num_rows > num_known), (
+            f"{num_rows} rows after {len(answer.tokens)} tokens"
         )
-    for index, answer in answers.items():
-        answer.prompt_rows = prompts[index // per_prompt]
-        answer.rows = answer.rows if len(answer.rows) else answer.prompt_rows[:0]
-        assert firsts.get(index) in (None, start + len(answer.prompt_rows))
-    return [answers[index] for index in sorted(answers)]
+
+    def answers(self) -> list[Answer]:
+        for index, answer in self._answers.items():
+            answer.prompt_rows = self._prompts[index // self._per_prompt]
+            if not len(answer.rows):
+                answer.rows = answer.prompt_rows[:0]
+            prompt_end = self._start + len(answer.prompt_rows)
+            assert self._first_positions.get(index, prompt_end) == prompt_end
+        return [self._answers[index] for index in sorted(self._answers)]
 
 
 def answer_of(got: Any) -> Answer:

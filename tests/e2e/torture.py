@@ -488,45 +488,58 @@ class Torture:
     def _check(self, task: Task, received: list[dict[str, Any]], complete: bool) -> None:
         """The chunks of a stream, or the body of another response."""
         received = located(received, f"{self._server.url}/v1")
-        counts = self.counts
-        choices = [choice for each in received for choice in each["choices"]]
-        for each in received:
-            details = (each.get("usage") or {}).get("prompt_tokens_details") or {}
-            counts["prefix hits, requests"] += bool(details.get("cached_tokens"))
+        choices = [choice for body in received for choice in body["choices"]]
+        self._count_prefix_hits(received)
         if not complete:
-            begun = any(choice.get("token_ids") for choice in choices)
-            counts["aborts in mid-stream" if begun else "aborts before the first token"] += 1
-        fields = {
-            key for holder in (*received, *choices) for key in holder if "routed_expert" in key
-        }
-        assert task.weights or not any("weights" in key for key in fields)
+            self._count_abort(choices)
+        names = [name for holder in (*received, *choices) for name in holder]
+        names_of_ours = {name for name in names if "routed_expert" in name}
+        assert task.weights or not any("weights" in name for name in names_of_ours)
         if not task.opted_in:
-            assert not fields
-            if not task.stream and len(task.prompts) == 1 and task.n == 1:
-                # A later turn hits what this request, which did not opt in, has written.
-                self._remember([*task.prompts[0], *choices[0]["token_ids"]])
+            assert not names_of_ours
+            self._remember_what_it_wrote(task, choices)
             return
         if task.stream and "stream_interval" not in task.body:
-            counts["chunks with several tokens"] += sum(
-                len(choice.get("token_ids") or []) > 1 for choice in choices
-            )
+            self._count_several_tokens(choices)
         if task.at_end and not complete:
             return
         answers = self._answers(task, received)
-        weights = (
-            self._answers(task, [*map(with_weights_as_rows, received)]) if task.weights else []
-        )
+        weights: list[Answer] = []
+        if task.weights:
+            weights = self._answers(task, [*map(with_weights_as_rows, received)])
         if complete:
             assert len(answers) == max(len(task.prompts), 1) * task.n
             self._check_answers(task, answers, weights)
-            reasons = [
-                choice.get("stop_reason") for choice in choices if choice.get("finish_reason")
-            ]
-            counts["ended by a stop string"] += sum(isinstance(reason, str) for reason in reasons)
-            counts["ended by a stop token"] += sum(isinstance(reason, int) for reason in reasons)
+            self._count_stops(choices)
         # else it is not known here which choice is which
         elif task.n == 1 and len(task.prompts) < 2:
             self._check_answers(task, answers, weights)
+
+    def _remember_what_it_wrote(self, task: Task, choices: list[dict[str, Any]]) -> None:
+        """A later turn hits what a request, which did not opt in, has written."""
+        if not task.stream and len(task.prompts) == 1 and task.n == 1:
+            self._remember([*task.prompts[0], *choices[0]["token_ids"]])
+
+    def _count_prefix_hits(self, received: list[dict[str, Any]]) -> None:
+        for body in received:
+            details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
+            self.counts["prefix hits, requests"] += bool(details.get("cached_tokens"))
+
+    def _count_abort(self, choices: list[dict[str, Any]]) -> None:
+        has_begun = any(choice.get("token_ids") for choice in choices)
+        self.counts["aborts in mid-stream" if has_begun else "aborts before the first token"] += 1
+
+    def _count_several_tokens(self, choices: list[dict[str, Any]]) -> None:
+        self.counts["chunks with several tokens"] += sum(
+            len(choice.get("token_ids") or []) > 1 for choice in choices
+        )
+
+    def _count_stops(self, choices: list[dict[str, Any]]) -> None:
+        reasons = [choice.get("stop_reason") for choice in choices if choice.get("finish_reason")]
+        strings = [reason for reason in reasons if isinstance(reason, str)]
+        tokens = [reason for reason in reasons if isinstance(reason, int)]
+        self.counts["ended by a stop string"] += len(strings)
+        self.counts["ended by a stop token"] += len(tokens)
 
     @staticmethod
     def _answers(task: Task, received: list[dict[str, Any]]) -> list[Answer]:

@@ -62,36 +62,42 @@ def test_verify() -> None:
             verify(replace(whole, weights=weights), EXPERTS)
 
 
-def test_spliced_prompt_rows_come_from_the_prefill_leg_where_unknown() -> None:
-    """Some rows are unknown, some in part; the legs begin anywhere, and the prefill leg generated
-    other tokens."""
-    p = 5
+def leg_with_gaps(rng: random.Random, value: int, has_weights: bool) -> Routing:
+    """Rows of `value` from anywhere in a prompt of 5 tokens on; some are unknown, some in part."""
+    start = rng.choice([0, 0, 2, 5])
+    num_generated = rng.choice([1, 4])
+    rows = np.full((5 + num_generated - 1 - start, LAYERS, TOP_K), value, dtype=np.int16)
+    for index in range(len(rows)):
+        if rng.random() < 0.2:
+            rows[index] = -1
+        elif rng.random() < 0.2:
+            rows[index, 2, 3] = -1
+    weights = weights_of(rows) if has_weights else None
+    return Routing(rows, start=start, prompt_len=5, weights=weights)
+
+
+@pytest.mark.parametrize("prefill_has_weights", [True, False])
+def test_spliced_prompt_rows_come_from_the_prefill_leg_where_unknown(
+    prefill_has_weights: bool,
+) -> None:
     for seed in range(200):
         rng = random.Random(seed)
-        legs, unknown = [], []
-        for value in (2, 1):
-            start, g = rng.choice([0, 0, 2, 5]), rng.choice([1, 4])
-            rows = np.full((p + g - 1 - start, LAYERS, TOP_K), value, dtype=np.int16)
-            unknown.append({at for at in range(start, p + g - 1) if rng.random() < 0.4})
-            for at in unknown[-1]:
-                rows[at - start, 2 if at % 2 else slice(None), 3 if at % 2 else slice(None)] = -1
-            # those of the prefill leg may be absent
-            weights = weights_of(rows) if value == 2 or seed % 2 else None
-            legs.append(Routing(rows, start=start, prompt_len=p, weights=weights))
-        before = legs[0].rows.copy()
-        got = splice(*legs)
-        assert (got.start, got.end) == (legs[0].start, legs[0].end)
-        for at in range(got.start, got.end):
-            has_other = at in unknown[0] and at < p and legs[1].start <= at < legs[1].end
-            expected = legs[1].rows[at - legs[1].start] if has_other else before[at - got.start]
-            assert np.array_equal(got.rows[at - got.start], expected)
-            weights = weights_of(
-                -np.ones_like(expected) if has_other and not seed % 2 else expected
-            )
-            assert got.weights is not None
-            assert got.weights[at - got.start].tobytes() == weights.tobytes()
-        assert got.missing == int((got.rows == -1).any(axis=(1, 2)).sum())
-        assert np.array_equal(legs[0].rows, before), "the decode leg was changed"
+        decode = leg_with_gaps(rng, 2, has_weights=True)
+        prefill = leg_with_gaps(rng, 1, prefill_has_weights)  # it generated other tokens
+        rows = decode.rows.copy()
+        weights = weights_of(rows)
+        for position in range(max(decode.start, prefill.start), min(5, prefill.end)):
+            row, of_prefill = position - decode.start, position - prefill.start
+            if (decode.rows[row] == -1).any():
+                rows[row] = prefill.rows[of_prefill]
+                weights[row] = weights_of(rows[row] if prefill_has_weights else [[-1]])
+        before = decode.rows.copy()
+        spliced = splice(decode, prefill)
+        assert (spliced.start, spliced.end) == (decode.start, decode.end)
+        assert np.array_equal(spliced.rows, rows)
+        assert spliced.weights is not None
+        assert spliced.weights.tobytes() == weights.tobytes()
+        assert np.array_equal(decode.rows, before), "the decode leg was changed"
 
 
 def test_legs_of_different_prompts() -> None:
@@ -215,35 +221,31 @@ def test_every_row_is_in_its_tokens_column(padding: Any, left: list[int]) -> Non
         align_weights([replace(routings[0], weights=None)], LENGTH)
 
 
+@pytest.mark.parametrize("cut", [0, 1, 4])
 @pytest.mark.parametrize(
     ("padding", "left"), [("right", [0, 0, 0]), ("left", [5, 3, 10]), (9, [4, 0, 6])]
 )
-def test_every_value_is_in_its_tokens_column(padding: Any, left: list[int]) -> None:
+def test_every_value_is_in_its_tokens_column(padding: Any, left: list[int], cut: int) -> None:
     """Token ids of whole sequences, and log-probabilities and a mask of generated tokens; also of
-    cut sequences."""
+    sequences that were cut."""
     routings = [routing_of(p, g, seed=place) for place, (p, g) in enumerate(SIZES)]
-    for cut in (0, 1, 4):
-        kept = [p + g - cut for p, g in SIZES]
-        ids, logprobs, mask = (
-            align_values(routings, values, LENGTH, padding=padding, num_tokens=kept, pad=pad)
-            for values, pad in (
-                ([list(range(100, 100 + p + g)) for p, g in SIZES], -7),
-                ([[None, *(-0.5 * at for at in range(1, g))] for _, g in SIZES], 0),
-                ([np.ones(g, bool) for _, g in SIZES], 0),
-            )
-        )
-        for place, (p, _) in enumerate(SIZES):
-            first = left[place] + (cut if padding == "left" else 0)
-            for column in range(LENGTH):
-                at = column - first
-                is_token, is_generated = 0 <= at < kept[place], p <= at < kept[place]
-                assert ids[place, column] == (100 + at if is_token else -7)
-                assert mask[place, column] == is_generated
-                value = np.nan if at == p else -0.5 * (at - p)
-                assert np.array_equal(
-                    logprobs[place, column], value if is_generated else 0, equal_nan=True
-                )
-        assert (ids.dtype.kind, logprobs.dtype, mask.dtype) == ("i", np.float64, np.bool_)
+    ids_of = [list(range(100, 100 + p + g)) for p, g in SIZES]
+    logprobs_of = [[None, *(-0.5 * at for at in range(1, g))] for _, g in SIZES]
+    options: Any = {"padding": padding, "num_tokens": [p + g - cut for p, g in SIZES]}
+    ids = align_values(routings, ids_of, LENGTH, pad=-7, **options)
+    logprobs = align_values(routings, logprobs_of, LENGTH, **options)
+    mask = align_values(routings, [np.ones(g, bool) for _, g in SIZES], LENGTH, **options)
+    for row, (p, g) in enumerate(SIZES):
+        first = left[row] + (cut if padding == "left" else 0)
+        end = first + p + g - cut
+        begin = min(first + p, end)  # of the generated tokens
+        tokens = [-7] * first + ids_of[row][: p + g - cut] + [-7] * (LENGTH - end)
+        values = [np.nan, *logprobs_of[row][1:]][: end - begin]
+        assert ids[row].tolist() == tokens
+        assert mask[row].tolist() == [begin <= column < end for column in range(LENGTH)]
+        expected = [*[0] * begin, *values, *[0] * (LENGTH - end)]
+        assert np.array_equal(logprobs[row], expected, equal_nan=True)
+    assert (ids.dtype.kind, logprobs.dtype, mask.dtype) == ("i", np.float64, np.bool_)
 
 
 def test_values_of_another_number_of_tokens() -> None:

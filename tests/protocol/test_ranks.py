@@ -79,24 +79,26 @@ class Batch:
         has_none = token == PADDING or token in self.unknown | lasts
         return [[-1] * TOP_K if has_none else self.ids(token, layer) for layer in layers]
 
+    def rows_of(self, tokens: np.ndarray, layers: list[int]) -> np.ndarray:
+        """[..., L, K], the rows of `tokens`."""
+        rows = np.array([self.row(token, layers) for token in tokens.ravel()], np.int16)
+        return rows.reshape(*tokens.shape, len(layers), TOP_K)
+
     def routings(self) -> list[Routing]:
-        found, first = [], 0
-        for length in self.lengths:
-            rows = np.array(
-                [self.row(token, self.moe_layers) for token in range(first, first + length - 1)],
-                np.int16,
-            )
-            rows = rows.reshape(length - 1, len(self.moe_layers), TOP_K)
-            found.append(
-                Routing(rows, weights=np.where(rows < 0, np.nan, rows / 4).astype(np.float32))
-            )
-            first += length
-        return found
+        routings = []
+        for numbers in self.numbers():
+            rows = self.rows_of(np.array(numbers[:-1]), self.moe_layers)
+            routings.append(Routing(rows, weights=weights_of(rows)))
+        return routings
 
     def numbers(self) -> list[list[int]]:
         """Of the tokens of each sequence."""
         following = itertools.count()
         return [[next(following) for _ in range(length)] for length in self.lengths]
+
+
+def weights_of(rows: np.ndarray) -> np.ndarray:
+    return np.where(rows < 0, np.nan, rows / 4).astype(np.float32)
 
 
 @st.composite
@@ -123,58 +125,82 @@ def padded(values: list[int], length: int) -> list[int]:
     return values + [PADDING] * (length - len(values))
 
 
+@dataclass
+class WholeBatch:
+    """What all ranks have together: the rows and weights of all layers."""
+
+    tokens: np.ndarray  # their numbers, in the order of the rows
+    bounds: list[int]  # where sequences begin and end, with their padding
+    rows: Any
+    weights: Any
+
+
+def packed_batch(trainer: Trainer, batch: Batch) -> WholeBatch:
+    step = trainer.multiple
+    sizes = [-(-length // step) * step for length in batch.lengths]
+    sizes[-1] += trainer.spare * step
+    tokens = np.concatenate([padded(*pair) for pair in zip(batch.numbers(), sizes, strict=True)])
+    bounds = [0, *itertools.accumulate(sizes)]
+    packed = pack(batch.routings(), multiple=step, length=bounds[-1])
+    assert packed.cu_seqlens.tolist() == bounds
+    assert packed.num_tokens.tolist() == batch.lengths
+    known = [np.min(batch.row(token, [0])) >= 0 for token in tokens]
+    assert packed.known.tolist() == known or not batch.moe_layers
+    return WholeBatch(tokens, bounds, packed.rows, packed.weights)
+
+
+def padded_batch(trainer: Trainer, batch: Batch) -> WholeBatch:
+    step = trainer.multiple
+    length = (-(-max(batch.lengths) // step) + trainer.spare) * step
+    routings = batch.routings()
+    return WholeBatch(
+        tokens=np.array([padded(numbers, length) for numbers in batch.numbers()]).T,
+        bounds=[0, length],
+        rows=align(routings, length, last=-1).swapaxes(0, 1),
+        weights=align_weights(routings, length).swapaxes(0, 1),
+    )
+
+
 @settings(deadline=None, max_examples=300)
 @given(trainers())
 def test_what_the_ranks_have_is_what_came_in(case: tuple[Trainer, Batch]) -> None:
     """Each row at its token and layer, padding and unknown rows as -1, and nothing else."""
     trainer, batch = case
-    routings, numbers, step = batch.routings(), batch.numbers(), trainer.multiple
-    sizes = [-(-length // step) * step for length in batch.lengths]
-    if trainer.packed:
-        sizes[-1] += trainer.spare * step
-        tokens = np.concatenate([padded(*each) for each in zip(numbers, sizes, strict=True)])
-        bounds = [0, *itertools.accumulate(sizes)]
-        packed = pack(routings, multiple=step, length=bounds[-1])
-        assert packed.cu_seqlens.tolist() == bounds
-        assert packed.num_tokens.tolist() == batch.lengths
-        rows, weights = packed.rows, packed.weights
-        assert packed.known.tolist() == [
-            bool((np.array(batch.row(token, [0])) >= 0).all()) for token in tokens
-        ] or (not batch.moe_layers)
-    else:
-        length = max(sizes) + trainer.spare * step
-        tokens, bounds = np.array([padded(each, length) for each in numbers]).T, [0, length]
-        rows = align(routings, length, last=-1).swapaxes(0, 1)
-        weights = align_weights(routings, length).swapaxes(0, 1)
-    assert weights is not None
-    counts = None if len(set(trainer.counts)) == 1 else trainer.counts
-    seen: list[tuple[int, int]] = []
-    for (p, v), layers in trainer.layers().items():
-        pipeline, virtual = (p, trainer.pp), (v, trainer.vpp)
-        of_stage = stage_layers(
-            batch.moe_layers, sum(trainer.counts), pipeline=pipeline, virtual=virtual, counts=counts
-        )
-        moe = [layer for layer in layers if layer in batch.moe_layers]
-        for (c, t), own in trainer.tokens(tokens, bounds).items():
-            sequence = (t, trainer.tp) if trainer.sequence_parallel else (0, 1)
-            spans = token_spans(bounds, context=(c, trainer.cp), sequence=sequence)
-            got = take(rows[..., of_stage, :], spans)
-            expected = np.array([batch.row(token, moe) for token in own.ravel()]).reshape(
-                *own.shape, len(moe), TOP_K
-            )
-            assert np.array_equal(got, expected)
-            its_weights = take(weights[..., of_stage, :], spans)
-            assert np.array_equal(
-                its_weights, np.where(expected < 0, np.nan, expected / 4), equal_nan=True
-            )
-            if trainer.sequence_parallel or t == 0:
-                seen += [
-                    (int(token), layer)
-                    for token in own.ravel()
-                    if token != PADDING
-                    for layer in moe
-                ]
+    whole = packed_batch(trainer, batch) if trainer.packed else padded_batch(trainer, batch)
+    seen: list[tuple[int, int]] = []  # tokens and layers
+    for stage, layers in trainer.layers().items():
+        of_stage = layers_of(stage, trainer, batch)
+        moe_layers = [layer for layer in layers if layer in batch.moe_layers]
+        for rank, own_tokens in trainer.tokens(whole.tokens, whole.bounds).items():
+            spans = spans_of(rank, trainer, whole.bounds)
+            expected = batch.rows_of(own_tokens, moe_layers)
+            assert np.array_equal(take(whole.rows[..., of_stage, :], spans), expected)
+            weights = take(whole.weights[..., of_stage, :], spans)
+            assert np.array_equal(weights, weights_of(expected), equal_nan=True)
+            if trainer.sequence_parallel or rank[1] == 0:  # else tensor ranks have the same tokens
+                real = [int(token) for token in own_tokens.ravel() if token != PADDING]
+                seen += itertools.product(real, moe_layers)
     assert sorted(seen) == sorted(itertools.product(range(sum(batch.lengths)), batch.moe_layers))
+
+
+def layers_of(stage: tuple[int, int], trainer: Trainer, batch: Batch) -> slice:
+    """Which of the L layers a pipeline rank has in a virtual stage."""
+    rank, virtual_stage = stage
+    is_even = len(set(trainer.counts)) == 1
+    return stage_layers(
+        batch.moe_layers,
+        sum(trainer.counts),
+        pipeline=(rank, trainer.pp),
+        virtual=(virtual_stage, trainer.vpp),
+        counts=None if is_even else trainer.counts,
+    )
+
+
+def spans_of(rank: tuple[int, int], trainer: Trainer, bounds: list[int]) -> Any:
+    """Which tokens a (context, tensor) rank has."""
+    context_rank, tensor_rank = rank
+    sequence = (tensor_rank, trainer.tp) if trainer.sequence_parallel else (0, 1)
+    return token_spans(bounds, context=(context_rank, trainer.cp), sequence=sequence)
 
 
 def test_stages_and_context_parallelism_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
