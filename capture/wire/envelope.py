@@ -58,13 +58,14 @@ _ON_OUTPUT = -1
 """Number of rows of an entry whose rows are on the output itself; its rows have the shape (0, 0)
 then."""
 
-_INT32 = np.dtype(np.int32)
-_TABLE = np.dtype([(name, _INT32) for name in _Entry._fields])
-"""Type of a table of entries: five int32 each."""
+# columns of a table of entries, int32 [n, 5], in the order of `_Entry`
+_OUTPUT = 0
+_START = 1
+_SHAPE = slice(2, 5)
 
-_WORD_BYTES = np.dtype(np.int16).itemsize
-_COUNT_WORDS = _INT32.itemsize // _WORD_BYTES  # of the number of entries
-_ENTRY_WORDS = _TABLE.itemsize // _WORD_BYTES
+_INT32 = np.dtype(np.int32)
+_INT32_WORDS = _INT32.itemsize // np.dtype(np.int16).itemsize
+_ENTRY_WORDS = len(_Entry._fields) * _INT32_WORDS
 
 
 class SingleRows(NamedTuple):
@@ -75,19 +76,17 @@ class SingleRows(NamedTuple):
     step_rows: Rows  # of the step, without weights if those are not asked for
     indexes: Sequence[int] | NDArray[np.int64]  # of each row in `step_rows`
 
-    def entries(self, outputs: Sequence[Output]) -> NDArray[Any]:
-        """The entries ([n], `_TABLE`) of these rows in a message of `outputs`."""
-        entries = np.empty(len(self.outputs), dtype=_TABLE)
+    def table(self, outputs: Sequence[Output]) -> NDArray[np.int32]:
+        """The entries [n, 5] of these rows in a message of `outputs`."""
+        table = np.empty((len(self.outputs), len(_Entry._fields)), dtype=_INT32)
         if len(self.outputs) == len(outputs) and all(map(is_, self.outputs, outputs)):
-            entries["output"] = np.arange(len(outputs))
+            table[:, _OUTPUT] = np.arange(len(outputs))
         else:  # there are others, perhaps before them
             index_of = {id(output): index for index, output in enumerate(outputs)}
-            entries["output"] = [index_of[id(output)] for output in self.outputs]
-        entries["start"] = self.starts
-        entries["num_rows"] = 1
-        entries["height"] = self.step_rows.shape[1]
-        entries["top_k"] = self.step_rows.shape[2]
-        return entries
+            table[:, _OUTPUT] = [index_of[id(output)] for output in self.outputs]
+        table[:, _START] = self.starts
+        table[:, _SHAPE] = (1, *self.step_rows.shape[1:])
+        return table
 
     def write(self, body: NDArray[np.int16]) -> NDArray[np.int16]:
         """Writes the rows to the beginning of `body`; gives the rest of it."""
@@ -103,19 +102,21 @@ def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArr
     `outputs`, which are taken off. None if there are none. Large arrays stay on their outputs, and
     are not copied.
 
-    An int32 is the number of entries. Then come the entries, `_TABLE`, and then the rows of each of
-    them, in this order.
+    An int32 is the number of entries. Then come the entries, five int32 each, and then the rows of
+    each of them, in this order.
     """
     entries, arrays = _take_off(outputs)
     if not entries and not singles:
         return None
-    tables = [single.entries(outputs) for single in singles]
-    table = np.concatenate([*tables, np.array(entries, dtype=_TABLE)])
-    sizes = table["num_rows"].astype(np.int64) * table["height"] * table["top_k"]
-    header_words = _COUNT_WORDS + _ENTRY_WORDS * len(table)
-    packed = np.empty(header_words + int(sizes.sum()), dtype=np.int16)
-    packed[:_COUNT_WORDS].view(_INT32)[0] = len(table)
-    packed[_COUNT_WORDS:header_words].view(_TABLE)[:] = table
+    tables = [single.table(outputs) for single in singles]
+    tables.append(np.array(entries, dtype=_INT32).reshape(-1, len(_Entry._fields)))
+    table = np.concatenate(tables)
+    num_words = int(table[:, _SHAPE].prod(axis=1).sum())  # of the rows that are packed
+    header_words = _INT32_WORDS + _ENTRY_WORDS * len(table)
+    packed = np.empty(header_words + num_words, dtype=np.int16)
+    header = packed[:header_words].view(_INT32)
+    header[0] = len(table)
+    header[1:] = table.reshape(-1)
     body = packed[header_words:]
     for single in singles:
         body = single.write(body)
@@ -130,9 +131,14 @@ def _take_off(outputs: Sequence[Output]) -> tuple[list[_Entry], list[Rows]]:
     entries = []
     arrays = []
     for index, output in enumerate(outputs):
-        if not isinstance(output.routed_experts, PlacedRows):
+        placed = output.routed_experts
+        if placed is None:
             continue
-        start, rows = output.routed_experts
+        assert isinstance(placed, PlacedRows), (
+            f"request {output.request_id!r}: expected rows with their position on its output, "
+            f"actually {type(placed).__name__}"
+        )
+        start, rows = placed
         if rows.nbytes > SMALL_ARRAY_BYTES:
             output.routed_experts = np.ascontiguousarray(rows)
             entries.append(_Entry(index, start, _ON_OUTPUT, 0, 0))
@@ -148,9 +154,8 @@ class ReceivedRows(NamedTuple):
 
     output: Output
     start: int  # position of the first row
-    rows: (
-        Rows  # [n, L, K], with weights [n, 3L, K]; those that were packed are views of the message
-    )
+    # [n, L, K], with weights [n, 3L, K]; those that were packed are views of the message
+    rows: Rows
 
 
 class Unpacker:
@@ -199,9 +204,9 @@ class Unpacker:
 
 def _unpack(packed: NDArray[np.int16]) -> dict[int, tuple[int, Rows | None]]:
     """What `pack` packed, by index of the output."""
-    count = int(packed[:_COUNT_WORDS].view(_INT32)[0])
-    header_words = _COUNT_WORDS + _ENTRY_WORDS * count
-    table = packed[_COUNT_WORDS:header_words].view(_TABLE)
+    count = int(packed[:_INT32_WORDS].view(_INT32)[0])
+    header_words = _INT32_WORDS + _ENTRY_WORDS * count
+    table = packed[_INT32_WORDS:header_words].view(_INT32).reshape(count, len(_Entry._fields))
     body = packed[header_words:]
     unpacked: dict[int, tuple[int, Rows | None]] = {}
     # a tuple for each entry: as an `_Entry` it would take twice as long
