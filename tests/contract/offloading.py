@@ -5,6 +5,7 @@ from copy import copy
 from typing import Any
 
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
@@ -27,7 +28,15 @@ from tests.contract.loads import Slot, TracingExecutor, _Metadata, engine_with, 
 from tests.e2e.offload_on_cpu import LateWorker
 
 NAME = "OffloadingConnector"
+DERIVED = "OffloadingOfTheTests"
 _CHUNK_BYTES = 4096  # to which vLLM rounds a chunk of a few blocks
+
+
+class DerivedConnector(OffloadingConnector):  # type: ignore[misc]
+    """Somebody's own, which moves blocks as vLLM's does."""
+
+
+KVConnectorFactory.register_connector(DERIVED, __name__, "DerivedConnector")
 
 
 class SlotWorker(LateWorker):
@@ -63,11 +72,8 @@ class OffloadingExecutor(TracingExecutor):
         config = vllm_config.kv_transfer_config
         self._is_multi = config.kv_connector == "MultiConnector"
         if self._is_multi:
-            (child,) = (
-                each
-                for each in config.kv_connector_extra_config["connectors"]
-                if each["kv_connector"] == NAME
-            )
+            children = config.kv_connector_extra_config["connectors"]
+            (child,) = (child for child in children if child["kv_connector"] == NAME)
             vllm_config = copy(vllm_config)
             vllm_config.kv_transfer_config = KVTransferConfig(engine_id=config.engine_id, **child)
         self.connector = OffloadingConnector(
@@ -77,8 +83,8 @@ class OffloadingExecutor(TracingExecutor):
         self.worker = side.worker = SlotWorker(self, side.spec.blocks_per_chunk)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        given = scheduler_output.kv_connector_metadata
-        children = given.metadata if self._is_multi else (given,)
+        whole = scheduler_output.kv_connector_metadata
+        children = whole.metadata if self._is_multi else (whole,)
         is_ours = [isinstance(child, OffloadingConnectorMetadata) for child in children]
         others = tuple(child for child, ours in zip(children, is_ours, strict=True) if not ours)
         metadata = children[is_ours.index(True)]
@@ -94,12 +100,10 @@ class OffloadingExecutor(TracingExecutor):
         report = self._output.kv_connector_output or KVConnectorOutput()
         _, received = self.connector.get_finished(scheduler_output.finished_req_ids)
         report.finished_recving = (report.finished_recving or set()) | received
-        about = self.connector.build_connector_worker_meta()
-        if about is not None and self._is_multi:
-            about = MultiKVConnectorWorkerMetadata(
-                tuple(about if ours else None for ours in is_ours)
-            )
-        report.kv_connector_worker_meta = about
+        done = self.connector.build_connector_worker_meta()
+        if done is not None and self._is_multi:
+            done = MultiKVConnectorWorkerMetadata(tuple(done if ours else None for ours in is_ours))
+        report.kv_connector_worker_meta = done
         self._output.kv_connector_output = report
         return result
 
@@ -109,14 +113,16 @@ def engine_that_offloads(
     blocks_per_chunk: int = 1,
     connectors: tuple[str, ...] = (NAME,),
     answers: bool = False,
-    **about: Any,
+    **options: Any,
 ) -> Core:
     """An engine that keeps so many chunks of KV outside its KV cache, with those of `answers` or
     without."""
     extra = {"cpu_bytes_to_use": chunks * _CHUNK_BYTES, "blocks_per_chunk": blocks_per_chunk}
     ours = {"kv_connector_extra_config": {**extra, "offload_prompt_only": not answers}}
-    children = [{"kv_connector": name, **(ours if name == NAME else {})} for name in connectors]
-    return engine_with(*children, executor=OffloadingExecutor, **about)
+    children = [
+        {"kv_connector": name, **(ours if name in (NAME, DERIVED) else {})} for name in connectors
+    ]
+    return engine_with(*children, executor=OffloadingExecutor, **options)
 
 
 def rows_of(core: Core) -> OffloadedRows:
@@ -129,7 +135,7 @@ def rows_of(core: Core) -> OffloadedRows:
 def keys_kept(core: Core) -> list[bytes]:
     """The chunks that are there, by vLLM's account, or soon will be; the oldest first."""
     connectors = getattr(core.scheduler.connector, "_connectors", [core.scheduler.connector])
-    (connector,) = (each for each in connectors if isinstance(each, OffloadingConnector))
+    (connector,) = (child for child in connectors if isinstance(child, OffloadingConnector))
     return list(connector.scheduler.manager._policy.chunks)
 
 

@@ -10,12 +10,17 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from routed_experts.capture.engine.connectors import ON_LOAD_VARIABLE
+from routed_experts.capture.engine.connectors import (
+    CONNECTORS,
+    ON_LOAD_VARIABLE,
+    KnownConnector,
+    KVSource,
+)
 from routed_experts.capture.scheduler.kv.offloading import OffloadedRows, OffloadStore
 from routed_experts.capture.wire.message import Cause
 from tests.contract.engine import BLOCK, Client, tokens
 from tests.contract.loads import computed_before
-from tests.contract.offloading import engine_that_offloads, keys_kept, rows_of
+from tests.contract.offloading import DERIVED, engine_that_offloads, keys_kept, rows_of
 from tests.contract.offloading import num_loaded as num_loaded_by
 
 PROMPT = tokens(5 * BLOCK + 3)
@@ -84,7 +89,22 @@ def test_chunks_without_rows(warm: Client, policy: str) -> None:
     assert warm.causes == Counter({Cause.KV_STORE: 2 * len(lost)})
 
 
-# ---- what a connector must not do: the engine goes on, gives rows up, and says so ----
+@pytest.mark.parametrize(
+    ("source", "num_chunks"), [(KVSource.OFFLOAD, 5), (KVSource.STORE, 0)], ids=["offload", "store"]
+)
+def test_a_class_that_derives_from_vllms_is_one_line_in_the_table(
+    source: KVSource, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which says whether its rows are kept, or a request that asks for rows computes them."""
+    known = KnownConnector(source, may_overwrite_hits=False)
+    monkeypatch.setitem(CONNECTORS, DERIVED, known)
+    client = computed_before(engine_that_offloads(connectors=(DERIVED,)), PROMPT)
+    assert client.answer("asks", PROMPT).missing == []
+    assert num_loaded(client) == num_chunks
+    client.finish()
+
+
+# ---- what a KV connector must not do: the engine goes on, gives rows up, and says so ----
 
 
 @pytest.mark.parametrize(
