@@ -37,9 +37,9 @@ from routed_experts.capture.wire.transport import detach
 logger = init_logger(f"vllm.{__name__}")
 
 
-class SchedulerConnector(AuxOutputHooks):
-    """In vLLM's `scheduler.aux_output_connector`. Keeps the rows of every request: a later one may
-    hit them."""
+class SchedulerHooks(AuxOutputHooks):
+    """In vLLM's `scheduler.aux_output_connector`, whose methods vLLM calls in each step. Keeps the
+    rows of every request: a later one may hit them."""
 
     def __init__(
         self, scheduler: Scheduler, config: VllmConfig, kv_cache_config: KVCacheConfig
@@ -201,7 +201,7 @@ class SchedulerConnector(AuxOutputHooks):
 class SchedulerCapture(HookedScheduler):
     """Adds the capture to vLLM's schedulers, or to a program's own."""
 
-    aux_output_connector: SchedulerConnector
+    aux_output_connector: SchedulerHooks
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
@@ -209,7 +209,7 @@ class SchedulerCapture(HookedScheduler):
         check_engine_config(vllm_config)
         check_vllm_has(SCHEDULER)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self.aux_output_connector = SchedulerConnector(self, vllm_config, kv_cache_config)
+        self.aux_output_connector = SchedulerHooks(self, vllm_config, kv_cache_config)
 
     # Since vLLM 0.33 with a limit.
     def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> LocalHit:
@@ -229,14 +229,14 @@ class SchedulerCapture(HookedScheduler):
         return delay_free, self.aux_output_connector.prefill_rows.export(request, params)
 
     def add_request(self, request: Request) -> None:
-        connector = self.aux_output_connector
+        hooks = self.aux_output_connector
         continues_prompt = request.request_id in self.requests  # which is streamed in
-        taken_params = connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
+        taken_params = hooks.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
         # Not before, as vLLM may refuse it.
         if not continues_prompt:
-            connector.prefill_rows.add(request, taken_params)
-            connector.add(request)
+            hooks.prefill_rows.add(request, taken_params)
+            hooks.add(request)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -267,17 +267,17 @@ class SchedulerCapture(HookedScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        connector = self.aux_output_connector
-        step = connector.receive(scheduler_output, model_runner_output)
+        hooks = self.aux_output_connector
+        step = hooks.receive(scheduler_output, model_runner_output)
         kv_output = model_runner_output.kv_connector_output
         if kv_output is not None:
-            connector.prefill_rows.fail_late_pulls(kv_output)
+            hooks.prefill_rows.fail_late_pulls(kv_output)
         for request_id in step.reused_ids:
             # vLLM would give the tokens of the request that was aborted to the one that has its id
             # now, or fail. Needed as long as VLLM_DISABLE_REQUEST_ID_RANDOMIZATION exists.
             del scheduler_output.num_scheduled_tokens[request_id]
         messages = super().update_from_output(scheduler_output, model_runner_output)
-        connector.distribute(step, messages, is_idle=not self.requests)
+        hooks.distribute(step, messages, is_idle=not self.requests)
         return messages
 
     def has_requests(self) -> bool:

@@ -57,7 +57,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from routed_experts.capture.scheduler.scheduler import SchedulerConnector
+from routed_experts.capture.scheduler.scheduler import SchedulerHooks
 from routed_experts.capture.wire.envelope import Notes, Unpacker
 from routed_experts.capture.wire.message import (
     OPT_IN_ARG,
@@ -401,7 +401,7 @@ class Core(EngineCoreProc):
             yield to, sent(message)
 
     @property
-    def capture(self) -> SchedulerConnector:
+    def capture(self) -> SchedulerHooks:
         """The scheduler's side of the capture."""
         return self.scheduler.aux_output_connector
 

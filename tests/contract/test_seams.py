@@ -299,7 +299,7 @@ CALLED_BY_US |= {"max_cache_hit", "cap_external_hit", "request_loading"}
 @pytest.mark.parametrize(
     ("cls", "path", "attribute"),
     [
-        (scheduler.SchedulerConnector, SCHEDULER, "aux_output_connector"),
+        (scheduler.SchedulerHooks, SCHEDULER, "aux_output_connector"),
         (v2.V2Adapter, "v1/worker/gpu/model_runner.py", "aux_output_connector"),
         (v2.V2Pending, "v1/worker/gpu/async_utils.py", "pending_aux_output"),
     ],
@@ -311,7 +311,7 @@ def test_calls_in_vllm_on_classes_of_ours(cls: type, path: str, attribute: str) 
         for count in counts:
             inspect.signature(getattr(cls, name)).bind("self", *range(count))
     public = {name for name in vars(cls) if not name.startswith("_")}
-    assert public - (CALLED_BY_US if cls is scheduler.SchedulerConnector else set()) <= set(calls)
+    assert public - (CALLED_BY_US if cls is scheduler.SchedulerHooks else set()) <= set(calls)
 
 
 def test_leases_are_as_long_as_vllms_where_no_flag_says_it() -> None:

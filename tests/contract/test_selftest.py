@@ -21,7 +21,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker
 
-from routed_experts.capture.scheduler.scheduler import SchedulerCapture, SchedulerConnector
+from routed_experts.capture.scheduler.scheduler import SchedulerCapture, SchedulerHooks
 from routed_experts.capture.worker.worker import WorkerCapture
 from routed_experts.server import vllm_api
 from routed_experts.server.http import plugin, selftest
@@ -299,7 +299,7 @@ OF_SCHEDULER, OF_WORKER = overrides(SchedulerCapture, Scheduler), overrides(Work
 OF_CONNECTOR = list(test_seams.calls_on(test_seams.SCHEDULER, "aux_output_connector"))
 ENGINE = [
     (SchedulerCapture, OF_SCHEDULER),
-    (SchedulerConnector, OF_CONNECTOR),
+    (SchedulerHooks, OF_CONNECTOR),
     (WorkerCapture, OF_WORKER),
 ]
 DEAD_IN_ENGINE = [
@@ -323,7 +323,7 @@ def nothing_starts() -> Iterator[None]:
 def test_a_dead_method_of_the_engine(
     tiny_model: Path, cls: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if cls is SchedulerConnector:  # which vLLM's scheduler has no other method in the place of
+    if cls is SchedulerHooks:  # which vLLM's scheduler has no other method in the place of
         monkeypatch.setattr(cls, name, lambda *_: None)
     else:
         monkeypatch.delattr(cls, name)
@@ -344,4 +344,4 @@ def test_no_list_has_what_is_not_there() -> None:
     dead = {name for _, name in DEAD_IN_ENGINE}
     assert dead >= {"__init__", "add_request", "update_from_output"}
     assert dead >= {"load_model", "initialize_from_config", "execute_model", "sample_tokens"}
-    assert sum(cls is SchedulerConnector for cls, _ in DEAD_IN_ENGINE) >= 1
+    assert sum(cls is SchedulerHooks for cls, _ in DEAD_IN_ENGINE) >= 1

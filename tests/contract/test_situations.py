@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from routed_experts.capture.scheduler.scheduler import SchedulerConnector
+from routed_experts.capture.scheduler.scheduler import SchedulerHooks
 from tests.contract.engine import Client, Core, engine, tokens
 
 
@@ -32,25 +32,25 @@ def test_a_prompt_that_is_longer_than_all_that_is_free(is_async: bool) -> None:
 
 
 class NewerScheduler:
-    """The connector as a newer vLLM calls it: with more arguments, and for outputs that are not
+    """The hooks as a newer vLLM calls them: with more arguments, and for outputs that are not
     ours."""
 
-    def __init__(self, connector: SchedulerConnector) -> None:
-        self._connector: Any = connector
+    def __init__(self, hooks: SchedulerHooks) -> None:
+        self._hooks: Any = hooks
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._connector, name)
-        return (
-            (lambda *args: found(*args, "more", since="0.34")) if name in CALLED_BY_VLLM else found
-        )
+        method = getattr(self._hooks, name)
+        if name not in CALLED_BY_VLLM:
+            return method
+        return lambda *args: method(*args, "more", since="0.34")
 
     def take_output(self, request: Request, output: Any) -> Any:
-        connector = self._connector
-        assert not connector.replays_prompt_logprobs(request)
-        assert connector.take_logprobs(request, output) is None
-        assert connector.take_prompt_logprobs(request, output, keys=("logprobs",)) is None
-        assert connector.release_request(request) is None
-        return connector.take_output(request, output, {"keys": True})
+        hooks = self._hooks
+        assert not hooks.replays_prompt_logprobs(request)
+        assert hooks.take_logprobs(request, output) is None
+        assert hooks.take_prompt_logprobs(request, output, keys=("logprobs",)) is None
+        assert hooks.release_request(request) is None
+        return hooks.take_output(request, output, {"keys": True})
 
 
 CALLED_BY_VLLM = {
