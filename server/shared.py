@@ -24,22 +24,26 @@ class Shared:
     listening: socket.socket  # of all of them
     listens: Connection  # which a process closes when it no longer listens
     none_listens: Connection  # at its end once every process has closed `listens`, or ended
+    may_close: Connection  # which a process closes once the port is another's to close, or closed
     engines_live: Connection  # at its end once an engine has died, or the first process
 
-    def is_last_to_listen(self) -> bool:
-        """Tells the others that this process no longer listens. The last one has to close the port
-        for all.
+    def stop_listening(self) -> list[socket.socket]:
+        """Tells the others that this process no longer listens. The last one closes the port for
+        all, and gets the connections that nobody has accepted.
 
         Not earlier: a process that listens on a closed port logs tracebacks. Not later: clients
         would wait for somebody to accept their connection, and then be reset.
         """
         self.listens.close()
-        return self.none_listens.poll()
+        connections = close_for_all(self.listening) if self.none_listens.poll() else []
+        self.may_close.close()
+        return connections
 
     def forget(self) -> None:
         """Closes the copy of the first process, once each API process has its own."""
         self.listening.close()
         self.listens.close()
+        self.may_close.close()
         self.engines_live.close()
 
 

@@ -226,11 +226,14 @@ class Drain:
 
     async def _close(self, server: Any) -> None:
         """Closes the port, and answers those who have just connected."""
-        listening = listening_sockets(server) if self._shared is None else [self._shared.listening]
+        listening = listening_sockets(server)
         stop_accepting(server)
-        if self._shared is None or self._shared.is_last_to_listen():
-            for connection in chain.from_iterable(map(close_for_all, listening)):
-                background.start("Answering a client", serve_connection(server, connection))
+        if self._shared is None:
+            unaccepted = list(chain.from_iterable(map(close_for_all, listening)))
+        else:
+            unaccepted = self._shared.stop_listening()
+        for connection in unaccepted:
+            background.start("Answering a client", serve_connection(server, connection))
         deadline = time.monotonic() + _NEW_S
         await asyncio.sleep(_POLL_S)  # for those that were accepted just now
         while time.monotonic() < deadline and any(map(_is_new, server.server_state.connections)):

@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from starlette.responses import PlainTextResponse
 
 from routed_experts.server.http.drain import Drain, DrainMiddleware, _in_event_loop, _only_reads
 from routed_experts.server.inprocess.api_processes import _start
-from routed_experts.server.shared import SHARED, Shared, close_for_all
+from routed_experts.server.shared import SHARED, Shared
 from tests.e2e.harness import wait_until
 
 
@@ -54,23 +55,61 @@ def shared_with(count: int, listening: socket.socket) -> tuple[list[Shared], Con
     """What so many API processes get of the first one, and the end of a pipe that says that the
     engine lives."""
     none_listens, listens = Pipe(duplex=False)
+    none_may_close, may_close = Pipe(duplex=False)
     engines_live, alive = Pipe(duplex=False)
-    copies = [Connection(os.dup(listens.fileno()), readable=False) for _ in range(count)]
-    listens.close()
-    return [Shared(listening.dup(), copy, none_listens, engines_live) for copy in copies], alive
+    processes = [
+        Shared(listening.dup(), copy_of(listens), none_listens, copy_of(may_close), engines_live)
+        for _ in range(count)
+    ]
+    for end in (listens, may_close, none_may_close):
+        end.close()
+    return processes, alive
+
+
+def copy_of(end: Connection) -> Connection:
+    return Connection(os.dup(end.fileno()), readable=False)
 
 
 def test_the_last_of_several_processes_closes_the_port_for_all(listening: socket.socket) -> None:
     address = listening.getsockname()
     (first, last), _ = shared_with(2, listening)
-    assert not first.is_last_to_listen()
+    assert not first.stop_listening()
     with socket.create_connection(address) as waiting:
-        assert last.is_last_to_listen()
-        (connection,) = close_for_all(last.listening)
+        (connection,) = last.stop_listening()
         assert not is_open(address), "clients wait for nobody"
         connection.sendall(b"here")
         assert waiting.recv(4) == b"here"
     connection.close()
+
+
+def test_the_first_process_takes_no_client_from_the_last_that_listens(
+    listening: socket.socket,
+) -> None:
+    """It closes the port only for processes that were killed: it cannot answer anybody."""
+    address = listening.getsockname()
+    processes: list[Shared] = []
+
+    def start(manager: Any, args: Namespace, sock: socket.socket) -> None:
+        shared = getattr(args, SHARED)
+        processes.append(
+            replace(
+                shared,
+                listening=sock.dup(),
+                listens=copy_of(shared.listens),
+                may_close=copy_of(shared.may_close),
+            )
+        )
+
+    _start(start, SimpleNamespace(), args=Namespace(), sock=listening)
+    (last,) = processes
+    with socket.create_connection(address) as waiting:
+        last.listens.close()
+        time.sleep(0.2)  # the first process has seen it
+        (connection,) = last.stop_listening()
+        with connection:
+            connection.sendall(b"here")
+            assert waiting.recv(4) == b"here"
+    assert not is_open(address)
 
 
 def test_the_first_process_closes_the_port_of_processes_that_were_killed(
