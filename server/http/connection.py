@@ -20,11 +20,9 @@ class Connection:
     """What the server knows of the client of one request."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
-        self.num_sent = (
-            # messages with a part of the body that were sent to a client that was there, once there
-            # is an `at_end`
-            0
-        )
+        # messages with a part of the body that were sent to a client that was there, once somebody
+        # asked for their number
+        self.num_sent = 0
         self.reached_route = False  # whether a route of ours has asked for this
         self._receive = receive
         self._send = send
@@ -33,6 +31,7 @@ class Connection:
         # says so only to a task that waits for it, and in a later turn of the event loop.
         self._cycle = getattr(receive, "__self__", None)
         self._at_end: set[Callable[[], None]] = set()
+        self._counts_sent = False
         self._has_ended = False
 
     @property
@@ -47,7 +46,7 @@ class Connection:
         return message
 
     async def send(self, message: Message) -> None:
-        if not self._at_end or not message.get("body"):  # nobody counts
+        if not self._counts_sent or not message.get("body"):
             await self._send(message)
             return
         was_there = not self._has_left() and not self._is_closing()
@@ -69,8 +68,11 @@ class Connection:
         sock = transport.get_extra_info("socket")
         return transport.is_closing() or (sock is not None and _was_closed_by_peer(sock.fileno()))
 
-    def at_end(self, function: Callable[[], None]) -> None:
-        """Calls `function` once when the request has ended; at once if it has."""
+    def at_end(self, function: Callable[[], None], *, counts_sent: bool = True) -> None:
+        """Calls `function` once when the request has ended; at once if it has. From now on,
+        `num_sent` counts if `counts_sent`, which takes a look at the connection for each message.
+        """
+        self._counts_sent = self._counts_sent or counts_sent
         if self._has_ended:
             function()
         else:
@@ -121,6 +123,16 @@ def connection_of(request: Request) -> Connection:
     connection: Connection = request.scope[_KEY]
     connection.reached_route = True
     return connection
+
+
+def when_left(scope: Scope, function: Callable[[], None]) -> bool:
+    """Calls `function` when a request has left all middleware. False where nothing stands around
+    it."""
+    connection: Connection | None = scope.get(_KEY)
+    if connection is None:
+        return False
+    connection.at_end(function, counts_sent=False)
+    return True
 
 
 def reached_route(scope: Scope) -> bool:

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.server.http import background
+from routed_experts.server.http.connection import when_left
 from routed_experts.server.http.seams import listening_sockets, serve_connection, stop_accepting
 from routed_experts.server.http.vllm_http import RetryableRequestError, create_error_response
 from routed_experts.server.shared import ENGINE_DIED, SHARED, Shared, close_for_all, ends_of_engines
@@ -249,6 +250,9 @@ class Drain:
         """What ends a request with 503: vLLM raises the inner error."""
         return InputStreamError(RetryableRequestError(self._why))
 
+    def request_ended(self) -> None:
+        self.under_way -= 1
+
     def retry_after(self) -> str:
         """Seconds, as a header has them."""
         return str(max(math.ceil((self.until or 0) - time.monotonic()), 1))
@@ -294,10 +298,13 @@ class DrainMiddleware:
             return send(message)
 
         drain.under_way += 1
+        # Other middleware may hold the response back after this one has returned.
+        ends_later = when_left(scope, drain.request_ended)
         try:
             await self._app(scope, receive, send_and_say_when)
         finally:
-            drain.under_way -= 1
+            if not ends_later:
+                drain.request_ended()
 
 
 def _only_reads(scope: Scope) -> bool:

@@ -16,9 +16,13 @@ from typing import Any
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.drain import Drain, DrainMiddleware, _in_event_loop, _only_reads
 from routed_experts.server.inprocess.api_processes import _start
 from routed_experts.server.shared import SHARED, Shared
@@ -287,6 +291,35 @@ def test_an_engine_that_was_told_to_end_has_not_died(listening: socket.socket) -
         assert not stopping.drain.has_engine_died
 
     asyncio.run(run())
+
+
+def test_a_response_that_middleware_holds_back_is_under_way() -> None:
+    """The route is done before the client has the first byte."""
+    drain = Drain()
+    under_way: list[int] = []
+
+    class HoldsBack:
+        def __init__(self, app: ASGIApp) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            messages: list[Message] = []
+
+            async def keep(message: Message) -> None:
+                messages.append(message)
+
+            await self.app(scope, receive, keep)
+            under_way.append(drain.under_way)
+            for message in messages:
+                await send(message)
+
+    app = FastAPI()
+    app.add_api_route("/", lambda: "here")
+    app.add_middleware(DrainMiddleware, drain=drain)
+    app.add_middleware(HoldsBack)
+    watch_connections(app)
+    assert TestClient(app).get("/").json() == "here"
+    assert (under_way, drain.under_way) == ([1], 0)
 
 
 def test_a_client_that_does_not_read_an_end_holds_nobody() -> None:
