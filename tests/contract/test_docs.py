@@ -172,3 +172,14 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
     assert [
         text for text, form in forms.items() if not any(re.fullmatch(form, each) for each in known)
     ] == []
+
+
+def test_the_glossary_is_short_and_its_words_stand_where_it_points() -> None:
+    section = (ROOT / "docs/structure.md").read_text(encoding="utf-8").partition("## Words")[2]
+    rows = re.findall(r"^\| ([\w ]+) \| .+ \| `([\w/.]+)` \|$", section, re.MULTILINE)
+    assert 10 <= len(rows) <= 20
+    assert len({word for word, _ in rows}) == len(rows)
+    for word, path in rows:
+        name = word.replace(" ", "[ _]?")  # DeviceCache, device_cache
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"(?<![a-z]){name}", text, re.IGNORECASE), f"{path} has no {word}"
