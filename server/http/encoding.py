@@ -64,6 +64,7 @@ class Encoder:
         dtype: str,
         shape: tuple[int, int],
         num_experts: int,
+        *,
         layers: tuple[Sequence[int], int] | None = None,
         has_weights: bool = False,
     ) -> None:
@@ -284,7 +285,7 @@ class WeightsEncoder(Encoder):
     def __init__(
         self, fmt: Format, shape: tuple[int, int], layers: tuple[Sequence[int], int] | None
     ) -> None:
-        super().__init__(fmt, "float32", shape, 1, layers)
+        super().__init__(fmt, "float32", shape, 1, layers=layers)
         num_layers, top_k = self._wire_shape
         self._list_row_bytes = num_layers * (top_k * _FLOAT_TEXT_BYTES + 2) + 2
         self.row_shape = row_shape(*shape, with_weights=True)
@@ -308,7 +309,7 @@ class PairedEncoder(Encoder):
         layers: tuple[Sequence[int], int] | None,
         scale: Sequence[float],
     ) -> None:
-        super().__init__("object", "int32", shape, num_experts, layers)
+        super().__init__("object", "int32", shape, num_experts, layers=layers)
         self.row_shape = row_shape(*shape, with_weights=True)
         self._scale = np.asarray(scale, dtype=np.float32)[:, None]
 

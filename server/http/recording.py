@@ -490,7 +490,11 @@ class Recorder(NoRecorder):
 
         def parts(dtype: str) -> Iterator[bytes]:
             encoder = Encoder(
-                "object", dtype, captured.shape, captured.num_experts, None, options.weights
+                "object",
+                dtype,
+                captured.shape,
+                captured.num_experts,
+                has_weights=options.weights,
             )
             response = RecordedResponse(choices=choices, **about)
             body = RoutedResponse(response, rows, encoder, is_list=False).encode(packed=False)

@@ -291,7 +291,12 @@ class RoutedServing:
                 self.captured.shape, num_experts, layers, self.captured.info.weights_scale
             )
         return Encoder(
-            options.format, dtype, self.captured.shape, num_experts, layers, options.weights
+            options.format,
+            dtype,
+            self.captured.shape,
+            num_experts,
+            layers=layers,
+            has_weights=options.weights,
         )
 
     def stream(

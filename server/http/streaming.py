@@ -126,7 +126,8 @@ class SSERewriter:
             key: _Choice(prompt, next_row, length - 1, RowBuffer(output.request_id)) for key in keys
         }
 
-    async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+    # Rows with their tokens and rows at the end stand beside each other, line by line.
+    async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:  # noqa: C901
         """Adds rows to `chunks` (server-sent events). An error ends the stream with an error event
         and `[DONE]`."""
         options, failure = self.options, list[str]()

@@ -92,6 +92,7 @@ class ArrayBuffer(RowBuffer):
         self,
         form: ArrayForm,
         request_id: str,
+        *,
         start: int,  # position of the first row to return
         prompt_len: int,
         kind: RequestOutputKind,  # of the outputs
@@ -278,7 +279,12 @@ class InProcessCapture:
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
         buffer = ArrayBuffer(
-            self.form, request.request_id, start, state.prompt_len, params.output_kind, store
+            self.form,
+            request.request_id,
+            start=start,
+            prompt_len=state.prompt_len,
+            kind=params.output_kind,
+            store=store,
         )
         BufferedRequestState.give(state, buffer)
         if queue is not None:

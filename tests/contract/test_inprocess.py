@@ -236,7 +236,8 @@ def test_references(llm: LLM, tmp_path: Path) -> None:
 def test_ids_are_not_kept_in_a_store_without_their_weights(llm: LLM, tmp_path: Path) -> None:
     form = ArrayForm(llm.model_config, has_weights=True)
     form.learn({"num_layers": DECODER_LAYERS, "top_k": 2, "layer_ids": [*range(DECODER_LAYERS)]})
-    buffer = ArrayBuffer(form, "full", 0, 1, FINAL, store := ArrayStore(tmp_path / "store", 4096))
+    store = ArrayStore(tmp_path / "store", 4096)
+    buffer = ArrayBuffer(form, "full", start=0, prompt_len=1, kind=FINAL, store=store)
     buffer.push(0, np.zeros((1, *form.shape), dtype=np.int16))
     arrays = buffer.arrays_of(CompletionOutput(0, "", [1], None, None, finish_reason="length"))
     assert [array.shape for array in arrays] == [(1, DECODER_LAYERS, 2)] * 2

@@ -49,7 +49,7 @@ def spread(rows: np.ndarray) -> np.ndarray:
 
 def encoder(fmt: Any, dtype: str, shape: tuple[int, int, int], layers: str = "moe") -> Encoder:
     dense = (list(range(1, 2 * shape[0], 2)), 2 * shape[0] + 1)
-    return Encoder(fmt, dtype, shape[:2], shape[2], dense if layers == "all" else None)
+    return Encoder(fmt, dtype, shape[:2], shape[2], layers=dense if layers == "all" else None)
 
 
 def text_of(own: Encoder, rows: np.ndarray, start: int) -> bytes:

@@ -445,7 +445,7 @@ def test_a_row_that_is_missing_is_the_same_streamed_whole_and_in_a_program(finis
     model = SimpleNamespace(get_num_experts=lambda: EXPERTS, get_total_num_hidden_layers=lambda: L)
     form = ArrayForm(model)
     form.learn({"num_layers": L, "top_k": K, "layer_ids": list(range(L))})
-    program = ArrayBuffer(form, "a", 0, 3, RequestOutputKind.FINAL_ONLY)
+    program = ArrayBuffer(form, "a", start=0, prompt_len=3, kind=RequestOutputKind.FINAL_ONLY)
     program.push(0, rows_of(0, 5))
     array, _ = program.arrays_of(ends().outputs[0])
     rows = np.concatenate([*whole.prompts[0], *whole.choices[0][1]])[:, 0, 0].tolist()
