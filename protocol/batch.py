@@ -268,6 +268,16 @@ def _join_references(references: Sequence[Mapping[str, Any]]) -> list[Span]:
             raise RoutingError(f"a gap: rows up to {end}, and a reference that begins at {start}")
         if of_row != shape:
             raise RoutingError(f"rows of shapes {shape} and {of_row}")
+        if start + num_rows < end:
+            raise RoutingError(
+                f"a reference that ends at {start + num_rows}, after rows up to {end}: give "
+                "a conversation's references in order, of one choice each turn"
+            )
+        if reference.get("part") == "generated" and start != end:
+            raise RoutingError(
+                f"generated rows that begin at {start}, after rows up to {end}: give "
+                "a conversation's references in order, of one choice each turn"
+            )
         if start + num_rows > end:
             spans.append(Span(reference, end - start, num_rows))
             end = start + num_rows

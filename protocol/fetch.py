@@ -174,7 +174,8 @@ def fetch_spans(
     **options: Any,
 ) -> NDArray[Any]:
     """The rows of a sequence, which `batch.join_turns` made of its references: [layers, n, K], or
-    what a rank needs of them. Only that is read, of several arrays at once.
+    what a rank needs of them. Only that is read, of several arrays at once. If the arrays have
+    several dtypes, the result has one that holds the values of all.
 
     Args:
         tokens: counted from the first row of the sequence.
@@ -186,7 +187,7 @@ def fetch_spans(
     arguments.sequence_of("spans", spans, tuple)
     if not spans:
         raise ValueError("spans must not be empty")
-    (_, num_layers, top_k), dtype = _described(spans[0].reference)
+    num_layers, top_k, dtype = _common_rows(spans)
     first_layer, end_layer = _checked(layers, num_layers, "layers")
     first, end = _checked(tokens, sum(span.end - span.first for span in spans), "tokens")
     rows = np.empty((end_layer - first_layer, end - first, top_k), dtype)
@@ -206,6 +207,22 @@ def fetch_spans(
     with ThreadPoolExecutor(arguments.integer("at_once", at_once, least=1)) as threads:
         list(threads.map(read, spans, begins[:-1]))
     return rows
+
+
+def _common_rows(spans: Sequence[Span]) -> tuple[int, int, np.dtype[Any]]:
+    """The layers and experts per token of all arrays, and a dtype that holds the values of all:
+    -1 of one array would be 255 in the dtype of another."""
+    (_, *of_row), first_dtype = _described(spans[0].reference)
+    dtype = first_dtype
+    for span in spans[1:]:
+        (_, *of_other), other_dtype = _described(span.reference)
+        if of_other != of_row:
+            raise ValueError(f"spans have rows of shapes {of_row} and {of_other}")
+        if (other_dtype.kind == "f") != (first_dtype.kind == "f"):
+            raise ValueError("spans have ids and weights: fetch them apart")
+        dtype = np.result_type(dtype, other_dtype)
+    num_layers, top_k = of_row
+    return num_layers, top_k, dtype
 
 
 def _byte_ranges(reference: Mapping[str, Any], layers: Range, tokens: Range) -> list[Range]:

@@ -119,10 +119,12 @@ class SchedulerHooks(AuxOutputHooks):
         """
         step = self._pop_step(scheduler_output)
         captured = detach(output)
-        assert captured is not None or not scheduler_output.total_num_scheduled_tokens, (
-            f"a step of requests {list(scheduler_output.num_scheduled_tokens)}: expected rows with "
-            "its output, actually the worker sent none"
-        )
+        if captured is None and scheduler_output.total_num_scheduled_tokens:
+            # No assertion, which `python -O` removes: slots would keep the rows of other tokens.
+            raise RuntimeError(
+                f"a step of requests {list(scheduler_output.num_scheduled_tokens)}: expected rows "
+                "with its output, actually the worker sent none"
+            )
         # 1. Stores of KV that is copied out before the step runs: it reuses their blocks, so the
         #    actions below overwrite these rows.
         self._apply_stores(step, before_step=True)

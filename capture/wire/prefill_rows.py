@@ -100,7 +100,7 @@ def decode(value: Any) -> PrefillRows | None:
         return None
     try:
         form = msgspec.convert(value, _Form)
-    except msgspec.ValidationError:
+    except ValueError:  # of another form, or text that is no Unicode
         return None
     dtype = _DTYPES[form.dtype]
     size = math.prod(form.shape) * dtype.itemsize

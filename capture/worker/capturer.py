@@ -146,11 +146,10 @@ class Capturer:
             return
         self._store(self.cache.ids, {layer: chosen.ids for layer, chosen in deferred.items()})
         if self.cache.weights is not None:
-            weights = {
-                layer: chosen.weights
-                for layer, chosen in deferred.items()
-                if chosen.weights is not None
-            }
+            weights: dict[int, torch.Tensor] = {}
+            for layer, chosen in deferred.items():
+                assert chosen.weights is not None, f"layer {layer} deferred ids without weights"
+                weights[layer] = chosen.weights
             self._store(self.cache.weights, weights)
 
     def _store(self, plane: torch.Tensor, chosen: Mapping[int, torch.Tensor]) -> None:

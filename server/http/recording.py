@@ -62,6 +62,8 @@ _RUNNING_BYTES = 512 << 20
 _QUEUE_BYTES = 128 << 20
 """Limit of the rows that wait to be written; a single larger request may wait alone."""
 _IDLE_S = 5.0
+_SEND_AGAIN_S = 60.0
+"""After a bucket could not be written to."""
 _CLOSE_S = 5.0
 """How long a server that stops waits for what is not written yet."""
 
@@ -207,11 +209,16 @@ class SentFiles(RecordFiles):
         self._bucket = Bucket(url)
         self._bucket.open()
         self._has_sent = False
+        self._send_again = 0.0  # on the monotonic clock, after the bucket could not be written to
         if takes_over:  # what processes of this machine completed and did not send
             self._sizes = {path: path.stat().st_size for path in folder.glob("*.jsonl")}
 
     def rotate(self, at_once: bool = False) -> None:
         super().rotate(at_once)
+        if time.monotonic() < self._send_again and not at_once:
+            return
+        # Each attempt takes many seconds, in which nothing is recorded.
+        self._send_again = time.monotonic() + _SEND_AGAIN_S
         for path in [*self._sizes]:
             if not path.name.endswith(PART):  # one of which half a line could not be undone
                 if path.exists():  # else a process that took over has sent it
@@ -219,6 +226,7 @@ class SentFiles(RecordFiles):
                     path.unlink(missing_ok=True)
                 del self._sizes[path]
                 self._has_sent = True
+        self._send_again = 0.0
 
     def have_gone(self) -> bool:
         has_sent, self._has_sent = self._has_sent, False
@@ -515,10 +523,12 @@ def start_recording(captured: CapturedEngine, place: str | Path, settings: Setti
     rank, num_processes = rank_of_process(engine.vllm_config)  # which share the room equally
     entries = (entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
     found = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
-    room = max(settings.routed_experts_record_bytes - found, 0) // num_processes
-    files = RecordFiles(folder, room)
-    if is_bucket(place):
-        files = SentFiles(folder, room, str(place), takes_over=rank == 0)
+    if is_bucket(place):  # what was found is sent, and is counted until then
+        room = settings.routed_experts_record_bytes // num_processes
+        files: RecordFiles = SentFiles(folder, room, str(place), takes_over=rank == 0)
+    else:
+        room = max(settings.routed_experts_record_bytes - found, 0) // num_processes
+        files = RecordFiles(folder, room)
     recorder = Recorder(
         captured,
         files,

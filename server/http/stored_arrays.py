@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 
 STALLED_S, _LEAST_BYTES = 30.0, 64 << 10
 """A connection ends whose client takes less of an array in so many seconds."""
+_ABORTED_S = 0.01
 _CHUNK_BYTES = 256 << 10
 """Read and sent at once; other requests run in between. Twice that is held for a client that reads
 slowly."""
@@ -151,6 +152,8 @@ async def stored_array(
             except (LookupError, StoreError) as error:
                 logger.info("An array is gone while a client reads it: %r", error)
                 response.abort()
+                # The event loop ends the connection first; uvicorn would miss the rest of the body.
+                await asyncio.sleep(_ABORTED_S)
                 return
             yield piece
             response.num_sent += len(piece)

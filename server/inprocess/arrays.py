@@ -153,7 +153,7 @@ def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReferenc
     where = {"path": stored.place}
     if stored.url is not None:
         where = {"uri": stored.place, "url": stored.url}
-    return ArrayReference(stored.reference(layers_first, start, missing, **where))
+    return ArrayReference(stored.reference(layers_first, start, missing, part="joined", **where))
 
 
 class ArrayCollector(RequestOutputCollector):

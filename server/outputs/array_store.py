@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from io import BytesIO
 from math import ceil
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol.buckets import is_bucket
 from routed_experts.server.outputs.buckets import Bucket
-from routed_experts.server.outputs.folders import Folder, blocks, hour_of
+from routed_experts.server.outputs.folders import Folder, blocks, hour_of, remove_unused
 from routed_experts.server.settings import DEFAULT_LIFETIME_S, Settings
 from routed_experts.server.vllm_api import get_logger
 
@@ -116,6 +116,9 @@ class ArrayStore:
         self._since = 0
         self._writing = 0
         self._count_again = 0.0  # on the monotonic clock
+        # One count at a time: two would each take off what was written since the one before. It is
+        # taken before `_lock`.
+        self._counting = threading.RLock()
         self._lock = threading.RLock()  # for what stands above; free while arrays are written
         # For a folder, several threads would take twice the CPU time, and keep the event loop
         # waiting for Python's lock. Those of a bucket wait for the network.
@@ -141,9 +144,13 @@ class ArrayStore:
     def open(self) -> None:
         """At the first call, makes the folder and counts what it has, or tries whether the bucket
         can be written to. Raises `StoreError`."""
-        with self._lock:
+        if self._is_open:
+            return
+        with self._counting, self._lock:
             if self._is_open:
                 return
+            if self.folder is not None and not self._keeps:
+                remove_unused(self.folder)  # what a process that was killed has left
             with self._errors("cannot be used"):
                 self._objects.open()
                 if isinstance(self._objects, Folder):
@@ -154,6 +161,7 @@ class ArrayStore:
                     trial = name_of(_new_id(self.lifetime_s)[0])
                     self._objects.put(trial, [b"trial"], {})
                     self._objects.delete(trial)
+                    self._objects.sign(trial, "GET", self.lifetime_s)
             self._is_open = True
 
     @contextmanager
@@ -186,25 +194,32 @@ class ArrayStore:
         self.open()
         if self.has_room(num_bytes):
             return
-        if time.monotonic() >= self._count_again or not (self.folder and self.folder.is_dir()):
-            self.sweep()  # somebody may have deleted arrays, or removed the folder
+        # somebody may have deleted arrays, or removed the folder
+        self._count_if_old(at_once=not (self.folder and self.folder.is_dir()))
         if not self.has_room(num_bytes):
             raise StoreError(f"{self.used_bytes} of {self.max_bytes} bytes are used")
 
     def sweep(self) -> int:
         """Removes arrays that have expired, of all servers. Returns the bytes of the others in a
         folder."""
-        began = time.monotonic()
-        with self._lock:
-            before = self._since - self._writing
-        with self._errors("cannot be swept"):
-            counted = self._objects.sweep(time.time())
-        ended = time.monotonic()
-        with self._lock:
-            self._counted = counted
-            self._since -= before
-            self._count_again = ended + max(_COUNT_S, (ended - began) / _COUNT_SHARE)
-            return self.used_bytes
+        with self._counting:
+            began = time.monotonic()
+            with self._lock:
+                before = self._since - self._writing
+            with self._errors("cannot be swept"):
+                counted = self._objects.sweep(time.time())
+            ended = time.monotonic()
+            with self._lock:
+                self._counted = counted
+                self._since -= before
+                self._count_again = ended + max(_COUNT_S, (ended - began) / _COUNT_SHARE)
+                return self.used_bytes
+
+    def _count_if_old(self, at_once: bool = False) -> None:
+        """Counts again, unless another thread did so while this one waited for it."""
+        with self._counting:
+            if at_once or time.monotonic() >= self._count_again:
+                self.sweep()
 
     def put(self, array: NDArray[Any], **about: str) -> StoredArray:
         """Stores `array`, which must be C-contiguous; an object of a bucket says what it is
@@ -220,7 +235,12 @@ class ArrayStore:
                 self._objects.put(name, parts, about)
                 if self.bucket is None:
                     return StoredArray(key, expires, f"{self.folder}/{name}")
-                url = self.bucket.sign(name, "GET", self.lifetime_s)
+                try:
+                    url = self.bucket.sign(name, "GET", self.lifetime_s)
+                except OSError:
+                    with suppress(OSError):
+                        self.bucket.delete(name)
+                    raise
                 return StoredArray(key, expires, f"{self.bucket.url}/{name}", url)
         except StoreError:
             self._count_off(size)
@@ -231,8 +251,8 @@ class ArrayStore:
 
     def _reserve(self, size: int) -> None:
         """Counts an array that is going to be written. Raises `StoreError` if it does not fit."""
-        if self.folder and self._is_open and time.monotonic() >= self._count_again:
-            self.sweep()  # others may have written
+        if self.folder and self._is_open:
+            self._count_if_old()  # others may have written
         while True:
             self.make_room(size)
             with self._lock:

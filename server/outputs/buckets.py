@@ -1,12 +1,16 @@
 """Arrays as objects of a bucket, which servers of many hosts share: `PREFIX/HOUR/ID.npy`."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from routed_experts.protocol.buckets import bucket_at, told
 from routed_experts.server.outputs.folders import ARRAY, HOUR, hour_of
+
+_SKEW_S = 900.0
+"""How far clocks of hosts may be apart: as far as S3 allows."""
 
 
 class Bucket:
@@ -58,10 +62,11 @@ class Bucket:
         Returns 0: a bucket counts its bytes itself."""
         with told(self.url):
             for hour in self._objects.list_with_delimiter()["common_prefixes"]:
-                if HOUR.fullmatch(hour) and hour < hour_of(now):
+                if HOUR.fullmatch(hour) and hour < hour_of(now - _SKEW_S):
                     for objects in self._objects.list(hour):
                         names = [each["path"] for each in objects]
                         ours = [name for name in names if ARRAY.fullmatch(name[len(hour) + 1 :])]
                         if ours:
-                            self._objects.delete(ours)
+                            with suppress(FileNotFoundError):  # another server was faster
+                                self._objects.delete(ours)
         return 0

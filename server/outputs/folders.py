@@ -25,7 +25,7 @@ ARRAY = re.compile(r"[0-9a-f]{40}\.npy")
 """Parts of the names of our objects. Others in the same place are their users' own."""
 _IN_USE = ".in-use"
 _BLOCK_BYTES = 4096  # files take whole blocks
-_TRIES = 10  # to use a folder that others may be removing
+_TRIES = 300  # to use a folder that others may be removing
 _PAUSE_S = 0.01  # between two of them
 
 

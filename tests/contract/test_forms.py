@@ -116,7 +116,10 @@ class Form:
         if not self.is_referred:
             return value
         about = {name: value[name] for name in ("shape", "dtype", "start", "missing")}
-        assert value.keys() == {"id", "url", "bytes", "expires"} | about.keys()
+        of = {"part"} if value["part"] == "prompt" else {"part", "choice"}
+        assert value.keys() == {"id", "url", "bytes", "expires"} | of | about.keys()
+        layout = "joined" if self.is_joined else "generated"
+        assert value["part"] in ("prompt", layout)
         rows = np.ascontiguousarray(fetch(value, base_url=f"{self._server.url}/v1").swapaxes(0, 1))
         assert ([*rows.shape], rows.dtype.name, rows.nbytes) == (
             value["shape"],

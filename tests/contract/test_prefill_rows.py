@@ -618,3 +618,10 @@ def test_odd_values_over_http() -> None:
     )
     with pytest.raises(prefill_param.PrefillRowsError):
         forged.parse((3, L * K // 3), 300)
+
+
+@pytest.mark.parametrize("place", ["dtype", "\ud800"])
+def test_rows_with_text_that_is_no_unicode_are_no_rows(place: str) -> None:
+    """JSON can have half a surrogate pair. Nothing is raised where a program runs the engine."""
+    value = {"data": b"", "dtype": "int16", "shape": [0, 1, 1], "until": 1.0, place: "\ud800"}
+    assert prefill_rows.decode(value) is None

@@ -467,7 +467,7 @@ def test_a_step_without_rows_names_its_requests() -> None:
     core = engine(is_async=False)
     core.take(sent(request_of("asks")))
     scheduled = core.scheduler.schedule()
-    with pytest.raises(AssertionError, match=r"\['asks'\]: expected rows"):
+    with pytest.raises(RuntimeError, match=r"\['asks'\]: expected rows"):
         core.capture.receive(scheduled, ModelRunnerOutput(["asks"], {"asks": 0}, [[1]]))
 
 

@@ -174,3 +174,43 @@ def test_an_answer_that_is_not_http() -> None:
         with pytest.raises(FetchError, match="nonsense"):
             fetch(REFERENCE, base_url=f"http://127.0.0.1:{server.server_port}/v1")
         thread.join()
+
+
+def saved(path: Path, array: np.ndarray, start: int, **more: str) -> dict[str, Any]:
+    """A reference to the file of an array [L, n, K]."""
+    np.save(path, array)
+    num_layers, num_rows, top_k = array.shape
+    about = {"shape": [num_rows, num_layers, top_k], "dtype": array.dtype.name, "start": start}
+    return {"path": str(path), **about, **more}
+
+
+def test_a_row_that_is_missing_in_one_turn_stays_so_beside_narrower_ids(tmp_path: Path) -> None:
+    """-1 is no expert 255."""
+    narrow = np.full((2, 3, 2), 7, np.uint8)
+    missing = np.full((2, 4, 2), -1, np.int16)
+    turns = [saved(tmp_path / "1.npy", narrow, 0), saved(tmp_path / "2.npy", missing, 3)]
+    rows = fetch_spans(join_turns(turns))
+    assert rows.dtype == np.int16
+    assert rows[0, :, 0].tolist() == [7, 7, 7, -1, -1, -1, -1]
+
+
+def test_weights_do_not_become_ids(tmp_path: Path) -> None:
+    ids, weights = np.full((2, 3, 2), 7, np.int16), np.full((2, 3, 2), 0.7, np.float32)
+    turns = [saved(tmp_path / "1.npy", ids, 0), saved(tmp_path / "2.npy", weights, 3)]
+    with pytest.raises(ValueError, match="fetch them apart"):
+        fetch_spans(join_turns(turns))
+
+
+def test_references_out_of_order_or_of_two_choices_are_no_conversation(tmp_path: Path) -> None:
+    def reference(start: int, end: int, part: str) -> dict[str, Any]:
+        return {"start": start, "shape": [end - start, 2, 2], "dtype": "int16", "part": part}
+
+    prompt, short, long = (
+        reference(0, 5, "prompt"),
+        reference(5, 8, "generated"),
+        reference(5, 9, "generated"),
+    )
+    assert len(join_turns([prompt, short])) == 2
+    for turns in ([short, prompt], [prompt, short, long], [prompt, long, short]):
+        with pytest.raises(RoutingError, match="in order, of one choice each turn"):
+            join_turns(turns)

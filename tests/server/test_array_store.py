@@ -265,6 +265,17 @@ def test_the_limit_holds_for_threads_together(tmp_path: Path) -> None:
     assert 0 < kept <= 30
 
 
+def test_threads_that_count_at_once_count_each_array_once(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path, 1 << 30)
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(20):
+            for _ in range(10):
+                store.put(ARRAY)
+            for future in [threads.submit(store.sweep) for _ in range(8)]:
+                future.result()
+    assert store.used_bytes == sizes(tmp_path) == 200 * FILE_BYTES
+
+
 def test_the_limit_holds_for_processes_within_a_second(tmp_path: Path, clock: Clock) -> None:
     """Each counts what the others wrote before."""
     one, other = (ArrayStore(tmp_path, 4 * FILE_BYTES) for _ in range(2))
@@ -442,6 +453,18 @@ def test_a_folder_that_nobody_named_goes_at_the_next_start(tmp_path: Path) -> No
     other._objects.close()  # as the system does where a process is killed
     remove_unused(folder)
     assert not folder.exists()
+
+
+def test_a_program_begins_without_what_a_killed_one_left(tmp_path: Path) -> None:
+    """It would have no room, and the memory would be taken until the arrays expire."""
+    folder = tmp_path / "store"
+    killed = ArrayStore(folder, 1 << 20, keeps=False)
+    stored = killed.put(ARRAY)
+    killed._objects.close()  # as the system does where a process is killed
+    program = ArrayStore(folder, 1 << 20, keeps=False)
+    program.open()
+    assert not stored.path.exists()
+    assert program.used_bytes == 0
 
 
 def test_the_end_of_a_process_whose_child_goes_on(tmp_path: Path) -> None:
