@@ -71,12 +71,11 @@ REFUSED_LAYERS: tuple[LayerRefusal, ...] = (
 
 def check_layer(layer: MoERunner) -> None:
     """Raises `UnsupportedConfig` for a layer whose ids cannot be captured."""
-    if not layer.is_monolithic:
-        for cls in type(layer.router).__mro__:
-            if cls.__name__ in REFUSED_ROUTERS:
-                raise UnsupportedConfig(
-                    f"Layer {layer.layer_id} {REFUSED_ROUTERS[cls.__name__]}: its routing cannot be captured."
-                )
+    for cls in type(layer.router).__mro__:
+        if cls.__name__ in REFUSED_ROUTERS:
+            raise UnsupportedConfig(
+                f"Layer {layer.layer_id} {REFUSED_ROUTERS[cls.__name__]}: its routing cannot be captured."
+            )
     for refusal in REFUSED_LAYERS:
         if refusal.applies(layer):
             raise UnsupportedConfig(
