@@ -227,11 +227,12 @@ class Drain:
 
     async def _close(self, server: Any) -> None:
         """Closes the port, and answers those who have just connected."""
-        listening = listening_sockets(server)
-        stop_accepting(server)
         if self._shared is None:
+            listening = listening_sockets(server)  # before the server closes its own
+            stop_accepting(server)
             unaccepted = list(chain.from_iterable(map(close_for_all, listening)))
         else:
+            stop_accepting(server)
             unaccepted = self._shared.stop_listening()
         for connection in unaccepted:
             background.start("Answering a client", serve_connection(server, connection))

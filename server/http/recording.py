@@ -521,12 +521,12 @@ def start_recording(captured: CapturedEngine, place: str | Path, settings: Setti
     folder = folder_of(place)
     engine = captured.engine
     rank, num_processes = rank_of_process(engine.vllm_config)  # which share the room equally
-    entries = (entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
-    found = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
     if is_bucket(place):  # what was found is sent, and is counted until then
         room = settings.routed_experts_record_bytes // num_processes
         files: RecordFiles = SentFiles(folder, room, str(place), takes_over=rank == 0)
     else:
+        entries = (entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
+        found = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
         room = max(settings.routed_experts_record_bytes - found, 0) // num_processes
         files = RecordFiles(folder, room)
     recorder = Recorder(

@@ -217,6 +217,8 @@ class ArrayStore:
 
     def _count_if_old(self, at_once: bool = False) -> None:
         """Counts again, unless another thread did so while this one waited for it."""
+        if not at_once and time.monotonic() < self._count_again:
+            return  # without waiting for a count that runs
         with self._counting:
             if at_once or time.monotonic() >= self._count_again:
                 self.sweep()
