@@ -154,12 +154,22 @@ class InProcessClient(EngineCoreClient):
                 raise EngineDeadError from self._error
             if self.core.has_work() or self.core._idle_state_callbacks:
                 self.core.turn()
-                await asyncio.sleep(0)
+                await self._let_others_run()
             elif self.core.output_queue.empty():
                 self._work.clear()
                 await self._work.wait()
             self._messages += [message for _, message in self.core.messages()]
         return self._messages.popleft()
+
+    async def _let_others_run(self) -> None:
+        """As long as an engine's step would.
+
+        A step in each turn of the event loop would wake the reader of a stream in each, and anyio
+        cancels a task only in a turn in which it waits: so the tokens of a client that has left
+        would be generated to the end.
+        """
+        for _ in range(3):
+            await asyncio.sleep(0)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Once: `AsyncLLM` asks again when it is collected; the process's groups may be another
