@@ -4,6 +4,7 @@ import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from typing import NoReturn
 
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.cli.console import CommandError, Parser, complain, say
@@ -67,37 +68,53 @@ def _flush() -> None:
 
 
 def run(argv: list[str]) -> int:
+    """Runs the command that the words name; returns its exit status."""
     if not argv or argv[0] not in COMMANDS:
-        parser = Parser(prog="routed-experts", epilog=EPILOG)
-        parser.add_argument(
-            "--version", action="version", version=f"routed-experts-server {VERSION}"
-        )
-        commands = parser.add_subparsers(metavar="COMMAND", required=True)
-        for name, about in COMMANDS.items():
-            commands.add_parser(name, help=about)
-        parser.parse_args(argv or ["--help"])
-        parser.error("the command must come first")
-    command, *rest = argv  # which the command's module reads
-    compares_files = command == "compare" and any(map(os.path.isfile, rest[:1]))
-    if command not in WITHOUT_VLLM and not compares_files and find_spec("vllm") is None:
+        answer_without_command(argv)
+    command = argv[0]
+    rest = argv[1:]  # which the command's module reads
+    if needs_vllm(command, rest) and find_spec("vllm") is None:
         raise CommandError(NO_VLLM)
     if command == "serve":  # its errors need their traceback
         return serve(rest)
+    return run_tool(command, rest)
+
+
+def answer_without_command(argv: list[str]) -> NoReturn:
+    """Says the help or the version, or what is wrong with words that begin with no command."""
+    parser = Parser(prog="routed-experts", epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"routed-experts-server {VERSION}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, purpose in COMMANDS.items():
+        commands.add_parser(name, help=purpose)
+    parser.parse_args(argv or ["--help"])  # exits unless a command comes later
+    parser.error("the command must come first")
+
+
+def needs_vllm(command: str, rest: list[str]) -> bool:
+    if command == "compare":  # a file in the model's place is compared without one
+        return not (rest and os.path.isfile(rest[0]))
+    return command not in WITHOUT_VLLM
+
+
+def run_tool(command: str, rest: list[str]) -> int:
+    """Runs a command other than `serve`; returns its exit status. Files come from anywhere: what is
+    wrong with one is an error with its place."""
     import numpy as np
 
     from routed_experts.protocol.routing import RoutingError
 
     module = "cli.tiny_model" if command == "tiny-model" else f"tools.{command}"
-    try:  # files come from anywhere: what is wrong with one is an error with its place
+    try:
         with np.errstate(all="ignore"):  # numbers that no router has
             status: int = import_module(f"routed_experts.server.{module}").main(rest)
             return status
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder without permission
-        raise CommandError(
-            f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}."
-        ) from error
+        reason = error.strerror or str(error)
+        place = f": {error.filename}" if error.filename else ""
+        raise CommandError(f"{reason}{place}.") from error
     except RoutingError as error:
         raise CommandError(f"{error}.") from error
     except MemoryError as error:

@@ -43,6 +43,8 @@ _SHORT = 5
 """Prompt tokens whose rows share a message with other rows."""
 _MOST_TOKENS = 256
 """Maximum prompt tokens for a prompt whose rows exceed one line of a stream."""
+_SAMPLING = {"max_tokens": _NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
+"""Of a request that does not say another."""
 _TOKEN_IDS = 1000
 """Prompts use only the first ids of the vocabulary, because ids of image tokens are at its end."""
 _LIMIT_S = 600.0
@@ -268,47 +270,37 @@ class _Rank:
 
     async def _ask(self, path: str, body: dict[str, Any], stream: bool = False) -> list[Routing]:
         """Sends a request and returns its choices. Each must be complete and valid."""
-        form = {
-            "routed_experts_format": "object",
-            "routed_experts_layout": "split",
-            "return_token_ids": True,
-        }
         sampling = body.get("sampling_params", body)
-        for name, value in {
-            "max_tokens": _NEW_TOKENS,
-            "temperature": 0.0,
-            "ignore_eos": True,
-        }.items():
+        for name, value in _SAMPLING.items():
             sampling.setdefault(name, value)
-        asked = {OPT_IN: True} | ({WEIGHTS: True} if self._captured.info.weights else {})
-        response = await self._client.post(path, self._rank, **asked, **form, **body, stream=stream)
-        if response.status_code != 200:
-            status, said = response.status_code, response.text
-            raise SelfTestError(f"The self-test request to {path} got status {status}: {said:.500}")
+        response = await self._client.post(
+            path, self._rank, **self._routing_fields(), **body, stream=stream
+        )
         n = sampling.get("n", 1)
-        try:
-            choices = collect(response.content, n=n)
-        except RoutingError as error:
-            raise SelfTestError(
-                f"The self-test got a response from {path} without complete routing: {error}."
-            ) from error
+        choices = _choices_of(response, path, n)
+        # The body of a chat has no token ids; its response has.
         prompt = tuple(
             body.get("prompt") or body.get("token_ids") or choices[0].prompt_token_ids or ()
         )
         if path == _GENERATE:  # which does not repeat the prompt until vLLM 0.30
-            choices = [
-                replace(choice, prompt_token_ids=choice.prompt_token_ids or prompt)
-                for choice in choices
-            ]
-        if len(choices) != n or any(
-            choice.prompt_token_ids != prompt or not choice.token_ids for choice in choices
-        ):
+            choices = [_with_prompt(choice, prompt) for choice in choices]
+        if len(choices) != n or not all(_has_tokens(choice, prompt) for choice in choices):
             raise SelfTestError(
                 f"The self-test got wrong choices or prompt tokens from {path}: please report this."
             )
         for choice in choices:
             self._check_rows(choice)
         return choices
+
+    def _routing_fields(self) -> dict[str, Any]:
+        """What every request asks for: whatever this server captures, with the tokens."""
+        fields: dict[str, Any] = {OPT_IN: True}
+        if self._captured.info.weights:
+            fields[WEIGHTS] = True
+        fields["routed_experts_format"] = "object"
+        fields["routed_experts_layout"] = "split"
+        fields["return_token_ids"] = True
+        return fields
 
     def _check_rows(self, choice: Routing) -> None:
         rows, expected = choice.rows, len(_tokens(choice)) - 1
@@ -473,6 +465,31 @@ class _References:
             "Middleware must let responses with routed experts out as they are: change it, leave it out of "
             "--middleware, or serve without routed experts (--no-enable-return-routed-experts)."
         )
+
+
+def _choices_of(response: httpx.Response, path: str, n: int) -> list[Routing]:
+    """Raises `SelfTestError` unless the response is a success, and its routing can be read."""
+    if response.status_code != 200:
+        raise SelfTestError(
+            f"The self-test request to {path} got status {response.status_code}: "
+            f"{response.text:.500}"
+        )
+    try:
+        return collect(response.content, n=n)
+    except RoutingError as error:
+        raise SelfTestError(
+            f"The self-test got a response from {path} without complete routing: {error}."
+        ) from error
+
+
+def _with_prompt(choice: Routing, prompt: tuple[int, ...]) -> Routing:
+    """The choice as it is, if it says its prompt itself."""
+    return replace(choice, prompt_token_ids=choice.prompt_token_ids or prompt)
+
+
+def _has_tokens(choice: Routing, prompt: tuple[int, ...]) -> bool:
+    """Whether a choice has this prompt, and generated tokens."""
+    return choice.prompt_token_ids == prompt and bool(choice.token_ids)
 
 
 def _tokens(choice: Routing) -> list[int]:
