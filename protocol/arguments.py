@@ -63,21 +63,21 @@ def integers(name: str, values: Any, count: int | None = None) -> list[int]:
 def array(name: str, value: Any, kinds: str, shape: str = "") -> NDArray[Any]:
     """`value` as an array whose type is one of numpy's `kinds`, with the dimensions of `shape`:
     `nLK`, `...LK`."""
-    what = {"iu": "integers", "f": "floating-point numbers"}.get(kinds, "numbers")
-    wanted = f"{name} must be {what}{shape and f' of shape [{shape}]'}"
+    kind = {"iu": "integers", "f": "floating-point numbers"}.get(kinds, "numbers")
+    expected = f"{name} must be {kind}{shape and f' of shape [{shape}]'}"
     try:
         result = np.asarray(value)
     # ragged lists; a tensor on a GPU, or of bfloat16
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{wanted}, not {shown(value)}: {error}") from None
+        raise TypeError(f"{expected}, not {shown(value)}: {error}") from None
     is_empty_list = not result.size and not hasattr(value, "dtype")  # of floats for numpy
     if result.dtype.kind not in kinds and not is_empty_list:
         raise TypeError(
-            f"{wanted}, not {shown(value) if result.dtype.kind in 'OUS' else result.dtype}"
+            f"{expected}, not {shown(value) if result.dtype.kind in 'OUS' else result.dtype}"
         )
     least = len(shape.removeprefix("..."))
     if shape and (result.ndim < least or (result.ndim > least and not shape.startswith("..."))):
-        raise ValueError(f"{wanted}, not {list(result.shape)}")
+        raise ValueError(f"{expected}, not {list(result.shape)}")
     return result
 
 

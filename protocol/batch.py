@@ -427,7 +427,7 @@ def align(
         RoutingError: a sequence does not fit, lacks rows before its last token, or does not fit
             `dtype`.
     """
-    wanted = arguments.integer_dtype("dtype", dtype)
+    target = arguments.integer_dtype("dtype", dtype)
     routings = arguments.sequence_of("routings", routings, Routing)
     arrays = [routing.rows for routing in routings]
     batch = _aligned(
@@ -437,10 +437,10 @@ def align(
         pad=pad,
         dtype=np.result_type(np.int16, *arrays),
     )
-    limits = np.iinfo(wanted)
+    limits = np.iinfo(target)
     if batch.min(initial=0) < limits.min or batch.max(initial=0) > limits.max:
-        raise RoutingError(f"{wanted} cannot hold all of {batch.min()} to {batch.max()}")
-    return batch.astype(wanted, copy=False)
+        raise RoutingError(f"{target} cannot hold all of {batch.min()} to {batch.max()}")
+    return batch.astype(target, copy=False)
 
 
 def align_weights(

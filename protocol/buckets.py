@@ -76,10 +76,10 @@ def told(url: str) -> Iterator[None]:
 
 def words_of(error: Exception) -> str:
     """What an error of obstore says to an operator."""
-    said, _, _ = str(error).partition("\n\nDebug source")
-    if code := re.search(r"<Code>(.*?)</Code>", said):
-        message = _MESSAGE.search(said)
+    text, _, _ = str(error).partition("\n\nDebug source")
+    if code := re.search(r"<Code>(.*?)</Code>", text):
+        message = _MESSAGE.search(text)
         return f"{code[1]}: {message[1]}" if message else code[1]
-    _, _, reason = said.partition(" - ")
-    words = _URL.sub("the store", reason or said).partition("\n")[0].strip()
+    _, _, reason = text.partition(" - ")
+    words = _URL.sub("the store", reason or text).partition("\n")[0].strip()
     return words or type(error).__name__

@@ -226,24 +226,24 @@ class Collector:
         if chunk.array is not None:
             self._append(choice, chunk.array)
 
-    def _prompts_of(self, chunk: AnswerChunk, num_prompts: int, what: str) -> list["_Prompt"]:
+    def _prompts_of(self, chunk: AnswerChunk, num_prompts: int, array_name: str) -> list["_Prompt"]:
         """The prompts that a chunk has rows or histograms (`what`) of, each beside the first of its
         choices."""
         num_choices = len(chunk.choices)
         n = num_choices if num_prompts == 1 else self._request.get("n")
         if num_choices == 0 or n is None or num_choices != num_prompts * n:
             raise RoutingError(f"{num_choices} choices for {num_prompts} prompts: {_GIVE_N}")
-        return [self._prompt_beside(choice.index, what) for choice in chunk.choices[::n]]
+        return [self._prompt_beside(choice.index, array_name) for choice in chunk.choices[::n]]
 
-    def _prompt_beside(self, choice: int, what: str) -> "_Prompt":
+    def _prompt_beside(self, choice: int, array_name: str) -> "_Prompt":
         prompt = self._prompts.setdefault(
             self._prompt_index(choice), _Prompt(f"the prompt of choice {choice}")
         )
-        choice_before = prompt.came_with.setdefault(what, choice)
+        choice_before = prompt.came_with.setdefault(array_name, choice)
         if choice_before != choice:
             why = "it comes once" if "n" in self._request else _GIVE_N
             raise RoutingError(
-                f"a prompt's {what} came with choice {choice_before} and with choice {choice}: {why}"
+                f"a prompt's {array_name} came with choice {choice_before} and with choice {choice}: {why}"
             )
         return prompt
 
@@ -444,8 +444,8 @@ class _Segment:
                 self.start = array.start
             end = self.start + self.length
             if array.start != end:
-                what = "overlap" if array.start < end else "a gap"
-                raise RoutingError(f"{what}: rows from {array.start} on after {end}")
+                fault = "overlap" if array.start < end else "a gap"
+                raise RoutingError(f"{fault}: rows from {array.start} on after {end}")
         if self.arrays and not len(array.rows):
             # a stream may have any number of these, and each choice has all arrays of its prompt
             return

@@ -212,7 +212,7 @@ class SavedAnswer:
 
 def page_lines(
     files: Iterable[tuple[str, TextIO]],
-    given: ModelInfo,
+    model_info: ModelInfo,
     info_before: ModelInfo | None = None,
     *,
     is_upload: bool = False,
@@ -232,12 +232,12 @@ def page_lines(
     If a response cannot be read, the last line is `{"error": {"message": str}}`.
 
     Args:
-        given: facts about the model, which take precedence.
+        model_info: facts about the model, which take precedence.
         info_before: what files before these say about the model.
         is_upload: whether the limits hold for all files together, as on a server; else for each
             response.
     """
-    reader = Reader(given, info_before, MAX_UPLOADED_ITEMS if is_upload else None)
+    reader = Reader(model_info, info_before, MAX_UPLOADED_ITEMS if is_upload else None)
     left = MAX_PAGE_BYTES
     try:
         for name, file in files:
@@ -357,10 +357,10 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
 # ---- files ----
 
 
-def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[SavedAnswer]:
+def read(files: Iterable[tuple[str, TextIO]], model_info: ModelInfo) -> Iterator[SavedAnswer]:
     """The responses in files, given as names and texts. `given` are facts about the model, which
     take precedence."""
-    reader = Reader(given)
+    reader = Reader(model_info)
     name = ""
     is_empty = True
     for name, file in files:
@@ -376,12 +376,12 @@ class Reader:
 
     def __init__(
         self,
-        given: ModelInfo,
+        model_info: ModelInfo,
         info_before: ModelInfo | None = None,
         most_items: int | None = None,
     ) -> None:
         self.info = info_before or ModelInfo()  # what the files so far say about their model
-        self._given = given
+        self._given = model_info
         self._num_items = 0
         self._most_items = most_items
 

@@ -159,20 +159,20 @@ class Settings:
         Flags stay in the arguments because vLLM hashes `additional_config`, for its caches and in
         its responses.
         """
-        given = {
+        values = {
             **(additional_config if isinstance(additional_config, Mapping) else {}),
             **getattr(args, "__dict__", {}),
         }
-        return cls(**{name: given[name] for name in KINDS if given.get(name) is not None})
+        return cls(**{name: values[name] for name in KINDS if values.get(name) is not None})
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            kind, value = KINDS[each.name], getattr(self, each.name)
-            if value is not each.default and not kind.is_valid(value):
-                raise SettingsError(f"{each.name} must be {kind.expected}, not {value!r}.")
-            is_of_record = each.name.startswith("routed_experts_record_")
-            if is_of_record and value != each.default and self.routed_experts_record is None:
-                raise SettingsError(f"{each.name} needs routed_experts_record.")
+        for setting in fields(self):
+            kind, value = KINDS[setting.name], getattr(self, setting.name)
+            if value is not setting.default and not kind.is_valid(value):
+                raise SettingsError(f"{setting.name} must be {kind.expected}, not {value!r}.")
+            is_of_record = setting.name.startswith("routed_experts_record_")
+            if is_of_record and value != setting.default and self.routed_experts_record is None:
+                raise SettingsError(f"{setting.name} needs routed_experts_record.")
         if is_bucket(self.routed_experts_store):
             self._check_bucket()
         try:
@@ -201,8 +201,9 @@ class Settings:
             )
 
 
-KINDS: dict[str, Kind] = {each.name: each.type.__metadata__[0] for each in fields(Settings)}  # type: ignore[union-attr]
-HELP: dict[str, str | None] = {each.name: each.type.__metadata__[1] for each in fields(Settings)}  # type: ignore[union-attr]
+_SETTINGS: list[tuple[str, Any]] = [(setting.name, setting.type) for setting in fields(Settings)]
+KINDS: dict[str, Kind] = {name: annotated.__metadata__[0] for name, annotated in _SETTINGS}
+HELP: dict[str, str | None] = {name: annotated.__metadata__[1] for name, annotated in _SETTINGS}
 """Of the flags; None: a setting has none."""
 
 

@@ -15,7 +15,7 @@ from routed_experts.capture.engine.versions import UnsupportedConfig
 _PREFIX = f"{__name__}."
 
 
-def worker_name(wanted: Any) -> str:
+def worker_name(configured: Any) -> str:
     """The value for `worker_cls` where a program wants the class `wanted`, or the one of that name;
     ours for None and for `auto`.
 
@@ -28,16 +28,16 @@ def worker_name(wanted: Any) -> str:
         default = WORKERS["cuda"]
     else:
         raise UnsupportedConfig("Routed experts are captured on CUDA and on CPU only.")
-    if wanted is None or wanted == "auto":
+    if configured is None or configured == "auto":
         return default
-    return _name("worker_cls", wanted, "vllm.v1.worker.gpu_worker.Worker")
+    return _name("worker_cls", configured, "vllm.v1.worker.gpu_worker.Worker")
 
 
-def scheduler_name(wanted: Any) -> str:
+def scheduler_name(configured: Any) -> str:
     """As `worker_name`, for `scheduler_cls`."""
-    if wanted is None:
+    if configured is None:
         return SCHEDULER
-    return _name("scheduler_cls", wanted, "vllm.v1.core.sched.scheduler.Scheduler")
+    return _name("scheduler_cls", configured, "vllm.v1.core.sched.scheduler.Scheduler")
 
 
 def is_capturing(worker_cls: str) -> bool:
@@ -45,19 +45,19 @@ def is_capturing(worker_cls: str) -> bool:
     return worker_cls in WORKERS.values() or worker_cls.startswith(_PREFIX)
 
 
-def _name(argument: str, wanted: Any, base_name: str) -> str:
+def _name(argument: str, configured: Any, base_name: str) -> str:
     """The name of the class `wanted`, which must derive from vLLM's `base_name`, with the capture
     mixed in. `argument` is vLLM's, for messages."""
-    cls = wanted
-    if isinstance(wanted, str):
-        if wanted in (SCHEDULER, *WORKERS.values()) or wanted.startswith(_PREFIX):
-            return wanted
-        cls = _class_named(wanted)
+    cls = configured
+    if isinstance(configured, str):
+        if configured in (SCHEDULER, *WORKERS.values()) or configured.startswith(_PREFIX):
+            return configured
+        cls = _class_named(configured)
     base = _class_named(base_name)  # whose import takes seconds
     if not inspect.isclass(cls) or not _can_be_named(cls):
         raise UnsupportedConfig(
             f"{argument} must be a class at the top of a module that every process can import, or its name, for the "
-            f"capture to be mixed in: not {wanted!r:.100}."
+            f"capture to be mixed in: not {configured!r:.100}."
         )
     if not issubclass(cls, base):
         raise UnsupportedConfig(

@@ -54,23 +54,23 @@ def _microbatch_counter() -> Callable[[int], int]:
     With dual-batch overlap, the microbatches of a step, each with its own thread and context, pass
     through each layer in order.
     """
-    seen: list[int] = []  # token counts of the step's microbatches that came to this layer
+    counts: list[int] = []  # token counts of the step's microbatches that came to this layer
 
     def first_token(count: int) -> int:
         if not ubatching.dbo_enabled():
             return 0
         current = ubatching.dbo_current_ubatch_id()
         if current == 0:
-            seen.clear()  # left over from a failed forward pass
+            counts.clear()  # left over from a failed forward pass
         # as after any error in vLLM, the other threads then wait forever
-        if len(seen) != current:
+        if len(counts) != current:
             raise RuntimeError(
-                f"microbatch {current} of a step came to a router as number {len(seen)}"
+                f"microbatch {current} of a step came to a router as number {len(counts)}"
             )
-        first = sum(seen)
-        seen.append(count)
-        if len(seen) == ubatching._NUM_UBATCHES:
-            seen.clear()
+        first = sum(counts)
+        counts.append(count)
+        if len(counts) == ubatching._NUM_UBATCHES:
+            counts.clear()
         return first
 
     return first_token

@@ -33,7 +33,7 @@ def guess(words: Iterable[str], flags: Iterable[str]) -> str:
     for word in words:
         flag = word.partition("=")[0]
         # argparse takes the beginning of a flag
-        is_known = any(each.startswith(flag) for each in known)
+        is_known = any(name.startswith(flag) for name in known)
         if (
             flag.startswith("--")
             and not is_known

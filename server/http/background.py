@@ -11,28 +11,28 @@ logger = get_logger(__name__)
 _running: set[asyncio.Task[None]] = set()  # asyncio may drop a task that nothing refers to
 
 
-def start(what: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Runs `work` in the event loop. `what` names it in the log if it fails."""
-    task = asyncio.create_task(_logged(what, work))
+def start(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Runs `work` in the event loop. The log calls it `name` if it fails."""
+    task = asyncio.create_task(_logged(name, work))
     _running.add(task)
     task.add_done_callback(_running.discard)
     return task
 
 
-def repeat(what: str, seconds: float, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+def repeat(name: str, seconds: float, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
     """Runs `work` now, and again so many seconds after it has ended or failed, as long as the
     server lives."""
-    return start(what, _again_and_again(what, seconds, work))
+    return start(name, _again_and_again(name, seconds, work))
 
 
-async def _logged(what: str, work: Coroutine[Any, Any, None]) -> None:
+async def _logged(name: str, work: Coroutine[Any, Any, None]) -> None:
     try:
         await work
     except Exception:
-        logger.exception("%s failed; the server goes on without it.", what)
+        logger.exception("%s failed; the server goes on without it.", name)
 
 
-async def _again_and_again(what: str, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+async def _again_and_again(name: str, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
     has_failed = False
     while True:
         try:
@@ -40,6 +40,6 @@ async def _again_and_again(what: str, seconds: float, work: Callable[[], Awaitab
             has_failed = False
         except Exception:
             if not has_failed:  # the first of several in a row
-                logger.exception("%s failed; the server tries again every %g s.", what, seconds)
+                logger.exception("%s failed; the server tries again every %g s.", name, seconds)
             has_failed = True
         await asyncio.sleep(seconds)

@@ -63,9 +63,12 @@ async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:
         prod(row_shape(worker["num_layers"], worker["top_k"], worker["weights"])) * _BYTES_PER_WORD
     )
     capture = CaptureInfo(**worker, host_cache_bytes=worker["kv_slots"] * row_bytes)
-    about = {"model": model, "num_hidden_layers": engine.model_config.get_total_num_hidden_layers()}
+    of_model = {
+        "model": model,
+        "num_hidden_layers": engine.model_config.get_total_num_hidden_layers(),
+    }
     return RoutedExpertsInfo(
-        **worker, **about, version=VERSION, vllm_version=VLLM_VERSION, capture=capture
+        **worker, **of_model, version=VERSION, vllm_version=VLLM_VERSION, capture=capture
     )
 
 

@@ -26,14 +26,14 @@ _SETTINGS = {cause: cause.name.lower() for cause in (Cause.KV_STORE, Cause.KV_TR
 _MODEL, _ENGINE = "model_name", "engine"  # as vLLM labels its metrics
 
 
-def _counter(name: str, about: str, *labels: str) -> Counter:
-    return Counter(f"routed_experts_{name}", about, [_MODEL, *labels])
+def _counter(name: str, documentation: str, *labels: str) -> Counter:
+    return Counter(f"routed_experts_{name}", documentation, [_MODEL, *labels])
 
 
-def _gauge(name: str, about: str, *labels: str) -> Gauge:
+def _gauge(name: str, documentation: str, *labels: str) -> Gauge:
     """A gauge of the API processes, or of an engine, whose last value counts."""
     mode: Any = "mostrecent" if labels else "livesum"
-    return Gauge(f"routed_experts_{name}", about, [_MODEL, *labels], multiprocess_mode=mode)
+    return Gauge(f"routed_experts_{name}", documentation, [_MODEL, *labels], multiprocess_mode=mode)
 
 
 BUILD_INFO = Gauge(  # prometheus_client's Info does not work with several API processes

@@ -239,9 +239,9 @@ async def require_key(raw_request: Request) -> None:
     """Checks the API key at routes that are not below /v1, which is all that every supported vLLM
     guards."""
     keys = api_keys(getattr(raw_request.app.state, "args", Namespace()))
-    scheme, _, given = raw_request.headers.get("Authorization", "").partition(" ")
+    scheme, _, key_of_client = raw_request.headers.get("Authorization", "").partition(" ")
     # all, so that the time says nothing
-    known = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
+    known = [secrets.compare_digest(key_of_client.encode(), key.encode()) for key in keys]
     if keys and not (scheme.lower() == "bearer" and any(known)):
         raise HTTPException(401, "Unauthorized", {"WWW-Authenticate": "Bearer"})
 

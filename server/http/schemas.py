@@ -203,13 +203,13 @@ def _route(
     responses[next(iter(errors))]["content"] = {
         "application/json": {"example": _EXAMPLES[name]["error"]}
     }
-    about: dict[str, Any] = {"responses": {200: ok, **responses}}
+    operation: dict[str, Any] = {"responses": {200: ok, **responses}}
     if "request" in _EXAMPLES[name]:
         content = {"application/json": {**(request or {}), "example": _EXAMPLES[name]["request"]}}
-        about["openapi_extra"] = {
+        operation["openapi_extra"] = {
             "requestBody": ({"required": True} if request else {}) | {"content": content}
         }
-    return about
+    return operation
 
 
 def _generating(model: type[BaseModel], name: str) -> Any:

@@ -18,9 +18,9 @@ from vllm.sampling_params import RequestOutputKind
 
 def _first(name: str, *places: str) -> Any:
     """`name` from the first of the modules that has it; one must have it."""
-    if (found := _first_or_none(name, *places)) is None:
+    if (value := _first_or_none(name, *places)) is None:
         raise ImportError(f"vLLM {vllm.__version__} has no {name} in {' or '.join(places)}")
-    return found
+    return value
 
 
 def _first_or_none(name: str, *places: str) -> Any:
@@ -153,10 +153,10 @@ async def serve_connection(server: Any, connection: socket.socket) -> None:
     connections."""
     loop = asyncio.get_running_loop()
     config = server.config
-    about = {
+    arguments = {
         "config": config,
         "server_state": server.server_state,
         "app_state": server.lifespan.state,
     }
-    make_protocol = partial(config.http_protocol_class, **about, _loop=loop)
+    make_protocol = partial(config.http_protocol_class, **arguments, _loop=loop)
     await loop.connect_accepted_socket(make_protocol, connection, ssl=config.ssl)

@@ -43,10 +43,10 @@ _ESCAPED = re.compile(rb"\\u00[5-7]")  # a letter or underscore, which no encode
 def attach(app: FastAPI) -> None:
     """Replaces SageMaker's endpoint by one that returns routing: a plugin's route wins over vLLM's
     of the same path."""
-    found = (
+    routes = (
         route for route in app.routes if isinstance(route, APIRoute) and route.path == INVOCATIONS
     )
-    if (route := next((route for route in found if "POST" in route.methods), None)) is not None:
+    if (route := next((route for route in routes if "POST" in route.methods), None)) is not None:
         app.router.add_api_route(
             INVOCATIONS,
             _dispatching(route.endpoint),

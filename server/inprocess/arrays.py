@@ -294,20 +294,20 @@ class InProcessCapture:
     def _store_for(self, params: SamplingParams) -> ArrayStore | None:
         """The store for a request that asks for references, by itself or by the default of the
         engine."""
-        asked = (params.extra_args or {}).get(DELIVERY, self._settings.routed_experts_delivery)
-        if asked not in ("inline", "reference"):
+        delivery = (params.extra_args or {}).get(DELIVERY, self._settings.routed_experts_delivery)
+        if delivery not in ("inline", "reference"):
             raise VLLMValidationError(
-                f"{DELIVERY} must be inline or reference, not {asked!r}", parameter=DELIVERY
+                f"{DELIVERY} must be inline or reference, not {delivery!r}", parameter=DELIVERY
             )
-        if asked == "reference" and self._store is None:
+        if delivery == "reference" and self._store is None:
             self._store = store_with(self._settings, default_folder("programs"))
-        return self._store if asked == "reference" else None
+        return self._store if delivery == "reference" else None
 
     def fill_soon(self, output: Any) -> asyncio.Future[Any] | None:
         """As `fill`: at once, or in the store's thread, where arrays of a choice that has ended may
         be stored."""
         has_ended = isinstance(output, RequestOutput) and any(
-            each.finish_reason for each in output.outputs
+            choice.finish_reason for choice in output.outputs
         )
         if self._store is not None and has_ended:
             return asyncio.wrap_future(self._store.writer.submit(self.fill, output))

@@ -53,11 +53,11 @@ def take_over(args: Any) -> None:
     Settings.of(args.additional_config)
     args.worker_cls = worker_name(args.worker_cls)
     args.scheduler_cls = scheduler_name(args.scheduler_cls)
-    given = {
+    config = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in args.additional_config.items()
     }
-    args.additional_config = {**given, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
+    args.additional_config = {**config, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
     clear_flag(args)
     share_with_api_processes()
     # Engines that are created from now on return arrays, as vLLM's own capture does. Both classes

@@ -32,7 +32,7 @@ class Reference:
         self._model, stored_dtype = _load(model, getattr(torch, dtype), device)
         # The larger of two dtypes: of this forward pass, and of the stored checkpoint, which is a
         # server's default.
-        epsilons = [torch.finfo(one).eps for one in (getattr(torch, dtype), stored_dtype)]
+        epsilons = [torch.finfo(name).eps for name in (getattr(torch, dtype), stored_dtype)]
         self.epsilon = float(max(epsilons))
         self.layer_ids: list[int] = []  # decoder layer of each of the L routers
         self.top_k = 0

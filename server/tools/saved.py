@@ -83,11 +83,11 @@ def _objects_in(url: str) -> list[str]:
     try:
         objects = bucket_at(place)
         with told(url):
-            listed = [each for part in objects.list() for each in part]
+            listed = [entry for part in objects.list() for entry in part]
     except OSError as error:
         raise CommandError(f"{url} cannot be read: {error.strerror or error}.") from error
     names = sorted(
-        each["path"] for each in listed if each["path"].endswith(SUFFIXES) and each["size"]
+        entry["path"] for entry in listed if entry["path"].endswith(SUFFIXES) and entry["size"]
     )
     if not names:
         raise CommandError(f"{url} has no objects *.json or *.jsonl with responses.")

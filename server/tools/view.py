@@ -46,9 +46,9 @@ class ViewedFile:
     path: Path
     info_before: ModelInfo  # what the files before it say about their model
 
-    def lines(self, given: ModelInfo) -> Iterator[str]:
+    def lines(self, model_info: ModelInfo) -> Iterator[str]:
         """The responses as the page shows them."""
-        return page_lines(self._open(), given, self.info_before)
+        return page_lines(self._open(), model_info, self.info_before)
 
     def _open(self) -> Iterator[tuple[str, TextIO]]:
         with open(self.path, encoding="utf-8-sig", opener=open_file) as file:
@@ -63,11 +63,11 @@ class ViewServer(ThreadingHTTPServer):
     """Files that are opened in the page are read one after another."""
 
     def __init__(
-        self, viewed: Sequence[ViewedFile], port: int, given: ModelInfo | None = None
+        self, viewed: Sequence[ViewedFile], port: int, model_info: ModelInfo | None = None
     ) -> None:
         super().__init__((HOST, port), _Handler)
         self.viewed = viewed
-        self.given = given or ModelInfo()
+        self.model_info = model_info or ModelInfo()
         names_and_sizes = [[file.name, file.path.stat().st_size] for file in viewed]
         self.page_config = {"saved": json.dumps(names_and_sizes)}
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             and _LENGTH.fullmatch(index)
             and int(index) < len(self.server.viewed)
         ):
-            lines = self.server.viewed[int(index)].lines(self.server.given)
+            lines = self.server.viewed[int(index)].lines(self.server.model_info)
             self._respond(200, "application/jsonl", map(str.encode, lines))
         elif file := page_file(path, self.server.page_config):
             content, kind = file
@@ -178,11 +178,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Runs `routed-experts view` until it is interrupted; returns the exit status."""
     args = parse(argv)
-    given = info_of(args)
+    model_info = info_of(args)
     with ExitStack() as stack:
-        viewed = viewed_files(args.file, given, stack)
+        viewed = viewed_files(args.file, model_info, stack)
         try:
-            server = ViewServer(viewed, args.port, given)
+            server = ViewServer(viewed, args.port, model_info)
         except (OSError, OverflowError) as error:
             raise CommandError(
                 f"Port {args.port} cannot be used ({error}): choose another with --port, or omit --port."
@@ -199,14 +199,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> list[ViewedFile]:
+def viewed_files(paths: Sequence[str], model_info: ModelInfo, stack: ExitStack) -> list[ViewedFile]:
     """The files that have responses, each read once, one response at a time. `stack` keeps a copy
     of standard input."""
     viewed: list[ViewedFile] = []
     info = ModelInfo()  # what the files so far say about their model
     for path in progress(files_in(paths), desc="reading", unit=" files"):
         name = "standard input" if path == STDIN else path
-        reader = Reader(given, info)
+        reader = Reader(model_info, info)
         is_empty = True
         file = _copy_of_stdin(stack) if path == STDIN else Path(path)
         with open_text(file, name) as text:
