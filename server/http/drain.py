@@ -1,13 +1,29 @@
 """The end of a server: running requests finish before vLLM stops its engine, and end with 503 if
-the engine dies."""
+the engine dies.
+
+A server is in one phase. `Drain._move` is the only way from one to another, and these are all the
+moves; another one is not made:
+
+    from               to           when
+    -----------------  -----------  ---------------------------------------------------------------
+    SERVING            STOPPING     vLLM stops the server; running requests finish, new ones get 503
+    SERVING, STOPPING  ENGINE_TOLD  the engine is told to stop, as no request is running any more,
+                                    or none could be waited for
+    SERVING, STOPPING  ENGINE_DIED  the engine has ended by itself; all requests get 503
+
+So the engine either dies or is told to stop, whichever comes first.
+"""
 
 import asyncio
 import concurrent.futures
 import math
 import os
+import socket
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Coroutine
+from enum import Enum, auto
 from http import HTTPStatus
 from itertools import chain
 from typing import Any
@@ -49,6 +65,26 @@ STOPPING = "The server is stopping: retry on another instance, or after the rest
 DIED = "The engine has died: retry on another instance, or after the restart."
 
 
+class Phase(Enum):
+    SERVING = auto()
+    """New requests are let in."""
+    STOPPING = auto()
+    """Running requests have until a deadline to finish. The engine does not know yet."""
+    ENGINE_TOLD = auto()
+    """To stop, so that its end is no death."""
+    ENGINE_DIED = auto()
+    """Before anybody told it to stop."""
+
+
+TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
+    Phase.SERVING: (Phase.STOPPING, Phase.ENGINE_TOLD, Phase.ENGINE_DIED),
+    Phase.STOPPING: (Phase.ENGINE_TOLD, Phase.ENGINE_DIED),
+    Phase.ENGINE_TOLD: (),
+    Phase.ENGINE_DIED: (),
+}
+"""Where a server may go from each phase: the table above."""
+
+
 class Drain:
     """Finishes running requests before vLLM stops its engine, or ends them if it dies, and rejects
     new ones meanwhile.
@@ -60,50 +96,68 @@ class Drain:
     """
 
     def __init__(self) -> None:
+        self.phase = Phase.SERVING  # set by `_move` only
+        # vLLM tells the engine in a thread; that it has died is seen in the event loop
+        self._moving = threading.Lock()
         self.under_way = 0  # running requests
         # deadline on the monotonic clock, once new requests are rejected
         self.until: float | None = None
-        self.has_engine_died = False
-        self._has_told_engine = False  # to stop, so that its end is no death
-        self._replaces_shutdown = False
-        self._closing: asyncio.Task[None] | None = None  # of the port, for this process
-        self._shared: Shared | None = None  # among several API processes
-        self._args = Namespace()
+        self._port: _Port | None = None  # once it closes before the server shuts down
+        self._end: asyncio.Task[None] | None = None  # of the server whose engine has died
+        # what `guard` was given
         self._engine: AsyncLLM | None = None
         self._state = State()
-        self._end: asyncio.Task[None] | None = None  # of the server whose engine has died
+        self._args = Namespace()
+        self._shared: Shared | None = None  # among several API processes
+
+    def _move(self, to: Phase) -> bool:
+        """Moves the server into another phase if `TRANSITIONS` has the move. Returns whether it
+        has."""
+        with self._moving:
+            if to not in TRANSITIONS[self.phase]:
+                return False
+            self.phase = to
+            return True
+
+    @property
+    def has_engine_died(self) -> bool:
+        return self.phase is Phase.ENGINE_DIED
 
     def guard(self, engine: AsyncLLM, state: State, args: Namespace) -> None:
         """Makes `engine.shutdown` wait for requests, and watches the engine. Call it in the event
-        loop of the server.
+        loop of the server."""
+        loop = asyncio.get_running_loop()
+        self._engine = engine
+        self._state = state
+        self._args = args
+        self._shared = getattr(args, SHARED, None)
+        self._finish_before_shutdown(engine, loop)
+        self._answer_when_dead(engine)
+        for end in _ends_to_watch(self._shared):
+            loop.add_reader(end, self._see_end, loop, end)
+
+    def _server(self) -> Any:
+        """uvicorn's server; None before it listens."""
+        return getattr(self._state, "server", None)
+
+    def _finish_before_shutdown(self, engine: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+        """Replaces `engine.shutdown` by one that waits for running requests.
 
         vLLM's signal handlers call `shutdown` in a thread. Other callers have no requests to wait
         for.
         """
-        loop = asyncio.get_running_loop()
-        self._engine, self._state, self._args = engine, state, args
-        self._shared = getattr(args, SHARED, None)
         shutdown = engine.shutdown
 
         def shutdown_after_requests(timeout: float | None = None) -> None:
-            server = getattr(state, "server", None)
-            waits = server is not None and loop.is_running() and not _in_event_loop()
-            if waits:
+            server = self._server()
+            if server is not None and loop.is_running() and not _in_event_loop():
                 _wait_for(self._run(server, timeout or 0), loop)
-                if self.until is not None:
-                    timeout = timeout and max(self.until - time.monotonic(), 1.0)
-            self._has_told_engine = True
+                if timeout and self.until is not None:
+                    timeout = max(self.until - time.monotonic(), 1.0)
+            self._move(Phase.ENGINE_TOLD)
             shutdown(timeout=timeout)
 
         engine.shutdown = shutdown_after_requests
-        self._answer_when_dead(engine)
-        ends = (
-            ends_of_engines()
-            if self._shared is None
-            else [os.dup(self._shared.engines_live.fileno())]
-        )
-        for end in ends:
-            loop.add_reader(end, self._see_end, loop, end)
 
     def _answer_when_dead(self, engine: AsyncLLM) -> None:
         """Replaces what tells requests that the engine is dead. vLLM has them answer 500, and log a
@@ -135,13 +189,12 @@ class Drain:
     def engine_died(self) -> None:
         """Ends running requests and the server. Runs in the event loop; only the first call
         counts."""
-        if self.has_engine_died or self._has_told_engine:
+        if not self._move(Phase.ENGINE_DIED):
             return
-        self.has_engine_died = True
         self.until = time.monotonic() + _RESTART_S
         setattr(self._args, ENGINE_DIED, True)
         logger.error("The engine has died: %d running requests end with 503.", self.under_way)
-        server = getattr(self._state, "server", None)
+        server = self._server()
         if server is not None:  # else it does not listen yet
             self._stop_reading_outputs()
             self._end = background.start(
@@ -160,6 +213,7 @@ class Drain:
         if self._end is not None:
             await asyncio.wait([self._end])
             return
+        self._move(Phase.STOPPING)
         begun = time.monotonic()
         limit = timeout - min(_RESERVE_S, timeout / 5)
         self.until = begun + timeout
@@ -205,43 +259,9 @@ class Drain:
         return True
 
     def _close_port_first(self, server: Any) -> None:
-        """Replaces uvicorn's `shutdown`, which vLLM calls in several ways: if the engine is dead,
-        whenever it looks.
-
-        uvicorn closes connections whose client has not sent its request yet, and waits for others.
-        Meanwhile, vLLM keeps the port of several API processes open, though nobody accepts a
-        connection.
-        """
-        if self._replaces_shutdown:
-            return
-        self._replaces_shutdown = True
-        shutdown = server.shutdown
-
-        async def close_and_shut_down(sockets: Any = None) -> None:
-            if self._closing is None:
-                self._closing = background.start("Closing the port", self._close(server))
-            await asyncio.shield(self._closing)  # vLLM may cancel this, and call it again
-            await shutdown(sockets)
-
-        server.shutdown = close_and_shut_down
-
-    async def _close(self, server: Any) -> None:
-        """Closes the port, and answers those who have just connected."""
-        if self._shared is None:
-            listening = listening_sockets(server)  # before the server closes its own
-            stop_accepting(server)
-            unaccepted = list(chain.from_iterable(map(close_for_all, listening)))
-        else:
-            stop_accepting(server)
-            unaccepted = self._shared.stop_listening()
-        for connection in unaccepted:
-            background.start("Answering a client", serve_connection(server, connection))
-        deadline = time.monotonic() + _NEW_S
-        await asyncio.sleep(_POLL_S)  # for those that were accepted just now
-        while time.monotonic() < deadline and any(map(_is_new, server.server_state.connections)):
-            await asyncio.sleep(_POLL_S)
-        # A client that does not read the end of a response would hold the server for ever.
-        server.config.timeout_graceful_shutdown = _LINGER_S
+        if self._port is None:
+            self._port = _Port(server, self._shared)
+            self._port.close_before_shutdown()
 
     @property
     def _why(self) -> str:
@@ -270,6 +290,54 @@ class Drain:
         them."""
         self.engine_died()
         return self.refusal()
+
+
+class _Port:
+    """The port on which a server listens, alone or with other API processes."""
+
+    def __init__(self, server: Any, shared: Shared | None) -> None:
+        self._server = server
+        self._shared = shared
+        self._closing: asyncio.Task[None] | None = None
+
+    def close_before_shutdown(self) -> None:
+        """Replaces uvicorn's `shutdown`, which vLLM calls in several ways: if the engine is dead,
+        whenever it looks.
+
+        uvicorn closes connections whose client has not sent its request yet, and waits for others.
+        Meanwhile, vLLM keeps the port of several API processes open, though nobody accepts a
+        connection.
+        """
+        shutdown = self._server.shutdown
+
+        async def close_and_shut_down(sockets: Any = None) -> None:
+            if self._closing is None:
+                self._closing = background.start("Closing the port", self.close())
+            await asyncio.shield(self._closing)  # vLLM may cancel this, and call it again
+            await shutdown(sockets)
+
+        self._server.shutdown = close_and_shut_down
+
+    async def close(self) -> None:
+        """Closes the port, and answers those who have just connected."""
+        server = self._server
+        for connection in self._stop_listening():
+            background.start("Answering a client", serve_connection(server, connection))
+        deadline = time.monotonic() + _NEW_S
+        await asyncio.sleep(_POLL_S)  # for those that were accepted just now
+        while time.monotonic() < deadline and any(map(_is_new, server.server_state.connections)):
+            await asyncio.sleep(_POLL_S)
+        # A client that does not read the end of a response would hold the server for ever.
+        server.config.timeout_graceful_shutdown = _LINGER_S
+
+    def _stop_listening(self) -> list[socket.socket]:
+        """Returns the connections that nobody has accepted."""
+        if self._shared is not None:
+            stop_accepting(self._server)
+            return self._shared.stop_listening()
+        listening = listening_sockets(self._server)  # before the server closes its own
+        stop_accepting(self._server)
+        return list(chain.from_iterable(map(close_for_all, listening)))
 
 
 class DrainMiddleware:
@@ -306,6 +374,13 @@ class DrainMiddleware:
         finally:
             if not ends_later:
                 drain.request_ended()
+
+
+def _ends_to_watch(shared: Shared | None) -> list[int]:
+    """File descriptors that are readable once an engine has ended."""
+    if shared is None:
+        return ends_of_engines()
+    return [os.dup(shared.engines_live.fileno())]
 
 
 def _only_reads(scope: Scope) -> bool:

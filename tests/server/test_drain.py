@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import time
@@ -22,8 +23,17 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from routed_experts.server.http import drain as drain_module
 from routed_experts.server.http.connection import watch_connections
-from routed_experts.server.http.drain import Drain, DrainMiddleware, _in_event_loop, _only_reads
+from routed_experts.server.http.drain import (
+    TRANSITIONS,
+    Drain,
+    DrainMiddleware,
+    Phase,
+    _in_event_loop,
+    _only_reads,
+    _Port,
+)
 from routed_experts.server.inprocess.api_processes import _start
 from routed_experts.server.shared import SHARED, Shared
 from tests.e2e.harness import wait_until
@@ -293,6 +303,46 @@ def test_an_engine_that_was_told_to_end_has_not_died(listening: socket.socket) -
     asyncio.run(run())
 
 
+def test_an_engine_that_has_died_stays_dead_when_it_is_told_to_end(
+    listening: socket.socket,
+) -> None:
+    """vLLM stops it all the same; who asks meanwhile learns why there is no answer."""
+
+    async def run() -> None:
+        stopping = Stopping(listening, uvicorn.Server)
+        await stopping.start()
+        stopping.drain.engine_died()
+        await asyncio.to_thread(stopping.engine.shutdown, timeout=20)
+        await asyncio.wait_for(stopping.serving, 5)
+        assert stopping.drain.phase is Phase.ENGINE_DIED
+        assert b"The engine has died" in stopping.drain.refusal().body
+
+    asyncio.run(run())
+
+
+def test_the_table_of_phases_in_the_docstring_is_the_table_that_is_used() -> None:
+    assert drain_module.__doc__ is not None
+    documented = {
+        (before, after)
+        for sources, after in re.findall(
+            r"^    ((?:[A-Z_]+, )*[A-Z_]+)  +([A-Z_]+)  ", drain_module.__doc__, re.MULTILINE
+        )
+        for before in sources.split(", ")
+    }
+    used = {(before.name, after.name) for before, afters in TRANSITIONS.items() for after in afters}
+    assert documented == used
+
+
+@pytest.mark.parametrize("before", Phase)
+@pytest.mark.parametrize("after", Phase)
+def test_a_move_that_is_not_in_the_table_is_not_made(before: Phase, after: Phase) -> None:
+    drain = Drain()
+    drain.phase = before
+    is_in_table = after in TRANSITIONS[before]
+    assert drain._move(after) is is_in_table
+    assert drain.phase is (after if is_in_table else before)
+
+
 def test_a_response_that_middleware_holds_back_is_under_way() -> None:
     """The route is done before the client has the first byte."""
     drain = Drain()
@@ -336,7 +386,7 @@ def test_a_client_that_does_not_read_an_end_holds_nobody() -> None:
         while drain.under_way:
             await asyncio.sleep(0.01)
         assert server.server_state.connections, "the client has read everything"
-        await drain._close(server)
+        await _Port(server, shared=None).close()
         async with asyncio.timeout(60):
             await server.shutdown()
 
