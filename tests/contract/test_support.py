@@ -31,13 +31,34 @@ TABLE, RUNS = support(), read(FILE)
 SHAPE_NAMES = {shape.name for shape in (*SHAPES, *SIXTEEN_BIT)}
 
 
+def tests_in(*columns: str) -> list[str]:
+    """The tests that these columns name."""
+    cells = [feature.get(column) for feature in TABLE["feature"] for column in columns]
+    return [test for cell in cells if isinstance(cell, list) for test in cell]
+
+
 def test_tests_that_are_named_exist() -> None:
-    """On CUDA, a test has to exist at the commit of its run only."""
-    cells = [feature.get(column) for feature in TABLE["feature"] for column in ("cpu", "weights")]
-    named = [test for cell in cells if isinstance(cell, list) for test in cell]
-    named += [test for other in TABLE["refused"] for test in other["tests"]]
+    refused = [test for other in TABLE["refused"] for test in other["tests"]]
+    named = tests_in("cpu", "weights") + refused
     assert [test for test in named if not exists(test)] == []
     assert {test.partition("[")[2].removesuffix("]") for test in named} - {""} <= SHAPE_NAMES
+
+
+def test_tests_of_gpus_that_are_named_exist() -> None:
+    """Others than those in `tests/gpu` have to exist at the commit of their run only: they ran
+    once on a GPU, and are run without one now."""
+    named = [test for test in tests_in(*COLUMNS) if test.startswith("tests/gpu/")]
+    assert named
+    assert [test for test in named if not exists(test)] == []
+
+
+def test_reasons_that_name_a_test_name_one_that_exists() -> None:
+    """A cell that says why there is no test, as `refused: TEST`."""
+    cells = [feature.get(column, "") for feature in TABLE["feature"] for column in COLUMNS]
+    reasons = [cell for cell in cells if isinstance(cell, str)]
+    named = [word for reason in reasons for word in reason.split() if "::" in word]
+    assert named
+    assert [test for test in named if not exists(test)] == []
 
 
 def test_every_cell_has_tests_or_a_reason() -> None:
