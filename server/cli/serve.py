@@ -4,7 +4,7 @@ and settings."""
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -51,6 +51,7 @@ from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 logger = get_logger(__name__)
 
 TINY_MODEL_NAME = "tiny-moe"
+_TINY_MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 _TINY_KV_CACHE_BYTES = 64 << 20
 SHUTDOWN_TIMEOUT_S = 25
 """vLLM's default is 0, which cuts off running requests. Kubernetes gives a pod 30 s to stop."""
@@ -87,13 +88,15 @@ def main(argv: list[str]) -> int:
         use_tiny_model(args, tiny_model_dir())
     allow_plugin()
     settings = configure(args)
-    with (
-        nullcontext()
-        if settings is None or args.headless
-        else prepared_folders(settings, args.port)
-    ):
+    if settings is None or args.headless:  # which stores and records nothing here
         run(args)
+    else:
+        with prepared_folders(settings, args.port):
+            run(args)
     return 0
+
+
+# ---- flags ----
 
 
 class _Parser(FlexibleArgumentParser):
@@ -106,19 +109,7 @@ class _Parser(FlexibleArgumentParser):
 def parse(argv: list[str]) -> argparse.Namespace:
     """vLLM's parsed `serve` arguments, with the capture on unless it was switched off."""
     cli_env_setup()
-    parser = _Parser(prog="routed-experts")
-    serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
-    serve.usage = "routed-experts serve [MODEL] [options]"
-    serve.set_defaults(enable_return_routed_experts=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
-    add_flags(serve)
-    serve._action_groups.insert(0, serve._action_groups.pop())  # in the help, ours come first
-    serve.description, serve.epilog = DESCRIPTION, EPILOG
-    if "--help=all" not in argv:  # which lists their group
-        ours = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
-        add_flags(ours)
-        serve.description += f"\n{ours.format_help()}"
-    words = [word.partition("=")[0].replace("_", "-") for word in argv]
-    parser.guess = serve.guess = guess(words, serve._option_string_actions)
+    parser = _parser_for(argv)
     try:
         args: argparse.Namespace = parser.parse_args(["serve", *argv])
     except ValueError as error:
@@ -132,7 +123,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
         configure_logging_from_args(args)
     except (RuntimeError, ValueError, OSError) as error:
         raise CommandError(f"The log's configuration cannot be read: {error}.") from error
-    # Front ends that load no plugins would take routing fields in silence.
+    _refuse_other_front_ends(args)
+    return args
+
+
+def _parser_for(argv: list[str]) -> _Parser:
+    """vLLM's parser of `serve` with our flags and help. It guesses what a misspelt word of `argv`
+    means."""
+    parser = _Parser(prog="routed-experts")
+    serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    serve.usage = "routed-experts serve [MODEL] [options]"
+    serve.set_defaults(enable_return_routed_experts=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    add_flags(serve)
+    serve._action_groups.insert(0, serve._action_groups.pop())  # in the help, ours come first
+    serve.description = DESCRIPTION
+    serve.epilog = EPILOG
+    if "--help=all" not in argv:  # which lists their group
+        ours = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+        add_flags(ours)
+        serve.description += f"\n{ours.format_help()}"
+    words = [word.partition("=")[0].replace("_", "-") for word in argv]
+    parser.guess = serve.guess = guess(words, serve._option_string_actions)
+    return parser
+
+
+def _refuse_other_front_ends(args: argparse.Namespace) -> None:
+    """Front ends that load no plugins would take routing fields in silence."""
     for is_chosen, how in (
         (args.grpc, "--grpc"),
         (envs.VLLM_USE_RUST_FRONTEND, "VLLM_USE_RUST_FRONTEND"),
@@ -141,22 +157,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise CommandError(
                 f"{how} chooses a front end of vLLM that cannot return routed experts: remove it."
             )
-    return args
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds our own flags. Those that are not given are not in the arguments."""
     group = parser.add_argument_group("routed experts", "Routing in responses.")
     for name, kind in KINDS.items():
-        about: dict[str, Any] = {"type": kind.parse, "metavar": kind.metavar, "help": HELP[name]}
-        if kind.metavar is None:
+        help_text = HELP[name]
+        if help_text is None:
+            continue
+        options: dict[str, Any] = {"type": kind.parse, "metavar": kind.metavar, "help": help_text}
+        if kind.metavar is None:  # a switch
             default = "on" if getattr(Settings, name) else "off"
-            about = {
+            options = {
                 "action": argparse.BooleanOptionalAction,
-                "help": f"{HELP[name]} (default: {default})",
+                "help": f"{help_text} (default: {default})",
             }
-        if HELP[name] is not None:
-            group.add_argument(flag_of(name), default=argparse.SUPPRESS, **about)
+        group.add_argument(flag_of(name), default=argparse.SUPPRESS, **options)
     group.add_argument(
         ON_LOAD_FLAG,
         choices=(RECOMPUTE, MISSING),
@@ -176,47 +193,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def configure(args: argparse.Namespace) -> Settings | None:
-    """Names our worker and scheduler in vLLM's arguments, if its own flag is on; returns the
-    settings then."""
-    captures, args.enable_return_routed_experts = args.enable_return_routed_experts, False
-    if getattr(args, "allow_untested_vllm", False):
-        _set_everywhere(ALLOW_UNTESTED_VARIABLE, "1")
-    if hasattr(args, "routed_experts_on_load"):
-        _set_everywhere(ON_LOAD_VARIABLE, args.routed_experts_on_load)
-    try:
-        settings = Settings.of(args.additional_config, args)
-        if hasattr(args, WEIGHTS_KEY):
-            args.additional_config = {
-                **args.additional_config,
-                WEIGHTS_KEY: getattr(args, WEIGHTS_KEY),
-            }
-        if captures:
-            args.worker_cls, args.scheduler_cls = (
-                worker_name(args.worker_cls),
-                scheduler_name(args.scheduler_cls),
-            )
-            return settings
-    except SettingsError as error:
-        raise CommandError(str(error)) from None
-    except UnsupportedConfig as error:
-        raise CommandError(
-            f"{error} --no-enable-return-routed-experts serves without the capture."
-        ) from None
-    for name in (WEIGHTS_KEY, "routed_experts_record"):
-        if getattr(settings, name):
-            raise CommandError(
-                f"{flag_of(name)} needs the capture: remove --no-enable-return-routed-experts."
-            )
-    return None
-
-
-def _set_everywhere(variable: str, value: str) -> None:
-    """Sets a variable for all processes of the engine."""
-    os.environ[variable] = value
-    # for Ray's workers, which inherit nothing
-    others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
-    os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(filter(None, [others, variable]))
+# ---- the tiny model ----
 
 
 def tiny_model_dir() -> Path:
@@ -227,10 +204,7 @@ def tiny_model_dir() -> Path:
 def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
     """Sets `args` to serve the tiny model from `directory`, after creating it there if files are
     missing."""
-    if not all(
-        (directory / name).exists()
-        for name in ("config.json", "model.safetensors", "tokenizer.json")
-    ):
+    if not all((directory / name).exists() for name in _TINY_MODEL_FILES):
         say(f"Making the tiny model in {directory}; this takes some seconds.")
         from routed_experts.server.cli.tiny_model import make_tiny_model  # imports transformers
 
@@ -250,30 +224,99 @@ def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
         args.enforce_eager = True  # compiling takes longer than it saves for a tiny model
 
 
+# ---- the plugin ----
+
+
 def allow_plugin() -> None:
     """Names our plugin in `VLLM_PLUGINS`, without which vLLM does not load it.
 
     The variable filters every group of plugins. If it was not set, all installed plugins are named
     too, to stay loaded.
     """
-    every = entry_points()
     try:
-        next(iter(every.select(group=PLUGIN_GROUP, name=PLUGIN_NAME))).load()
+        next(iter(entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME))).load()
     except Exception as error:  # vLLM would log that and serve without it
         why = f"its plugin for vLLM cannot be loaded: {error!r}"
         raise CommandError(
             f"The package is not installed properly ({why}): reinstall it."
         ) from error
     given = os.environ.get("VLLM_PLUGINS")
-    # load unnamed
-    groups = [
-        group for group in every.groups if group.startswith("vllm.") and group != PLUGIN_GROUP
-    ]
-    names = sorted({each.name for group in groups for each in every.select(group=group)})
-    names = names if given is None else given.split(",")
-    os.environ["VLLM_PLUGINS"] = ",".join(
-        [*(name for name in names if name and name != PLUGIN_NAME), PLUGIN_NAME]
-    )
+    names = _loaded_unnamed() if given is None else given.split(",")
+    others = [name for name in names if name and name != PLUGIN_NAME]
+    os.environ["VLLM_PLUGINS"] = ",".join([*others, PLUGIN_NAME])
+
+
+def _loaded_unnamed() -> list[str]:
+    """The plugins that vLLM loads while `VLLM_PLUGINS` is not set: all but those of our group."""
+    installed = entry_points()
+    names: set[str] = set()
+    for group in installed.groups:
+        if group.startswith("vllm.") and group != PLUGIN_GROUP:
+            names |= installed.select(group=group).names
+    return sorted(names)
+
+
+# ---- the configuration of the engine ----
+
+
+def configure(args: argparse.Namespace) -> Settings | None:
+    """Names our worker and scheduler in vLLM's arguments, if its own flag is on; returns the
+    settings then."""
+    captures = args.enable_return_routed_experts
+    args.enable_return_routed_experts = False  # vLLM's own capture
+    _tell_engine_processes(args)
+    try:
+        settings = Settings.of(args.additional_config, args)
+    except SettingsError as error:
+        raise CommandError(str(error)) from None
+    if hasattr(args, WEIGHTS_KEY):
+        weights = getattr(args, WEIGHTS_KEY)
+        args.additional_config = {**args.additional_config, WEIGHTS_KEY: weights}
+    if not captures:
+        _refuse_what_needs_the_capture(settings)
+        return None
+    _name_classes(args)
+    return settings
+
+
+def _tell_engine_processes(args: argparse.Namespace) -> None:
+    """Puts our flags that are no settings into the environment."""
+    if getattr(args, "allow_untested_vllm", False):
+        _set_everywhere(ALLOW_UNTESTED_VARIABLE, "1")
+    if hasattr(args, "routed_experts_on_load"):
+        _set_everywhere(ON_LOAD_VARIABLE, args.routed_experts_on_load)
+
+
+def _name_classes(args: argparse.Namespace) -> None:
+    """Raises `CommandError` for a worker or scheduler of the operator that cannot capture."""
+    try:
+        worker = worker_name(args.worker_cls)
+        scheduler = scheduler_name(args.scheduler_cls)
+    except UnsupportedConfig as error:
+        raise CommandError(
+            f"{error} --no-enable-return-routed-experts serves without the capture."
+        ) from None
+    args.worker_cls = worker
+    args.scheduler_cls = scheduler
+
+
+def _refuse_what_needs_the_capture(settings: Settings) -> None:
+    for name in (WEIGHTS_KEY, "routed_experts_record"):
+        if getattr(settings, name):
+            raise CommandError(
+                f"{flag_of(name)} needs the capture: remove --no-enable-return-routed-experts."
+            )
+
+
+def _set_everywhere(variable: str, value: str) -> None:
+    """Sets a variable for all processes of the engine."""
+    os.environ[variable] = value
+    # for Ray's workers, which inherit nothing
+    others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
+    os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(filter(None, [others, variable]))
+
+
+# ---- folders ----
 
 
 @contextmanager
@@ -284,19 +327,22 @@ def prepared_folders(settings: Settings, port: int | str) -> Iterator[None]:
         ("routed_experts_store", try_store),
         ("routed_experts_record", prepare),
     ):
-        if (place := getattr(settings, name)) is not None:
-            try:
-                make(place)
-            except OSError as error:
-                why = f"{place} cannot be used: {error.strerror}" if error.strerror else str(error)
-                raise CommandError(f"{flag_of(name)}: {why}.") from error
-            except StoreError as error:
-                raise CommandError(f"{flag_of(name)}: {error}.") from error
-    remove_unused(default_folder(str(port)))
+        place = getattr(settings, name)
+        if place is None:
+            continue
+        try:
+            make(place)
+        except OSError as error:
+            why = f"{place} cannot be used: {error.strerror}" if error.strerror else str(error)
+            raise CommandError(f"{flag_of(name)}: {why}.") from error
+        except StoreError as error:
+            raise CommandError(f"{flag_of(name)}: {error}.") from error
+    own_folder = default_folder(str(port))
+    remove_unused(own_folder)
     try:
         yield
     finally:
-        remove_unused(default_folder(str(port)))
+        remove_unused(own_folder)
 
 
 def try_store(place: str | Path) -> None:
@@ -308,18 +354,18 @@ def try_store(place: str | Path) -> None:
         private_folder(Path(str(place).removeprefix("file://")))
 
 
+# ---- vLLM's server ----
+
+
 def run(args: argparse.Namespace) -> None:
-    command = ServeSubcommand()
-    try:
-        command.validate(args)
-        AsyncEngineArgs.from_cli_args(args)  # which looks the model up where the hub is offline
-    except Exception as error:  # vLLM raises its own classes
-        raise CommandError(sentence_of(error, args.model)) from error
+    """Runs vLLM's command until the server is stopped. Raises `CommandError` where it fails for a
+    reason that can be named."""
+    _check_arguments(args)
     engine_utils.zmq_socket_ctx = _socket_until_stopped
     share_with_api_processes()
     try:
         with checked_configuration(args.model):
-            command.cmd(args)
+            ServeSubcommand().cmd(args)
     except KeyboardInterrupt:  # raised on SIGTERM until vLLM's port answers
         return
     except SelfTestError as error:
@@ -327,13 +373,22 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:  # for example a missing tokenizer
         raise CommandError(f"The server cannot run: {error}.") from error
     except RuntimeError as error:
-        if str(error).startswith(_ENGINE_DIED):
+        message = str(error)
+        if message.startswith(_ENGINE_DIED):
             raise CommandError(ENGINE_HAS_DIED) from error
-        if not str(error).startswith(_ENGINE_FAILED):
-            raise
-        raise CommandError(ENGINE_DID_NOT_START) from error
+        if message.startswith(_ENGINE_FAILED):
+            raise CommandError(ENGINE_DID_NOT_START) from error
+        raise
     if getattr(args, ENGINE_DIED, False):
         raise CommandError(ENGINE_HAS_DIED)
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    try:
+        ServeSubcommand().validate(args)
+        AsyncEngineArgs.from_cli_args(args)  # which looks the model up where the hub is offline
+    except Exception as error:  # vLLM raises its own classes
+        raise CommandError(sentence_of(error, args.model)) from error
 
 
 @contextmanager
