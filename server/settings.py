@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from routed_experts.protocol.buckets import SCHEMES, is_bucket
-from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
+from routed_experts.protocol.models import WEIGHTS, Delivery, FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES
 
 _LONGEST_S = 1e9
@@ -49,7 +49,8 @@ class Kind:
 
 
 _BYTES = Kind("a positive integer", lambda value: type(value) is int and value > 0, "BYTES")
-_DELIVERY = Kind("inline or reference", lambda value: value in ("inline", "reference"), "DELIVERY")
+_DELIVERIES = get_args(Delivery)
+_DELIVERY = Kind(" or ".join(_DELIVERIES), lambda value: value in _DELIVERIES, "DELIVERY")
 _FIELDS = Kind("a JSON object with routing fields", lambda value: isinstance(value, dict), "JSON")
 _FOLDER = Kind("a path", lambda value: isinstance(value, str | Path) and value != "", "FOLDER", str)
 
@@ -116,7 +117,9 @@ class Settings:
         "maximum size of a folder of arrays (default: half of the space that is free there)",
     ] = None
     routed_experts_store_seconds: Annotated[
-        float, _SECONDS, "time after which stored arrays are deleted (default: 3600)"
+        float,
+        _SECONDS,
+        f"time after which stored arrays are deleted (default: {DEFAULT_LIFETIME_S:.0f})",
     ] = DEFAULT_LIFETIME_S
     routed_experts_store_paths: Annotated[
         bool, _SWITCH, "name the files in references, for clients on the same machine"

@@ -16,11 +16,12 @@ from routed_experts.capture.wire.rows import captures_weights, ids_of, row_shape
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
+from routed_experts.protocol.models import DELIVERY
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.outputs.processor import BufferedRequestState, RowBuffers, opt_in
 from routed_experts.server.outputs.row_buffer import RowBuffer, is_complete
-from routed_experts.server.settings import Settings
+from routed_experts.server.settings import KINDS, Settings
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     CompletionOutput,
@@ -41,10 +42,6 @@ Array = NDArray[np.integer[Any]]
 
 Weights = NDArray[np.float32]
 """[n, H, K], zeros in layers without experts, NaN where they are unknown."""
-
-DELIVERY = "routed_experts_delivery"
-"""Key in `SamplingParams.extra_args`: `inline` or `reference`; `Settings` has it for all
-requests."""
 
 
 class ArrayForm:
@@ -292,12 +289,13 @@ class InProcessCapture:
             queue.arrays = self
 
     def _store_for(self, params: SamplingParams) -> ArrayStore | None:
-        """The store for a request that asks for references, by itself or by the default of the
-        engine."""
+        """The store for a request that asks for references, by itself (`DELIVERY` in
+        `SamplingParams.extra_args`) or by the default of the engine."""
         delivery = (params.extra_args or {}).get(DELIVERY, self._settings.routed_experts_delivery)
-        if delivery not in ("inline", "reference"):
+        kind = KINDS[DELIVERY]
+        if not kind.is_valid(delivery):
             raise VLLMValidationError(
-                f"{DELIVERY} must be inline or reference, not {delivery!r}", parameter=DELIVERY
+                f"{DELIVERY} must be {kind.expected}, not {delivery!r}", parameter=DELIVERY
             )
         if delivery == "reference" and self._store is None:
             self._store = store_with(self._settings, default_folder("programs"))

@@ -9,7 +9,14 @@ import pytest
 
 from routed_experts.capture.wire.rows import WEIGHTS_KEY
 from routed_experts.server.cli import serve
-from routed_experts.server.settings import HELP, KINDS, Settings, SettingsError
+from routed_experts.server.settings import (
+    DEFAULT_LIFETIME_S,
+    HELP,
+    KINDS,
+    Settings,
+    SettingsError,
+)
+from tests.documentation import ROOT
 
 RECORD = {"routed_experts_record": "folder"}
 VALID = [
@@ -139,3 +146,10 @@ def test_a_value_that_a_setting_cannot_have(
 def test_settings_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Settings.of(given)
+
+
+def test_the_help_and_the_page_say_how_long_arrays_are_stored_by_default() -> None:
+    (seconds,) = re.findall(r"default: (\d+)", str(HELP["routed_experts_store_seconds"]))
+    assert float(seconds) == DEFAULT_LIFETIME_S
+    page = (ROOT / "docs/references.md").read_text(encoding="utf-8")
+    assert ("kept for an hour" in page) == (DEFAULT_LIFETIME_S == 3600)
