@@ -32,6 +32,8 @@ LAYERS = "routed_experts_layers"
 WEIGHTS = "return_routed_expert_weights"
 DELIVERY = "routed_experts_delivery"
 _START_LEN = "routed_experts_start_len"
+PROMPT_STARTS = (PROMPT_START, _START_LEN)
+"""Two names of one field."""
 PREFIXES = ("return_routed", "routed_expert")
 """Unknown fields with these prefixes are rejected. vLLM ignores other unknown fields."""
 _LONGEST_NAME = 64  # characters that are compared and shown: the comparison takes quadratic time
@@ -268,9 +270,9 @@ def check_defaults(defaults: object) -> dict[str, Any]:
 
 def _left_out(defaults: Mapping[str, Any], of_request: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults but those of a start under its other name, if the request has one."""
-    starts = {PROMPT_START, _START_LEN}
-    has_start = bool(starts & of_request.keys())
-    return {name: value for name, value in defaults.items() if not (has_start and name in starts)}
+    if not any(name in of_request for name in PROMPT_STARTS):
+        return dict(defaults)
+    return {name: value for name, value in defaults.items() if name not in PROMPT_STARTS}
 
 
 def _validated(values: dict[str, Any]) -> RoutingFields:

@@ -33,6 +33,7 @@ from routed_experts.capture.engine.versions import (
 )
 from routed_experts.capture.wire.rows import WEIGHTS_KEY
 from routed_experts.protocol.buckets import is_bucket
+from routed_experts.protocol.models import parse_options
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, guess, say
@@ -301,8 +302,13 @@ def _name_classes(args: argparse.Namespace) -> None:
 
 
 def _refuse_what_needs_the_capture(settings: Settings) -> None:
-    for name in (WEIGHTS_KEY, "routed_experts_record"):
-        if getattr(settings, name):
+    needs_capture = {
+        WEIGHTS_KEY: settings.enable_return_routed_expert_weights,
+        "routed_experts_record": settings.routed_experts_record is not None,
+        "routed_experts_default": parse_options({}, settings.routed_experts_default) is not None,
+    }
+    for name, is_set in needs_capture.items():
+        if is_set:
             raise CommandError(
                 f"{flag_of(name)} needs the capture: remove --no-enable-return-routed-experts."
             )

@@ -14,6 +14,7 @@ from starlette.datastructures import State
 
 from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.protocol.codec import CodecError, resolve_dtype
+from routed_experts.protocol.models import PROMPT_STARTS
 from routed_experts.server import PLUGIN_NAME
 from routed_experts.server.http import background, unsupported_routes
 from routed_experts.server.http.connection import watch_connections
@@ -121,13 +122,7 @@ class RoutedExpertsPlugin:
         requests of the test."""
         config = captured.engine.vllm_config
         settings = Settings.of(config.additional_config, args)
-        try:
-            resolve_dtype(
-                settings.routed_experts_default.get("routed_experts_dtype", "auto"),
-                captured.num_experts,
-            )
-        except CodecError as error:
-            raise SettingsError(f"routed_experts_default: {error}") from None
+        check_defaults_of_model(settings, captured)
         default = default_folder(str(args.port))
         ours.store = store_with(settings, default)
         if ours.store.folder == default:
@@ -143,6 +138,23 @@ class RoutedExpertsPlugin:
         # before the drain, which is to come first at the end
         if settings.routed_experts_record is not None:
             start_recording(captured, settings.routed_experts_record, settings)
+
+
+def check_defaults_of_model(settings: Settings, captured: CapturedEngine) -> None:
+    """Raises `SettingsError` for defaults of requests that no request to this model could have.
+    What the model does not decide, `Settings` has checked."""
+    defaults = settings.routed_experts_default
+    try:
+        resolve_dtype(defaults.get("routed_experts_dtype", "auto"), captured.num_experts)
+    except CodecError as error:
+        raise SettingsError(f"routed_experts_default: {error}") from None
+    longest = captured.engine.vllm_config.model_config.max_model_len
+    for name in PROMPT_STARTS:
+        if defaults.get(name, 0) > longest:  # who does not ask would get answers without rows
+            raise SettingsError(
+                f"routed_experts_default: {name} is {defaults[name]}, but no prompt has more than "
+                f"{longest} tokens (--max-model-len)."
+            )
 
 
 async def sweep(store: ArrayStore) -> None:

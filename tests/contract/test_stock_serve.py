@@ -156,7 +156,7 @@ def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("given", "error", "message"),
-    [  # the last, only the model shows
+    [  # the last two, only the model shows
         ({"routed_experts_store": __file__}, StoreError, "test_stock_serve"),
         (
             {"routed_experts_store_bytes": "much"},
@@ -167,6 +167,11 @@ def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -
             {"routed_experts_default": {"routed_experts_dtype": "uint8"}},
             SettingsError,
             "routed_experts_default: .*uint8",
+        ),
+        (
+            {"routed_experts_default": {"routed_experts_prompt_start": 1 << 30}},
+            SettingsError,
+            "routed_experts_default: routed_experts_prompt_start is .* no prompt has more than",
         ),
     ],
 )

@@ -300,7 +300,13 @@ def test_a_misspelt_flag_gets_a_guess(
 
 
 @pytest.mark.parametrize(
-    "flag", ["--routed-experts-record f", "--enable-return-routed-expert-weights"]
+    "flag",
+    [
+        "--routed-experts-record f",
+        "--enable-return-routed-expert-weights",
+        '--routed-experts-default {"return_routed_experts":true}',
+        '--routed-experts-default {"routed_experts_histogram":true}',
+    ],
 )
 def test_what_needs_the_capture(
     capsys: pytest.CaptureFixture[str], words: Words, flag: str
