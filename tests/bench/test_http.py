@@ -10,7 +10,7 @@ import pytest
 
 from bench.http import CASES, Case, figures, lines_of, requests_of
 from bench.http_answers import Answer, Arrivals, Expected, Routing, read
-from bench.http_load import Load, Result
+from bench.http_load import Load, Request, Result
 from bench.http_table import table
 from tests.protocol.forms import encode
 
@@ -171,16 +171,27 @@ def test_beside_a_long_answer_only_what_happens_while_it_comes_counts() -> None:
 def test_what_is_sent(case: Case) -> None:
     ours, _ = lines_of(["off", "captured", "returned", "vllm"], ["streamed", "unstreamed"])
     for line in ours:
-        requests, other = (requests_of(case, line, seed, 100) for seed in (1, 2))
+        requests = requests_of(case, line, 1, 100)
         streams = [request for request in requests if request.role == "stream"]
-        assert (len(streams), {len(r.prompt) for r in streams}) == (case.streams, {case.prompt_len})
-        assert len({request.expected.new_tokens for request in streams}) > 1 or not case.mixed
-        assert all(
-            (b'"return_routed_experts"' in r.encoded()) == (line.rows == "split") for r in requests
-        )
+        assert len(streams) == case.streams
+        assert {len(request.prompt) for request in streams} == {case.prompt_len}
+        if case.mixed:
+            assert len(set(new_tokens_of(streams))) > 1
+        asking = [b'"return_routed_experts"' in request.encoded() for request in requests]
+        assert set(asking) == {line.rows == "split"}
         assert sum(request.apart for request in requests) == (case.long > 0)
-        assert [r.expected.new_tokens for r in requests] == [r.expected.new_tokens for r in other]
-        assert not {tuple(r.prompt) for r in requests} & {tuple(r.prompt) for r in other}
+
+        others = requests_of(case, line, 2, 100)
+        assert new_tokens_of(requests) == new_tokens_of(others)
+        assert not prompts_of(requests) & prompts_of(others)
+
+
+def new_tokens_of(requests: list[Request]) -> list[int]:
+    return [request.expected.new_tokens for request in requests]
+
+
+def prompts_of(requests: list[Request]) -> set[tuple[int, ...]]:
+    return {tuple(request.prompt) for request in requests}
 
 
 def run_of(variant: str, cpu: float, **more: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Rows that live and die with the KV of their tokens, against a dictionary of slots."""
 
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -44,83 +45,129 @@ def read(cache: HostCache, blocks: list[int], first: int, end: int) -> list[int]
     return values
 
 
+class Cache:
+    """A cache, and beside it the dictionary that it has to be: the value of each slot's row."""
+
+    def __init__(self, cache: HostCache) -> None:
+        self.cache = cache
+        self.known: dict[int, int] = {}
+
+    def write(self, slots: list[int], values: list[int]) -> None:
+        self.cache.write(array(slots), rows_of(values))
+        self._put(zip(slots, values, strict=True))
+
+    def forget(self, slots: list[int]) -> None:
+        self.cache.forget(array(slots))
+        for slot in slots:
+            self.known.pop(slot, None)
+
+    def copy_from(self, other: "Cache", sources: list[int], slots: list[int]) -> None:
+        copied = [
+            (slot, other.known.get(source)) for slot, source in zip(slots, sources, strict=True)
+        ]
+        self.cache.copy_from(other.cache, array(sources), array(slots))
+        self._put(copied)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """All sources are read before any destination is written, as vLLM copies the KV."""
+        copied = [
+            (target * BLOCK + place, self.known.get(source * BLOCK + place))
+            for source, target in pairs
+            for place in range(BLOCK)
+        ]
+        self.cache.copy_blocks(pairs)
+        self._put(copied)
+
+    def _put(self, rows: Iterable[tuple[int, int | None]]) -> None:
+        for slot, value in rows:
+            self.known.pop(slot, None)
+            if value is not None and 0 <= slot < SLOTS:
+                self.known[slot] = value
+
+    def check_what_it_has(self) -> None:
+        slots = [*range(-2, SLOTS + 2)]
+        written = self.cache.are_written(array(slots)).tolist()
+        assert written == [slot in self.known for slot in slots]
+        assert self.cache.used_bytes == len(self.known) * L * K * 2
+
+    def check_read(self, blocks: list[int], first: int, end: int) -> None:
+        """And again: reading changes nothing."""
+        expected = rows_in(self.known, blocks, first, end)
+        assert read(self.cache, blocks, first, end) == expected
+        assert read(self.cache, blocks, first, end) == expected
+
+
+class Waiting:
+    """Rows of a sequence that wait from now on. The first `num_held` are not in the cache any
+    more."""
+
+    def __init__(self, cache: Cache, sequence: tuple[list[int], int, int], num_held: int) -> None:
+        blocks, first, end = sequence
+        held = [7] * num_held
+        self._told_unknown: list[int] = []
+        self._pending = PendingRows(
+            cache.cache,
+            first,
+            [rows_of(held), end - first - num_held],
+            array(blocks),
+            partial(unknown_in, self._told_unknown),
+        )
+        self._values = held + rows_in(cache.known, blocks, first + num_held, end)
+
+    def check(self, limits: Callable[[], int | None]) -> None:
+        """Takes all of them, in pieces of at most so many bytes."""
+        unknown = [
+            position
+            for position, value in enumerate(self._values, self._pending.start)
+            if value == UNKNOWN
+        ]
+        taken: list[int] = []
+        while len(self._pending):
+            start, rows = self._pending.take(limits())
+            assert start + len(rows) == self._pending.start
+            taken += rows[:, 0, 0].tolist()
+        assert taken == self._values
+        assert sorted(self._told_unknown) == unknown
+
+
+OPERATIONS = st.sampled_from(
+    ["write", "write", "write", "forget", "copy_from", "copy_blocks", "wait"]
+)
+PIECE_BYTES = st.sampled_from([L * K * 2, 5 * L * K * 2, None])
+
+
 @settings(max_examples=250, deadline=None, database=None, derandomize=True)
 @given(st.data())
 def test_the_cache_is_a_dictionary_of_slots(data: st.DataObject) -> None:
     """Slots and blocks outside the KV cache, such as vLLM's padding, are never written and have no
     rows. Rows that wait are those of when they began to, and it is told once which of them are
     unknown."""
-    caches: list[tuple[HostCache, dict[int, int]]] = [
-        (cache_of(), {}),
-        (HostCache(BLOCKS, BLOCK), {}),
-    ]
-    waiting: list[tuple[PendingRows, list[int], list[int]]] = []
+    caches = [Cache(cache_of()), Cache(HostCache(BLOCKS, BLOCK))]
+    waiting: list[Waiting] = []
     for step in range(data.draw(st.integers(1, 8))):
-        cache, known = caches[data.draw(st.integers(0, 1))]
-        match data.draw(
-            st.sampled_from(
-                ["write", "write", "write", "forget", "copy_from", "copy_blocks", "wait"]
-            )
-        ):
+        cache = data.draw(st.sampled_from(caches))
+        match data.draw(OPERATIONS):
             case "write":
                 slots = data.draw(SLOT_LIST)
-                values = [100 * step + i for i in range(len(slots))]
-                cache.write(array(slots), rows_of(values))
-                known.update((s, v) for s, v in zip(slots, values, strict=True) if 0 <= s < SLOTS)
+                cache.write(slots, [100 * step + index for index in range(len(slots))])
             case "forget":
-                slots = data.draw(SLOT_LIST)
-                cache.forget(array(slots))
-                for slot in slots:
-                    known.pop(slot, None)
+                cache.forget(data.draw(SLOT_LIST))
             case "copy_from":
                 slots = data.draw(SLOT_LIST)
                 sources = data.draw(st.lists(SLOT, min_size=len(slots), max_size=len(slots)))
-                other, theirs = caches[0]
-                copied = [
-                    (slot, theirs.get(source)) for slot, source in zip(slots, sources, strict=True)
-                ]
-                cache.copy_from(other, array(sources), array(slots))
-                put(known, copied)
-            # all sources are read before any destination is written, as vLLM copies the KV
+                cache.copy_from(caches[0], sources, slots)
             case "copy_blocks":
                 targets = data.draw(st.lists(BLOCK_ID, min_size=1, max_size=3, unique=True))
-                pairs = [(data.draw(BLOCK_ID), target) for target in targets]
-                copied = [
-                    (b * BLOCK + at, known.get(a * BLOCK + at))
-                    for a, b in pairs
-                    for at in range(BLOCK)
-                ]
-                cache.copy_blocks(pairs)
-                put(known, copied)
-            case "wait" if cache.row_shape == (L, K):
-                (blocks, first, end), told = drawn_sequence(data), list[int]()
-                held = data.draw(st.integers(0, end - first))
-                pieces = [rows_of([7] * held), end - first - held]
-                pending = PendingRows(
-                    cache, first, pieces, array(blocks), partial(unknown_in, told)
-                )
-                waiting.append(
-                    (pending, [7] * held + rows_in(known, blocks, first + held, end), told)
-                )
-    for pending, values, told in waiting:
-        positions = [pending.start + at for at, value in enumerate(values) if value == UNKNOWN]
-        taken = list[int]()
-        while len(pending):
-            start, rows = pending.take(data.draw(st.sampled_from([L * K * 2, 5 * L * K * 2, None])))
-            assert start + len(rows) == pending.start
-            taken += rows[:, 0, 0].tolist()
-        assert (taken, sorted(told)) == (values, positions)
-    cache, known = caches[1] if data.draw(st.booleans()) else caches[0]
-    assert cache.are_written(array([*range(-2, SLOTS + 2)])).tolist() == [
-        s in known for s in range(-2, SLOTS + 2)
-    ]
-    assert cache.used_bytes == len(known) * L * K * 2
-    blocks, first, end = drawn_sequence(data)
-    assert (
-        read(cache, blocks, first, end)
-        == read(cache, blocks, first, end)
-        == rows_in(known, blocks, first, end)
-    )
+                cache.copy_blocks([(data.draw(BLOCK_ID), target) for target in targets])
+            case "wait" if cache.cache.row_shape == (L, K):
+                blocks, first, end = drawn_sequence(data)
+                num_held = data.draw(st.integers(0, end - first))
+                waiting.append(Waiting(cache, (blocks, first, end), num_held))
+    for rows in waiting:
+        rows.check(lambda: data.draw(PIECE_BYTES))
+    cache = data.draw(st.sampled_from(caches))
+    cache.check_what_it_has()
+    cache.check_read(*drawn_sequence(data))
 
 
 def drawn_sequence(data: st.DataObject) -> tuple[list[int], int, int]:
@@ -136,15 +183,8 @@ def rows_in(known: dict[int, int], blocks: list[int], first: int, end: int) -> l
     ]
 
 
-def unknown_in(told: list[int], blocks: np.ndarray, first: int, rows: np.ndarray) -> None:
-    told += (np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first).tolist()
-
-
-def put(known: dict[int, int], copied: list[tuple[int, int | None]]) -> None:
-    for slot, value in copied:
-        known.pop(slot, None)
-        if value is not None and 0 <= slot < SLOTS:
-            known[slot] = value
+def unknown_in(unknown: list[int], blocks: np.ndarray, first: int, rows: np.ndarray) -> None:
+    unknown += (np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first).tolist()
 
 
 def test_a_block_without_rows_is_not_moved() -> None:

@@ -27,9 +27,52 @@ RULES = [
 OF_PROMETHEUS = {"job", "instance"}
 """Labels that the server does not give: Prometheus does."""
 
+ALERTS = [rule["expr"] for rule in RULES]
+
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="needs promtool (apt-get install prometheus)"
 )
+
+
+def labels_in(text: str) -> dict[str, set[str]]:
+    """The labels of each metric in what a server says."""
+    labels: dict[str, set[str]] = {}
+    for name, selector in re.findall(r"^([a-z_:]+)(?:\{(.*)\})? ", text, re.MULTILINE):
+        labels.setdefault(name, set()).update(re.findall(r'([a-z_]+)="', selector))
+    return labels
+
+
+def metrics_of(query: str) -> list[str]:
+    names: list[str] = re.findall(r"\b(?:routed_experts_|vllm:)[a-z_:]+", query)
+    return names
+
+
+def labels_of(name: str, query: str) -> set[str]:
+    """The labels by which a query selects a metric, or groups."""
+    labels: set[str] = set()
+    for groups in re.findall(r"\bby \(([a-z_, ]+)\)", query):
+        labels.update(groups.split(", "))
+    for selector in re.findall(rf"{re.escape(name)}\{{(.*?)\}}", query):
+        labels.update(re.findall(r"(\w+)[=!]~?\"", selector))
+    return labels
+
+
+def is_counted(name: str, query: str) -> bool:
+    return re.search(rf"(?:rate|increase)\({re.escape(name)}[\[{{]", query) is not None
+
+
+def variables_for(labels: set[str]) -> set[str]:
+    """The dashboard's variables that choose among a metric with these labels."""
+    names = {"model" if label == "model_name" else label for label in labels | OF_PROMETHEUS}
+    return names & VARIABLES.keys()
+
+
+def variables_in(query: str) -> set[str]:
+    return {variable for variable in VARIABLES if f"${variable}" in query}
+
+
+def of_this_project(names: set[str]) -> set[str]:
+    return {name for name in names if name.startswith("routed_experts_")}
 
 
 def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(
@@ -38,44 +81,23 @@ def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(
     with serving(tiny_model, "--routed-experts-record", str(tmp_path)) as server:
         server.complete(prompt="Hello", max_tokens=3, return_routed_experts=True)
         text = httpx.get(f"{server.url}/metrics", timeout=300).text
-    labels: dict[str, set[str]] = {}  # of each metric
-    for name, given in re.findall(r"^([a-z_:]+)(?:\{(.*)\})? ", text, re.MULTILINE):
-        labels.setdefault(name, set()).update(re.findall(r'([a-z_]+)="', given))
-    shown = set()
-    alerts = [rule["expr"] for rule in RULES]
-    for query in [*QUERIES, *alerts]:
-        names = re.findall(r"\b(?:routed_experts_|vllm:)[a-z_:]+", query)
+    labels = labels_in(text)
+    for query in QUERIES + ALERTS:
+        names = metrics_of(query)
         assert names
-        shown.update(names)
+        assert set(names) <= labels.keys()
         for name in names:
-            assert name in labels
-            asked = {
-                label
-                for grouped in re.findall(r"\bby \(([a-z_, ]+)\)", query)
-                for label in grouped.split(", ")
-            }
-            for selector in re.findall(rf"{re.escape(name)}\{{(.*?)\}}", query):
-                asked.update(re.findall(r"(\w+)[=!]~?\"", selector))
-            assert asked <= labels[name] | OF_PROMETHEUS, query
-            is_counted = (
-                re.search(rf"(?:rate|increase)\({re.escape(name)}[\[{{]", query) is not None
-            )
-            assert is_counted == name.endswith("_total"), "a counter's rate, a gauge as it is"
-            wanted = {
-                "model" if label == "model_name" else label
-                for label in labels[name] | OF_PROMETHEUS
-            }
-            assert query in alerts or all(
-                f"${variable}" in query for variable in wanted & VARIABLES.keys()
-            ), query
+            assert labels_of(name, query) <= labels[name] | OF_PROMETHEUS, query
+            is_of_a_counter = name.endswith("_total")
+            assert is_counted(name, query) == is_of_a_counter, "a counter's rate, a gauge as it is"
+    for query in QUERIES:
+        for name in metrics_of(query):
+            assert variables_for(labels[name]) <= variables_in(query), query
     for name in ("vllm:num_requests_running", "routed_experts_requests_tracked"):
         assert f'{name}{{engine="0",model_name="tiny"}} ' in text
-    ours = {
-        name
-        for name in labels
-        if name.startswith("routed_experts_") and not name.endswith("_created")
-    }
-    assert ours == {name for name in shown if name.startswith("routed_experts_")}
+    shown = {name for query in QUERIES + ALERTS for name in metrics_of(query)}
+    ours = {name for name in labels if not name.endswith("_created")}
+    assert of_this_project(ours) == of_this_project(shown)
 
 
 def test_faults_are_told_from_settings() -> None:

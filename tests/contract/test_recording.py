@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ MESSAGES: dict[str, Any] = {
 SAMPLED = {"temperature": 1.0}
 FLAGS = ("--max-num-batched-tokens", "64", "--enable-scale-out")
 PROMPT = prompt_of(40, 1)
+START = 16
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 80}),
     (
@@ -40,10 +42,13 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "a", "max_output_tokens": 3}),
     ("/v1/messages", {**MESSAGES, "max_tokens": 2}),
     (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 30, "stop": ["a", "b", "c", "d"]}),
-    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 5, "routed_experts_prompt_start": 16, **ASK}),
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 5, "routed_experts_prompt_start": START, **ASK}),
     (CHAT, {**MESSAGES, "max_tokens": 5, **ASK}),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 3, "routed_experts_histogram": True}),
 ]
+(REQUEST_WITH_START,) = (
+    at for at, (_, body) in enumerate(REQUESTS) if "routed_experts_prompt_start" in body
+)
 STREAMS = [(path, {**body, "stream": True}) for path, body in REQUESTS]
 NUM_PROMPTS = 2 * (len(REQUESTS) + 1)  # one has two
 
@@ -115,52 +120,68 @@ class Dropped:
         }
 
 
+class Recorded:
+    """Counts what was recorded since it was made, as `Dropped` does."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._before = {name: self._now(name) for name in ("requests", "bytes")}
+
+    def _now(self, name: str) -> int:
+        return int(self._server.metric(f"routed_experts_recorded_{name}_total"))
+
+    def __call__(self, name: str) -> int:
+        return self._now(name) - self._before[name]
+
+
 def test_all_that_is_asked_is_recorded_and_no_answer_changes(
     tiny_model: Path, tmp_path: Path
 ) -> None:
+    folder = tmp_path / "new" / "folder"
     with serving(tiny_model, *FLAGS) as server:
-        expected = [send(server, path, body) for path, body in REQUESTS + STREAMS]
-    with serving(tiny_model, *FLAGS, *record(tmp_path / "new" / "folder")) as server:
-
-        def recorded() -> list[int]:
-            return [
-                int(server.metric(f"routed_experts_recorded_{name}_total"))
-                for name in ("requests", "bytes")
-            ]
-
-        dropped, before = Dropped(server), recorded()  # of other tests' servers in this process
-        got = [send(server, path, body) for path, body in REQUESTS + STREAMS]
-        wait_until(lambda: recorded()[0] - before[0] >= NUM_PROMPTS, "not all was recorded")
-        num_bytes = sum(file.stat().st_size for file in (tmp_path / "new" / "folder").iterdir())
-        # after the request
-        wait_until(lambda: recorded()[1] - before[1] >= num_bytes, "not every byte was counted")
-        num_requests, written = (now - then for now, then in zip(recorded(), before, strict=True))
-        assert num_requests == NUM_PROMPTS
+        expected = send_all(server)
+    with serving(tiny_model, *FLAGS, *record(folder)) as server:
+        dropped = Dropped(server)
+        recorded = Recorded(server)
+        assert send_all(server) == expected
+        wait_until(lambda: recorded("requests") >= NUM_PROMPTS, "not all was recorded")
+        num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        # which are counted after the request
+        wait_until(lambda: recorded("bytes") >= num_bytes, "not every byte was counted")
+        assert recorded("requests") == NUM_PROMPTS
+        written = recorded("bytes")
         assert dropped() == {}
-    assert got == expected
 
-    found = routings_in(folder := tmp_path / "new" / "folder")
-    assert len(found) == NUM_PROMPTS
-    for routings in found:
-        for routing in routings:
-            check(routing)
-    assert sorted(map(len, found)) == sorted(2 * [1, 2, 2, 3, 1, 1, 1, 1, 1, 1, 1])
-    starts = [routing.start for (routing, *_) in found]
-    assert sorted(starts) == [0] * (NUM_PROMPTS - 2) + [16, 16]
-    for line in lines_of(folder):
-        assert line["routed_experts_info"]["layer_ids"] == LAYER_IDS
-        assert (line["object"], line["model"]) == ("text_completion", "tiny")
     (file,) = files_in(folder)
     assert Path(file).stat().st_size == written
     assert [path.stat().st_mode & 0o777 for path in (folder, Path(file))] == [0o700, 0o600]
-    (told,) = collect(json.loads(expected[7]), prompt_start=16)  # who asks is told the same
-    assert [(one.rows == told.rows).all() for (one, *_) in found if one.start == 16] == [True, True]
-
-    assert not any(routing.missing for routings in found for routing in routings)
+    for line in lines_of(folder):
+        assert line["routed_experts_info"]["layer_ids"] == LAYER_IDS
+        assert (line["object"], line["model"]) == ("text_completion", "tiny")
+    answers = routings_in(folder)
+    check_answers(answers, asked_for=expected[REQUEST_WITH_START])
     with ExitStack() as stack:
-        assert [file.name for file in viewed_files([str(folder)], ModelInfo(), stack)] == files_in(
-            folder
-        )
+        assert [shown.name for shown in viewed_files([str(folder)], ModelInfo(), stack)] == [file]
+
+
+def send_all(server: Server) -> list[str]:
+    return [send(server, path, body) for path, body in REQUESTS + STREAMS]
+
+
+def check_answers(answers: list[list[Routing]], asked_for: str) -> None:
+    """All rows of all choices are there, and those of the requests with a start are the same as
+    in the response `asked_for`."""
+    num_choices = [1, 2, 2, 3, 1, 1, 1, 1, 1, 1, 1]
+    assert sorted(map(len, answers)) == sorted(2 * num_choices)
+    for routing in chain.from_iterable(answers):
+        check(routing)
+        assert not routing.missing
+    starts = [routing.start for (routing, *_) in answers]
+    assert sorted(starts) == [0] * (NUM_PROMPTS - 2) + [START, START]
+    (in_response,) = collect(json.loads(asked_for), prompt_start=START)
+    whole, streamed = (routing for (routing, *_) in answers if routing.start == START)
+    assert np.array_equal(whole.rows, in_response.rows)
+    assert np.array_equal(streamed.rows, in_response.rows)
 
 
 @contextmanager

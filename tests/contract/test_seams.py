@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 import vllm
@@ -195,35 +195,31 @@ def functions_assigned(file: Path) -> Iterator[str]:
         node.name for node in parsed if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     for node in parsed:
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "replace_once"
-        ):
+        if is_call_of("replace_once", node):
             yield ast.literal_eval(node.args[1])
-        if not isinstance(node, ast.Assign):
-            continue
-        value = node.value
-        last = (
-            value.attr
-            if isinstance(value, ast.Attribute)
-            else value.id
-            if isinstance(value, ast.Name)
-            else ""
-        )
-        is_function = last in functions or isinstance(value, ast.Lambda)
-        is_partial = (
-            isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Name)
-            and value.func.id == "partial"
-        )
-        for target in node.targets:
-            of = target.value if isinstance(target, ast.Attribute) else None
-            if (
-                (is_function or is_partial)
-                and of is not None
-                and not (isinstance(of, ast.Name) and of.id == "self")
-            ):
+        if isinstance(node, ast.Assign) and is_function(node.value, functions):
+            yield from attributes_of_others(node.targets)
+
+
+def is_call_of(name: str, node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def is_function(value: ast.expr, functions: set[str]) -> bool:
+    """Whether a value is a function: a lambda, a partial, or one with a name in `functions`."""
+    if isinstance(value, ast.Attribute):
+        return value.attr in functions
+    if isinstance(value, ast.Name):
+        return value.id in functions
+    return isinstance(value, ast.Lambda) or is_call_of("partial", value)
+
+
+def attributes_of_others(targets: list[ast.expr]) -> Iterator[str]:
+    """The attributes among the targets of an assignment, but for those of `self`."""
+    for target in targets:
+        if isinstance(target, ast.Attribute):
+            is_own = isinstance(target.value, ast.Name) and target.value.id == "self"
+            if not is_own:
                 yield target.attr
 
 

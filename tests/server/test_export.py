@@ -117,39 +117,58 @@ def exported(folder: Path, words: str) -> Path:
 def tokens_in(path: Path) -> tuple[Tokens, list[int] | None]:
     """The tokens in a file as `expected` has them, and the layers' ids."""
     if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as found:
-            arrays = dict(found)
-        ids, arrays["source"] = (
-            arrays.pop("layer_ids", None),
-            arrays.pop("sources")[arrays["source"]],
-        )
-        arrays.pop("num_experts", None)
-        assert arrays["experts"].dtype == np.int16
-        names = [name for name in arrays if not arrays[name].ndim > 1]
-        columns = map(np.ndarray.tolist, arrays.values())
-        tokens = [dict(zip(arrays, values, strict=True)) for values in zip(*columns, strict=True)]
-        return [{**one, **{name: None for name in names if one[name] == -1}} for one in tokens], ids
-    if path.suffix == ".csv":
-        with path.open(newline="", encoding="utf-8") as file:
-            rows: Tokens = [
-                {name: json_of(name, value) for name, value in row.items()}
-                for row in csv.DictReader(file)
-            ]
-        for row in rows:
-            for name in ("expert", "weight"):
-                values = [row.pop(each) for each in [*row] if each.startswith(f"{name}_")]
-                row |= {f"{name}s": values} if values else {}
-    else:
-        rows = pq.read_table(path).to_pylist()
-    if "layer" not in rows[0]:
+        return tokens_in_npz(path)
+    rows = rows_in_csv(path) if path.suffix == ".csv" else pq.read_table(path).to_pylist()
+    if "layer" not in rows[0]:  # a row for each token
         return rows, None
-    layers = [rows[place : place + LAYERS] for place in range(0, len(rows), LAYERS)]
-    assert all([row.pop("layer") for row in layer] == [*range(LAYERS)] for layer in layers)
-    (ids,) = {tuple(row.pop("layer_id") for row in layer) for layer in layers}
-    lists = {"experts", "weights"} & rows[0].keys()
-    return [
-        {**layer[0], **{name: [row[name] for row in layer] for name in lists}} for layer in layers
-    ], ids
+    return tokens_of_layers(rows)
+
+
+def tokens_in_npz(path: Path) -> tuple[Tokens, list[int] | None]:
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    ids = arrays.pop("layer_ids", None)
+    arrays["source"] = arrays.pop("sources")[arrays["source"]]
+    arrays.pop("num_experts", None)
+    assert arrays["experts"].dtype == np.int16
+    has_unknown = [name for name in arrays if arrays[name].ndim == 1]  # -1 there is no id
+    tokens = [
+        dict(zip(arrays, values, strict=True))
+        for values in zip(*(array.tolist() for array in arrays.values()), strict=True)
+    ]
+    for token in tokens:
+        token.update({name: None for name in has_unknown if token[name] == -1})
+    return tokens, ids
+
+
+def rows_in_csv(path: Path) -> Tokens:
+    """With lists of experts and weights, which have a column each."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows: Tokens = [
+            {name: json_of(name, value) for name, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
+    for row in rows:
+        for name in ("expert", "weight"):
+            columns = [column for column in row if column.startswith(f"{name}_")]
+            values = [row.pop(column) for column in columns]
+            if values:
+                row[f"{name}s"] = values
+    return rows
+
+
+def tokens_of_layers(rows: Tokens) -> tuple[Tokens, list[int] | None]:
+    """Of rows for each token and layer."""
+    ids: set[tuple[int, ...]] = set()
+    tokens = []
+    for first in range(0, len(rows), LAYERS):
+        layers = rows[first : first + LAYERS]
+        assert [row.pop("layer") for row in layers] == [*range(LAYERS)]
+        ids.add(tuple(row.pop("layer_id") for row in layers))
+        lists = {"experts", "weights"} & layers[0].keys()
+        tokens.append({**layers[0], **{name: [row[name] for row in layers] for name in lists}})
+    (ids_of_all,) = ids
+    return tokens, [*ids_of_all]
 
 
 def json_of(name: str, value: str) -> Any:
@@ -174,40 +193,54 @@ def test_every_format(
     # so that choices are cut, and groups have several parts
     monkeypatch.setattr(export, "_CUT", 4 * LAYERS)
     monkeypatch.setattr(export, "_GROUP", 10)
-    for file in folder.iterdir() if not has_all else ():
-        text = file.read_text()
-        file.write_text(
-            text.replace(f"{json.dumps(INFO)}\n", "").replace("routed_experts_info", "other")
-        )
+    if not has_all:
+        remove_info(folder)
     path = exported(folder, f"{words} --weights" if has_all else words)
-    (tokens, ids), whole = tokens_in(path), list(expected(folder))
-    written = f"{len(whole) * LAYERS} rows, one for each token and layer"
-    if "token" in words:
-        written = f"{len(whole)} rows, one for each token"
-    if path.suffix == ".npz":
-        written = f"arrays of {len(whole)}"
-    said = f"Wrote {path}: 4 responses, {len(whole)} tokens with experts, 1 of them unknown; {written}.\n"
-    if path.suffix == ".parquet":
-        assert f" {pq.ParquetFile(path).metadata.num_rows} rows" in said
+    whole = list(expected(folder))
+    said = said_of(path, len(whole), per_token="token" in words)
     assert capsys.readouterr() == (said, "")
+
+    tokens, ids = tokens_in(path)
     weights = weights_in(whole)
     if has_all:
         assert np.array_equal(weights_in(tokens), weights, equal_nan=True)
-    if path.suffix == ".npz":
-        whole = [
-            {name: value for name, value in token.items() if name not in ("group", "id", "token")}
-            for token in whole
-        ]
-    assert tokens == whole
+    assert tokens == (without_texts(whole) if path.suffix == ".npz" else whole)
+    ids_in_file = None if ids is None else [*ids]
     if "token" not in words:
-        assert [*(ids if ids is not None else [None] * LAYERS)] == (
-            LAYER_IDS if has_all else [None] * LAYERS
-        )
+        assert ids_in_file in ([LAYER_IDS] if has_all else [None, [None] * LAYERS])
     if path.suffix == ".parquet":
         file = pq.ParquetFile(path)
+        assert f" {file.metadata.num_rows} rows" in said
         assert file.num_row_groups > 2
         facts = json.loads(file.schema_arrow.metadata[b"routed_experts"])
         assert facts == (INFO if has_all else {**INFO, "num_experts": None, "layer_ids": None})
+
+
+def remove_info(folder: Path) -> None:
+    """Leaves files that do not say which layers they have."""
+    for file in folder.iterdir():
+        text = file.read_text().replace(f"{json.dumps(INFO)}\n", "")
+        file.write_text(text.replace("routed_experts_info", "other"))
+
+
+def said_of(path: Path, num_tokens: int, per_token: bool) -> str:
+    """What the command says of a file with the answers above."""
+    if path.suffix == ".npz":
+        written = f"arrays of {num_tokens}"
+    elif per_token:
+        written = f"{num_tokens} rows, one for each token"
+    else:
+        written = f"{num_tokens * LAYERS} rows, one for each token and layer"
+    return (
+        f"Wrote {path}: 4 responses, {num_tokens} tokens with experts, 1 of them unknown; "
+        f"{written}.\n"
+    )
+
+
+def without_texts(tokens: Tokens) -> Tokens:
+    """As npz has them: it has no texts but the file's name."""
+    texts = ("group", "id", "token")
+    return [{name: value for name, value in token.items() if name not in texts} for token in tokens]
 
 
 def test_prompts_whose_rows_are_equal(tmp_path: Path) -> None:

@@ -159,29 +159,38 @@ def buffers_of(result: RequestOutput) -> list[RowBuffer]:
     return buffers
 
 
+def what_has_come(queue: RequestOutputCollector) -> list[RequestOutput]:
+    """The result that a reader finds now, if there is one."""
+    result = queue.get_nowait()
+    if result is None:
+        return []
+    assert isinstance(result, RequestOutput)
+    return [result]
+
+
+def num_tokens_of(results: list[RequestOutput]) -> list[list[int]]:
+    return [[len(choice.token_ids) for choice in result.outputs] for result in results]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(
-    ("kind", "interval", "is_slow"), [(DELTA, 1, True), (DELTA, 3, False), (FINAL_ONLY, 1, False)]
+    ("kind", "interval", "is_slow", "tokens_of_results"),
+    [(DELTA, 1, True, [4]), (DELTA, 3, False, [1, 3, 0]), (FINAL_ONLY, 1, False, [4])],
 )
 def test_no_reader_loses_rows(
-    kind: RequestOutputKind, interval: int, is_slow: bool, n: int
+    kind: RequestOutputKind, interval: int, is_slow: bool, tokens_of_results: list[int], n: int
 ) -> None:
     """vLLM merges outputs for one slower than the engine, holds tokens back for the stream interval
     or to the end, and would give the last output's rows only."""
     frontend = Frontend(n, kind, interval)
-    names, results = ["a"] if n == 1 else ["0_a", "1_a"], []
-    for first, count in ((0, 3), (3, 1), (4, 1), (5, 1), (6, 0)):  # the last has no rows
-        finish = None if count else ABORT
-        frontend.step(
-            *(
-                output(name, min(count, 1), first if count else None, finish, count)
-                for name in names
-            )
-        )
-        if (result := None if is_slow and count else frontend.queue.get_nowait()) is not None:
-            results.append(result)
-    counts = [[len(choice.token_ids) for choice in result.outputs] for result in results]
-    assert counts == [[tokens] * n for tokens in ((1, 3, 0) if interval == 3 else (4,))]
+    names = ["a"] if n == 1 else ["0_a", "1_a"]
+    results: list[RequestOutput] = []
+    for first, num_rows in ((0, 3), (3, 1), (4, 1), (5, 1)):
+        frontend.step(*(output(name, 1, first, None, num_rows) for name in names))
+        results += [] if is_slow else what_has_come(frontend.queue)
+    frontend.step(*(output(name, tokens=0, finish=ABORT) for name in names))
+    results += what_has_come(frontend.queue)
+    assert num_tokens_of(results) == [[tokens] * n for tokens in tokens_of_results]
     assert {choice.finish_reason for choice in results[-1].outputs} == {"abort"}
     assert frontend.queue.get_nowait() is None
     for index, buffer in enumerate(buffers_of(results[0])):
