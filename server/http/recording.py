@@ -31,10 +31,11 @@ from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.codec import resolve_dtype
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.encoding import Encoder, LostRowsError
+from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
+from routed_experts.server.http.wire_form import LostRowsError, WireForm
 from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.folders import open_private, private_folder, try_lock, write_all
 from routed_experts.server.outputs.processor import NoRecorder
@@ -497,13 +498,13 @@ class Recorder(NoRecorder):
         rows.collect(RequestOutput(record.request_id, None, prompt, None, finished, finished=True))
 
         def parts(dtype: str) -> Iterator[bytes]:
-            encoder = Encoder(
-                "object",
-                dtype,
-                captured.shape,
-                captured.num_experts,
+            form = WireForm(
+                dtype=dtype,
+                shape=captured.shape,
+                num_experts=captured.num_experts,
                 has_weights=options.weights,
             )
+            encoder = Encoder(form)
             response = RecordedResponse(choices=choices, **about)
             body = RoutedResponse(response, rows, encoder, is_list=False).encode(packed=False)
             return iter([body]) if isinstance(body, bytes) else body

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Request
@@ -20,7 +19,7 @@ from routed_experts.capture.wire.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
-from routed_experts.server.http.encoding import Encoder, LostRowsError
+from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import AT_ONCE_BYTES, Delivery, cannot_store
 from routed_experts.server.http.request import MSGPACK
@@ -30,12 +29,31 @@ from routed_experts.server.http.vllm_http import (
     metrics_header,
     with_sse_keep_alive,
 )
+from routed_experts.server.http.wire_form import LostRowsError
 from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.prefill_param import has_prompt, rows_nbytes, to_wire
-from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, is_complete
-from routed_experts.server.vllm_api import RequestOutput, get_logger
+from routed_experts.server.outputs.row_buffer import (
+    Causes,
+    RowBuffer,
+    causes_of,
+    is_complete,
+    num_rows,
+)
+from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
+
+
+class ResponseArray(NamedTuple):
+    """An array of ids; that of their weights is beside it."""
+
+    choice: int | None  # its index; None for a prompt
+    start: int  # position of the first row
+    rows: list[Rows]
+
+    @property
+    def name(self) -> str:
+        return "prompt_routed_experts" if self.choice is None else "routed_experts"
 
 
 @dataclass
@@ -54,26 +72,41 @@ class CollectedRows:
 
     def collect(self, output: RequestOutput) -> None:
         """Collects the rows of a finished prompt."""
-        start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
-        prompts: list[tuple[int, list[Rows]]] = []
+        own_prompts: list[tuple[int, list[Rows]]] = []  # each with its number of known rows
         buffers: list[RowBuffer] = []
+        prompt: list[Rows] = []  # of the choice that has most of it
+        most_known = -1
         for choice in output.outputs:
-            buffer, choice.routed_experts = choice.routed_experts, None
+            buffer = choice.routed_experts
+            choice.routed_experts = None
             if not isinstance(buffer, RowBuffer):
                 buffer = RowBuffer(output.request_id)
+            own_prompt = self._take(buffer, choice, len(output.prompt_token_ids or ()))
+            known = num_rows(own_prompt)
+            if buffer.num_lost:
+                known -= sum(map(self.count_missing, own_prompt))
+            if known > most_known:
+                most_known = known
+                prompt = own_prompt
             buffers.append(buffer)
-            end = max(prompt_len + len(choice.token_ids) - 1, start)
-            shape = self.shape if is_complete(choice.finish_reason) else None
-            prompt = buffer.take(start, min(prompt_len, end), shape)
-            lost = sum(map(self.count_missing, prompt)) if buffer.num_lost else 0
-            prompts.append((_count(prompt) - lost, prompt))
-            self.choices.append((prompt_len, buffer.take(prompt_len, end, shape)))
+            own_prompts.append((known, own_prompt))
             self.num_lost += buffer.num_lost
         self.causes += causes_of(buffers, joined=self.options.layout == "joined")
-        if prompts:
-            most, prompt = max(prompts, key=lambda each: each[0])
+        if own_prompts:
             self.prompts.append(prompt)
-            self.own_prompts += [rows if arrived == most else prompt for arrived, rows in prompts]
+            # A choice that has less lost some of it, and gets what the other has.
+            self.own_prompts += [
+                own_prompt if known == most_known else prompt for known, own_prompt in own_prompts
+            ]
+
+    def _take(self, buffer: RowBuffer, choice: CompletionOutput, prompt_len: int) -> list[Rows]:
+        """Takes the rows of a choice; returns those of its prompt."""
+        start = self.options.prompt_start
+        end = max(prompt_len + len(choice.token_ids) - 1, start)
+        shape = self.shape if is_complete(choice.finish_reason) else None
+        own_prompt = buffer.take(start, min(prompt_len, end), shape)
+        self.choices.append((prompt_len, buffer.take(prompt_len, end, shape)))
+        return own_prompt
 
     def count_missing(self, rows: Rows) -> int:
         """Number of unknown rows in an array of them."""
@@ -88,31 +121,28 @@ class CollectedRows:
 
     @property
     def num_rows(self) -> int:
-        return sum(_count(arrays) for *_, arrays in self.arrays()) if self.options.rows else 0
+        """Of all arrays of the response."""
+        if not self.options.rows:
+            return 0
+        return sum(num_rows(array.rows) for array in self.arrays())
 
     @property
     def nbytes(self) -> int:
         """Size of the rows that are encoded or counted: a joined prompt counts for each choice."""
-        return sum(rows.nbytes for *_, arrays in self.arrays() for rows in arrays)
+        return sum(rows.nbytes for array in self.arrays() for rows in array.rows)
 
-    def arrays(self) -> Iterator[tuple[int | None, int, list[Rows]]]:
-        """The arrays in the order of the response: index of the choice (None for a prompt), first
-        position, rows."""
+    def arrays(self) -> Iterator[ResponseArray]:
+        """The arrays in the order of the response."""
         start = self.options.prompt_start
         if self.options.rows and self.options.layout == "joined":
-            for index, (prompt, (_, own)) in enumerate(
-                zip(self.own_prompts, self.choices, strict=True)
-            ):
-                yield index, start, [*prompt, *own]
+            prompts_and_choices = zip(self.own_prompts, self.choices, strict=True)
+            for index, (prompt, (_, rows)) in enumerate(prompts_and_choices):
+                yield ResponseArray(index, start, [*prompt, *rows])
             return
-        for index, (prompt_len, own) in enumerate(self.choices):
-            yield index, prompt_len, own
+        for index, (prompt_len, rows) in enumerate(self.choices):
+            yield ResponseArray(index, prompt_len, rows)
         for prompt in self.prompts:
-            yield None, start, prompt
-
-
-def _count(arrays: list[Rows]) -> int:
-    return sum(map(len, arrays))
+            yield ResponseArray(None, start, prompt)
 
 
 @dataclass(frozen=True)
@@ -141,54 +171,65 @@ class RoutedResponse:
     def encode(self, packed: bool) -> bytes | Iterator[bytes]:
         """As `prepare`, in this thread."""
         body = body_of(self.response, packed)
-        arrays = list(self.rows.arrays()) if self.rows.options.rows else []
-        options, transfer_params = self.rows.options, self.response.kv_transfer_params
-        # Which have the rows of one prompt, of several those of the first.
-        goes_with_kv = len(self.rows.prompts) == 1 and has_prompt(transfer_params, options.weights)
-        if goes_with_kv and not options.asks_for_inline:
-            arrays = [array for array in arrays if array[0] is not None]
-        # random, so that no client can send it; behind it, the index of an array
-        marker = secrets.token_bytes(16)
-        inline: list[Iterator[bytes]] = []
-        prompts: dict[str, list[Any]] = {}
-        for (choice, start, rows), references in zip(arrays, self._refer(arrays), strict=True):
-            for name, encoder in self.encoder.named_encoders(_name_of(choice)).items():
-                value = references.get(name, msgspec.Raw(marker + len(inline).to_bytes(4, "big")))
-                if name not in references:
-                    inline.append(encoder.parts(rows, start, packed))
-                if choice is None:
-                    prompts.setdefault(name, []).append(value)
-                else:
-                    body["choices"][choice][name] = value
-        body |= {name: self._one_or_list(values) for name, values in prompts.items()}
+        inline = _InlineArrays(packed)
+        self._put_arrays(body, inline)
         if self.rows.options.histogram:
-            count = self.encoder.histogram
-            body["prompt_routed_experts_histogram"] = self._one_or_list(
-                [*map(count, self.rows.prompts)]
-            )
-            for choice_body, (_, rows) in zip(body["choices"], self.rows.choices, strict=True):
-                choice_body["routed_experts_histogram"] = count(rows)
-        first, *texts = encoded(body, packed).split(marker)
-        arrays_and_texts = (
-            chain(inline[int.from_bytes(text[:4], "big")], [text[4:]]) for text in texts
+            self._put_histograms(body)
+        parts = inline.put_into(encoded(body, packed))
+        return b"".join(parts) if self.nbytes <= AT_ONCE_BYTES or inline.is_empty else parts
+
+    def _put_arrays(self, body: dict[str, Any], inline: "_InlineArrays") -> None:
+        """Puts into `body` what stands there for each array: a reference, or a placeholder."""
+        arrays = self._arrays()
+        of_prompts: dict[str, list[Any]] = {}
+        for array, references in zip(arrays, self._refer(arrays), strict=True):
+            for name, encoder in self.encoder.named_encoders(array.name).items():
+                value = references.get(name)
+                if value is None:
+                    value = inline.placeholder(encoder, array)
+                if array.choice is None:
+                    of_prompts.setdefault(name, []).append(value)
+                else:
+                    body["choices"][array.choice][name] = value
+        for name, values in of_prompts.items():
+            body[name] = self._one_or_list(values)
+
+    def _arrays(self) -> list[ResponseArray]:
+        """Those that are returned, inline or by reference."""
+        options = self.rows.options
+        if not options.rows:
+            return []
+        arrays = list(self.rows.arrays())
+        # Which have the rows of one prompt, of several those of the first.
+        goes_with_kv = len(self.rows.prompts) == 1 and has_prompt(
+            self.response.kv_transfer_params, options.weights
         )
-        parts = chain([first], chain.from_iterable(arrays_and_texts))
-        return b"".join(parts) if self.nbytes <= AT_ONCE_BYTES or not inline else parts
+        if goes_with_kv and not options.asks_for_inline:
+            return [array for array in arrays if array.choice is not None]
+        return arrays
+
+    def _put_histograms(self, body: dict[str, Any]) -> None:
+        histogram = self.encoder.histogram
+        of_prompts = [histogram(prompt) for prompt in self.rows.prompts]
+        body["prompt_routed_experts_histogram"] = self._one_or_list(of_prompts)
+        for choice, (_, rows) in zip(body["choices"], self.rows.choices, strict=True):
+            choice["routed_experts_histogram"] = histogram(rows)
 
     def count(self) -> None:
         count_response(self.encoder, self.rows.num_lost, self.rows.causes)
 
-    def _refer(self, arrays: list[tuple[int | None, int, list[Rows]]]) -> list[dict[str, Any]]:
+    def _refer(self, arrays: list[ResponseArray]) -> list[dict[str, Any]]:
         """References to `arrays` and their weights, by name. Without those that are returned
         inline."""
-        named = ((_name_of(choice), choice, start, rows) for choice, start, rows in arrays)
+        named = [(array.name, array.choice, array.start, array.rows) for array in arrays]
         made, failure = self.delivery.references(self.encoder, named)
-        inline = sum(
-            _count(rows)
-            for references, (*_, rows) in zip(made, arrays, strict=True)
+        rows_inline = sum(
+            num_rows(array.rows)
+            for references, array in zip(made, arrays, strict=True)
             if not references
         )
-        if failure is not None and inline and self.encoder.text_bytes(inline) > self.max_bytes:
+        fits_inline = self.encoder.form.text_bytes(rows_inline) <= self.max_bytes
+        if failure is not None and rows_inline and not fits_inline:
             raise failure
         return made
 
@@ -196,8 +237,32 @@ class RoutedResponse:
         return items if self.is_list or len(items) > 1 else items[0]
 
 
-def _name_of(choice: int | None) -> str:
-    return "routed_experts" if choice is not None else "prompt_routed_experts"
+class _InlineArrays:
+    """The arrays that stand in a body: placeholders, until they are encoded in parts."""
+
+    def __init__(self, packed: bool) -> None:
+        self._packed = packed
+        # random, so that no client can send it; behind it, the index of an array
+        self._marker = secrets.token_bytes(16)
+        self._arrays: list[Iterator[bytes]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._arrays
+
+    def placeholder(self, encoder: Encoder, array: ResponseArray) -> msgspec.Raw:
+        """A value of a body in place of an array."""
+        index = len(self._arrays).to_bytes(4, "big")
+        self._arrays.append(encoder.parts(array.rows, array.start, self._packed))
+        return msgspec.Raw(self._marker + index)
+
+    def put_into(self, body: bytes) -> Iterator[bytes]:
+        """The parts of an encoded body, with its arrays."""
+        first, *texts = body.split(self._marker)
+        yield first
+        for text in texts:
+            yield from self._arrays[int.from_bytes(text[:4], "big")]
+            yield text[4:]
 
 
 def body_of(response: Any, packed: bool) -> dict[str, Any]:
@@ -232,14 +297,10 @@ async def respond(answer: Any, raw_request: Request) -> Response:
             with_sse_keep_alive(answer, interval), media_type="text/event-stream"
         )
     packed = wants_msgpack(raw_request.headers.get("accept", ""))
+    media_type = MSGPACK if packed else _JSON
     headers = metrics_header(raw_request.headers.get(_METRICS_HEADER, "")) or {}
     if not isinstance(answer, RoutedResponse):
-        plain = body_of(answer, packed)
-        return (
-            Response(encoded(plain, packed), 200, headers, MSGPACK)
-            if packed
-            else JSONResponse(plain, 200, headers)
-        )
+        return _plain(answer, packed, headers)
     try:
         body = await answer.prepare(packed)
     except StoreError as error:
@@ -252,12 +313,20 @@ async def respond(answer: Any, raw_request: Request) -> Response:
             str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR
         )
         return JSONResponse(failure.model_dump(), status_code=failure.error.code)
-    parts = iter([body]) if isinstance(body, bytes) else body
     if isinstance(body, bytes):
         headers = {**headers, "content-length": str(len(body))}
-    response = _Response(_in_turns(answer, parts), 200, headers, MSGPACK if packed else _JSON)
+        body = iter([body])
+    response = _Response(_in_turns(answer, body), 200, headers, media_type)
     response.answer = answer
     return response
+
+
+def _plain(answer: BaseModel, packed: bool, headers: dict[str, str]) -> Response:
+    """vLLM's response to a request that does not ask for rows."""
+    body = body_of(answer, packed)
+    if packed:
+        return Response(encoded(body, packed), 200, headers, MSGPACK)
+    return JSONResponse(body, 200, headers)
 
 
 class _Response(StreamingResponse):

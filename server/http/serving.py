@@ -15,7 +15,7 @@ from routed_experts.capture.wire.rows import WEIGHTS_FLAG
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
 from routed_experts.server.http.connection import connection_of
-from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
+from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.metrics import count_stored
 from routed_experts.server.http.references import Delivery, ReferenceMaker, cannot_store
@@ -32,6 +32,7 @@ from routed_experts.server.http.vllm_http import (
     OpenAIServingCompletion,
     ServingTokens,
 )
+from routed_experts.server.http.wire_form import LostRowsError, PairedForm, WireForm
 from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.prefill_param import (
     FIELD,
@@ -226,7 +227,7 @@ class RoutedServing:
             # its text is shorter than `text_bytes` says; the stream ends where it becomes too long
             return
         # The last token has no row.
-        request._most_tokens = self.encoder(options).rows_beyond(self._max_bytes) - prompt_rows + 1
+        request._most_tokens = self.form(options).rows_beyond(self._max_bytes) - prompt_rows + 1
 
     async def check_store_capacity(
         self, request: Any, options: RoutingOptions, num_rows: int
@@ -239,7 +240,7 @@ class RoutedServing:
             _reject(
                 "This server stores no routed experts: leave out routed_experts_delivery.", DELIVERY
             )
-        num_bytes = self.encoder(options).stored_bytes(num_rows)
+        num_bytes = self.form(options).stored_bytes(num_rows)
         try:
             if not store.has_room(num_bytes):
                 await run_in_threadpool(store.make_room, num_bytes)
@@ -269,7 +270,7 @@ class RoutedServing:
 
     def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
         """Raises `VLLMValidationError` if `num_rows` rows exceed the maximum size of a response."""
-        num_bytes, limit = self.encoder(options).text_bytes(num_rows), self._max_bytes
+        num_bytes, limit = self.form(options).text_bytes(num_rows), self._max_bytes
         if num_bytes > limit:
             _cannot(
                 request,
@@ -281,21 +282,24 @@ class RoutedServing:
                 OPT_IN,
             )
 
-    def encoder(self, options: RoutingOptions) -> Encoder:
+    def form(self, options: RoutingOptions) -> WireForm:
+        """The form of the arrays that the options ask for."""
         assert self.captured is not None
-        dtype = codec.resolve_dtype(options.dtype, self.captured.num_experts)
-        layers = self.captured.layers if options.layers == "all" else None
-        num_experts = self.captured.num_experts
+        captured = self.captured
+        decoder_layers = captured.layers if options.layers == "all" else None
         if options.format == "paired":
-            return PairedEncoder(
-                self.captured.shape, num_experts, layers, self.captured.info.weights_scale
+            return PairedForm(
+                shape=captured.shape,
+                num_experts=captured.num_experts,
+                decoder_layers=decoder_layers,
+                scale=captured.info.weights_scale,
             )
-        return Encoder(
-            options.format,
-            dtype,
-            self.captured.shape,
-            num_experts,
-            layers=layers,
+        return WireForm(
+            format=options.format,
+            dtype=codec.resolve_dtype(options.dtype, captured.num_experts),
+            shape=captured.shape,
+            num_experts=captured.num_experts,
+            decoder_layers=decoder_layers,
             has_weights=options.weights,
         )
 
@@ -314,7 +318,7 @@ class RoutedServing:
             return make(results)
         about |= {"max_bytes": self._max_bytes, "delivery": self.delivery(request, options)}
         rewriter = SSERewriter(
-            options, self.encoder(options), num_choices, self._error_event, **about
+            options, Encoder(self.form(options)), num_choices, self._error_event, **about
         )
         return rewriter.rewrite(make(rewriter.watch(results)))
 
@@ -349,7 +353,7 @@ class RoutedServing:
         if options_of(request) is None:
             response.kv_transfer_params = to_wire(response.kv_transfer_params)
             return response
-        encoder, delivery = self.encoder(rows.options), self.delivery(request, rows.options)
+        encoder, delivery = Encoder(self.form(rows.options)), self.delivery(request, rows.options)
         return RoutedResponse(response, rows, encoder, is_list, delivery, self._max_bytes)
 
     def _error_event(self, error: Exception) -> Any:

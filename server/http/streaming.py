@@ -1,10 +1,16 @@
-"""Adds rows to the chunks of a stream: each row to the chunk whose tokens made it known."""
+"""Adds rows to the chunks of a stream: each row to the chunk whose tokens made it known.
+
+`StreamedRows` is the state: which rows of which choice have arrived and were sent. What is due with
+a chunk depends on the request: `DueWithTokens` or `DueAtEnd`. `SSERewriter` stands around vLLM's
+generator, and writes what is due into its chunks.
+"""
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi.concurrency import run_in_threadpool
@@ -12,15 +18,17 @@ from fastapi.concurrency import run_in_threadpool
 from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
-from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError, joined
+from routed_experts.server.http.chunks import DATA, Chunk
+from routed_experts.server.http.encoding import LINE_BYTES, Encoder, joined
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import Delivery
-from routed_experts.server.http.seams import OWN_FIELD
+from routed_experts.server.http.wire_form import LostRowsError
 from routed_experts.server.outputs.row_buffer import (
     Causes,
     RowBuffer,
     causes_of,
     is_complete,
+    num_rows,
     owned_copy,
     split_at,
 )
@@ -32,12 +40,8 @@ T = TypeVar("T", RequestOutput, tuple[int, RequestOutput])
 Arrays = dict[str, tuple[int, list[Rows]]]
 """By the name of an array: its first position, and its rows."""
 
-_DATA = "data: "
-_BEGIN_OF_CHUNK = len(_DATA) + 1  # index of the first field
-# before the choice; client text cannot contain it, because JSON escapes quotes
-_FIRST_CHOICE = '"choices":[{'
-_INDEX = '"index":'  # first field of a choice
-_UNFINISHED = '"finish_reason":null'  # in each chunk of a choice but the last
+_OWN = "routed_experts"
+_PROMPT = "prompt_routed_experts"
 # of lines that are sent without a pause, which takes longer than to make one
 _PAUSE_BYTES = 512 << 10
 
@@ -46,24 +50,28 @@ class StreamLimitError(Exception):
     """The stream exceeds `--routed-experts-max-response-bytes`."""
 
 
+# ---- the state ----
+
+
 @dataclass(slots=True)
-class _Prompt:
+class Prompt:
     """State of one prompt. Its rows are sent once, with the first chunk of any of its choices."""
 
     keys: range  # of its choices
     length: int  # in tokens
     is_pending: bool  # until the rows are sent or counted; False in the joined layout
     # whose rows of the prompt the histogram counts in the joined layout
-    counter: "_Choice | None" = None
+    counter: "Choice | None" = None
     counted: list[Rows] = field(default_factory=list)  # for the histogram
     was_counted: bool = False  # whether the histogram was sent
 
 
 @dataclass(slots=True)
-class _Choice:
+class Choice:
     """State of one choice."""
 
-    prompt: _Prompt
+    index: int  # counted over all prompts, as in `Chunk.index`
+    prompt: Prompt
     next_row: int  # absolute position of the next row to send
     end: int  # position after the last row that the tokens so far make known
     buffer: RowBuffer  # rows that arrived and were not sent
@@ -71,33 +79,30 @@ class _Choice:
     counted: list[Rows] = field(default_factory=list)  # for the histogram
 
 
-@dataclass(eq=False)
-class SSERewriter:
-    """Takes rows off the outputs that enter vLLM's stream generator, and adds them to the chunks
-    that leave it.
+class StreamedRows:
+    """The rows of the choices of a stream, until they are sent."""
 
-    vLLM makes at most one chunk per output, before it reads the next output. So the rows of an
-    output belong to the next chunk of its choice.
-    """
-
-    options: RoutingOptions
-    encoder: Encoder
-    num_choices: int  # per prompt
-    error_event: Callable[[Exception], str]  # makes the JSON text of an error event
-    preface_chunks: int = 0  # that the generator sends before the first tokens
-    max_bytes: int = MAX_RESPONSE_BYTES  # of routing in the stream
-    # whether the generator's chunks have vLLM's own routing field (null)
-    has_own_field: bool = False
-    delivery: Delivery = field(default_factory=Delivery)
-    _choices: dict[int, _Choice] = field(default_factory=dict, init=False)
-
-    @property
-    def _is_joined(self) -> bool:
-        return self.options.rows and self.options.layout == "joined"
+    def __init__(
+        self,
+        options: RoutingOptions,
+        row_shape: tuple[int, int],
+        num_choices: int,
+        *,
+        sends_empty: bool,
+    ) -> None:
+        self.choices: dict[int, Choice] = {}  # by `Chunk.index`
+        self._options = options
+        self._row_shape = row_shape
+        self._num_choices = num_choices  # per prompt
+        # whether an array of no rows is sent before the end, too, as vLLM's own generate does
+        self._sends_empty = sends_empty
+        self._is_joined = options.rows and options.layout == "joined"
 
     async def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yields `results` after taking off their row buffers."""
-        choices, num_choices, at_end = self._choices, self.num_choices, self.options.at_end
+        choices = self.choices
+        num_choices = self._num_choices
+        at_end = self._options.at_end
         async for result in results:
             prompt_index, output = result if isinstance(result, tuple) else (0, result)
             for choice in output.outputs:
@@ -106,7 +111,8 @@ class SSERewriter:
                     self._begin(prompt_index * num_choices, output)
                 state = choices[key]
                 state.end += len(choice.token_ids)
-                buffer, choice.routed_experts = choice.routed_experts, None
+                buffer = choice.routed_experts
+                choice.routed_experts = None
                 if at_end and choice.finish_reason is None:
                     continue
                 if isinstance(buffer, RowBuffer):
@@ -116,140 +122,330 @@ class SSERewriter:
 
     def _begin(self, first_key: int, output: RequestOutput) -> None:
         """Adds the choices of a prompt."""
-        keys, length = (
-            range(first_key, first_key + self.num_choices),
-            len(output.prompt_token_ids or ()),
-        )
-        prompt = _Prompt(keys, length, is_pending=not self._is_joined)
-        next_row = self.options.prompt_start if self._is_joined else length
-        self._choices |= {
-            key: _Choice(prompt, next_row, length - 1, RowBuffer(output.request_id)) for key in keys
-        }
+        keys = range(first_key, first_key + self._num_choices)
+        length = len(output.prompt_token_ids or ())
+        prompt = Prompt(keys, length, is_pending=not self._is_joined)
+        next_row = self._options.prompt_start if self._is_joined else length
+        for key in keys:
+            buffer = RowBuffer(output.request_id)
+            self.choices[key] = Choice(key, prompt, next_row, length - 1, buffer)
 
-    # Rows with their tokens and rows at the end stand beside each other, line by line.
-    async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:  # noqa: C901
-        """Adds rows to `chunks` (server-sent events). An error ends the stream with an error event
-        and `[DONE]`."""
-        options, failure = self.options, list[str]()
-        skips_unfinished = options.at_end and not self.has_own_field
+    def take_prompt(self, prompt: Prompt) -> list[Rows] | None:
+        """Takes the rows of a pending prompt; None if they have not arrived or are not sent."""
+        source = self._source_of(prompt)
+        if source is None:
+            return None
+        prompt.is_pending = False
+        rows = source.buffer.take(
+            self._options.prompt_start, prompt.length, self._shape_at_end(source)
+        )
+        if self._options.histogram:
+            prompt.counted += rows
+        return rows if self._options.rows else None
+
+    def _source_of(self, prompt: Prompt) -> Choice | None:
+        """The choice whose buffer has the rows of a prompt: one to which they came, before one that
+        is complete without, as its rows were lost."""
+        choices = [self.choices[key] for key in prompt.keys]
+        for choice in choices:
+            if choice.buffer.end >= prompt.length:
+                return choice
+        for choice in choices:
+            if is_complete(choice.finish):
+                return choice
+        return None
+
+    def take(self, choice: Choice) -> list[Rows]:
+        """Takes the rows to send with the next chunk of a choice: none before those of its
+        prompt."""
+        if choice.prompt.is_pending:
+            return []
+        first = choice.next_row
+        rows = choice.buffer.take(first, choice.end, self._shape_at_end(choice))
+        choice.next_row += num_rows(rows)
+        if self._options.histogram:
+            rows = [*map(owned_copy, rows)]
+            self._count(choice, rows, first)
+        if not self._options.rows:
+            return []
+        if not rows and self._is_empty_due(choice):
+            return [joined([], self._row_shape)]
+        return rows
+
+    def take_only_row(self, choice: Choice) -> Rows | None:
+        """The short way for most chunks. Takes what `take` does, if it is one row and the choice goes
+        on; otherwise None, and nothing is taken."""
+        if choice.prompt.is_pending or choice.finish is not None or not self._options.rows:
+            return None
+        position = choice.next_row
+        row = choice.buffer.take_only_row(position, choice.end)
+        if row is None:
+            return None
+        choice.next_row = position + 1
+        if self._options.histogram:
+            row = owned_copy(row)
+            self._count(choice, [row], position)
+        return row
+
+    def _count(self, choice: Choice, rows: list[Rows], first: int) -> None:
+        """Keeps rows from position `first` on for the histograms."""
+        prompt = choice.prompt
+        of_prompt, own_rows = split_at(rows, prompt.length - first)
+        choice.counted += own_rows
+        if of_prompt and (prompt.counter is None or prompt.counter is choice):
+            prompt.counter = choice
+            prompt.counted += of_prompt
+
+    def _is_empty_due(self, choice: Choice) -> bool:
+        """Whether an array of no rows is sent: a joined response without rows has one."""
+        if not self._is_joined or choice.next_row > self._options.prompt_start:
+            return False
+        have_rows_come = choice.buffer.end >= 0 or is_complete(choice.finish)
+        return have_rows_come and (choice.finish is not None or self._sends_empty)
+
+    def _shape_at_end(self, choice: Choice) -> tuple[int, int] | None:
+        """For `RowBuffer.take`: the shape of rows if no more can arrive."""
+        return self._row_shape if is_complete(choice.finish) else None
+
+    def lost(self) -> tuple[int, Causes]:
+        """How many rows did not arrive, and why the engine does not know others."""
+        causes = Causes()
+        for keys in {choice.prompt.keys for choice in self.choices.values()}:
+            causes += causes_of((self.choices[key].buffer for key in keys), self._is_joined)
+        return sum(choice.buffer.num_lost for choice in self.choices.values()), causes
+
+
+# ---- what is due with a chunk ----
+
+
+class Due(NamedTuple):
+    """What goes into a chunk."""
+
+    choice: Choice
+    prompt_rows: list[Rows] | None  # None: no array
+    rows: list[Rows]
+    is_last: bool  # of the chunks of its choice
+
+
+class DueWithTokens:
+    """Rows that became known with the tokens of a chunk.
+
+    vLLM makes at most one chunk per output, before it reads the next output. So the rows of an
+    output belong to the next chunk of its choice.
+    """
+
+    def __init__(self, rows: StreamedRows, preface_chunks: int) -> None:
+        self._rows = rows
+        self._preface_chunks = preface_chunks  # that come before the first tokens
+
+    def choice_of(self, chunk: Chunk) -> Choice | None:
+        """The choice of which something may be due; None if nothing is."""
+        return self._rows.choices.get(chunk.index)
+
+    def take_only_row(self, choice: Choice) -> Rows | None:
+        """What is due with most chunks: one row, and nothing else. Otherwise None, nothing is taken,
+        and `take` says what is due."""
+        return None if self._preface_chunks > 0 else self._rows.take_only_row(choice)
+
+    def take(self, choice: Choice) -> Due | None:
+        """None if nothing is due."""
+        prompt_rows = self._rows.take_prompt(choice.prompt) if choice.prompt.is_pending else None
+        if self._preface_chunks > 0:
+            self._preface_chunks -= 1
+            return None if prompt_rows is None else Due(choice, prompt_rows, [], is_last=False)
+        rows = self._rows.take(choice)
+        is_last = choice.finish is not None
+        if prompt_rows is None and not rows and not is_last:
+            return None
+        return Due(choice, prompt_rows, rows, is_last)
+
+
+class DueAtEnd:
+    """All rows of a choice, with its last chunk; the prompt's with the first such chunk."""
+
+    def __init__(self, rows: StreamedRows) -> None:
+        self._rows = rows
+
+    def choice_of(self, chunk: Chunk) -> Choice | None:
+        """The choice of which something may be due; None if nothing is."""
+        if chunk.is_unfinished:
+            return None
+        choice = self._rows.choices.get(chunk.index)
+        if choice is None or choice.finish is None:
+            return None
+        return choice
+
+    def take_only_row(self, choice: Choice) -> None:
+        """There is no such chunk."""
+
+    def take(self, choice: Choice) -> Due:
+        prompt_rows = self._rows.take_prompt(choice.prompt) if choice.prompt.is_pending else None
+        return Due(choice, prompt_rows, self._rows.take(choice), is_last=True)
+
+
+# ---- the stream ----
+
+
+class SSERewriter:
+    """Takes rows off the outputs that enter vLLM's stream generator, and adds them to the chunks
+    that leave it."""
+
+    def __init__(
+        self,
+        options: RoutingOptions,
+        encoder: Encoder,
+        num_choices: int,  # per prompt
+        error_event: Callable[[Exception], str],  # makes the JSON text of an error event
+        *,
+        preface_chunks: int = 0,  # that the generator sends before the first tokens
+        max_bytes: int = MAX_RESPONSE_BYTES,  # of routing in the stream
+        # whether the generator's chunks have vLLM's own routing field (null)
+        has_own_field: bool = False,
+        delivery: Delivery | None = None,
+    ) -> None:
+        self.encoder = encoder
+        self._options = options
+        self._rows = StreamedRows(
+            options, encoder.form.row_shape, num_choices, sends_empty=has_own_field
+        )
+        self._due: DueAtEnd | DueWithTokens = (
+            DueAtEnd(self._rows) if options.at_end else DueWithTokens(self._rows, preface_chunks)
+        )
+        self._error_event = error_event
+        self._max_bytes = max_bytes
+        self._has_own_field = has_own_field
+        self._delivery = delivery or Delivery()
+        self._rows_in_line = encoder.form.rows_in(LINE_BYTES)
+
+    def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Yields `results` after taking off their row buffers."""
+        return self._rows.watch(results)
+
+    async def rewrite(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        """Adds rows to `events`. An error ends the stream with an error event and `[DONE]`."""
+        failure: Exception | None = None
         try:
-            async for chunk in chunks:
-                begin = chunk.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
-                if begin < len(_FIRST_CHOICE) or (skips_unfinished and _UNFINISHED in chunk):
-                    yield chunk
+            async for event in events:
+                chunk = Chunk(event)
+                if self._has_own_field:
+                    chunk.drop_own_field()
+                choice = self._due.choice_of(chunk)
+                if choice is None:
+                    yield chunk.text
                     continue
-                if self.has_own_field:
-                    chunk = chunk.replace(OWN_FIELD, "", 1)
-                state = self._choices.get(int(chunk[begin + len(_INDEX) : chunk.index(",", begin)]))
-                if state is None or (options.at_end and state.finish is None):
-                    yield chunk
+                text = self._with_only_row(chunk, choice)
+                if text is not None:  # as with most chunks
+                    yield text
                     continue
-                prompt_rows = self._take_prompt(state.prompt) if state.prompt.is_pending else None
-                rows, is_last = list[Rows](), state.finish is not None
-                if self.preface_chunks > 0 and not options.at_end:
-                    self.preface_chunks, is_last = self.preface_chunks - 1, False
-                else:
-                    rows = self._take(state)
-                if prompt_rows is None and not rows and not is_last:
-                    yield chunk
-                elif prompt_rows is None and not is_last and len(rows) == len(rows[0]) == 1:  # most
-                    fields = self._fields("routed_experts", rows.pop(), state.next_row - 1)
-                    yield f"{chunk[:begin]}{fields}{chunk[begin:]}"
-                else:
-                    arrays = {"routed_experts": (state.next_row - sum(map(len, rows)), rows)}
-                    if prompt_rows is not None:
-                        arrays["prompt_routed_experts"] = options.prompt_start, prompt_rows
-                    values = await self._values(state, arrays) if is_last else {}
-                    async for line in self._lines(chunk, values, arrays):
-                        yield line
+                due = self._due.take(choice)
+                if due is None:
+                    yield chunk.text
+                    continue
+                async for line in self._lines(chunk, due):
+                    yield line
         except Exception as error:
             is_ours = isinstance(error, LostRowsError | StreamLimitError)
             logger.error("The stream ended with an error: %s", error, exc_info=not is_ours)
-            failure += [f"{_DATA}{self.error_event(error)}\n\n", f"{_DATA}[DONE]\n\n"]
+            failure = error
         finally:
-            count_response(
-                self.encoder, *(self._lost() if self.encoder.counts.missing else (0, Counter()))
-            )
-            self._choices.clear()  # the traceback of a cancelled stream keeps this object alive
-            close = getattr(chunks, "aclose", None)  # aborts a running request in the engine
+            self._count()
+            # the traceback of a cancelled stream keeps this object alive
+            self._rows.choices.clear()
+            close = getattr(events, "aclose", None)  # aborts a running request in the engine
             if close is not None:
                 await close()
-        for line in failure:
-            yield line
+        if failure is not None:
+            yield f"{DATA}{self._error_event(failure)}\n\n"
+            yield f"{DATA}[DONE]\n\n"
 
-    def _lost(self) -> tuple[int, Causes]:
-        """How many rows did not arrive, and why the engine does not know others."""
-        states, causes = self._choices, Causes()
-        for keys in {state.prompt.keys for state in states.values()}:
-            causes += causes_of((states[key].buffer for key in keys), self._is_joined)
-        return sum(state.buffer.num_lost for state in states.values()), causes
+    def _count(self) -> None:
+        lost, causes = self._rows.lost() if self.encoder.counts.missing else (0, Counter())
+        count_response(self.encoder, lost, causes)
 
-    def _take_prompt(self, prompt: _Prompt) -> list[Rows] | None:
-        """Takes the rows of a pending prompt; None if they have not arrived or are not sent."""
-        states = [self._choices[key] for key in prompt.keys]
-        # One that has them, before one that is complete without: its rows were lost.
-        found = [each for each in states if each.buffer.end >= prompt.length]
-        found = found or [each for each in states if is_complete(each.finish)]
-        if not found:
+    def _with_only_row(self, chunk: Chunk, choice: Choice) -> str | None:
+        """The chunk with the one row that is due with it; None if more is due, or nothing.
+
+        Apart from `rewrite`, which waits for the next chunk and must not keep a view of the engine's
+        message meanwhile.
+        """
+        row = self._due.take_only_row(choice)
+        if row is None:
             return None
-        source = found[0]
-        prompt.is_pending = False
-        shape = self.encoder.row_shape if is_complete(source.finish) else None
-        rows = source.buffer.take(self.options.prompt_start, prompt.length, shape)
-        if self.options.histogram:
-            prompt.counted += rows
-        return rows if self.options.rows else None
+        return chunk.with_fields(self._fields(_OWN, row, choice.next_row - 1))
 
-    def _take(self, state: _Choice) -> list[Rows]:
-        """Takes the rows to send with the next chunk of a choice: none before those of its
-        prompt."""
-        if state.prompt.is_pending:
-            return []
-        options, prompt, first = self.options, state.prompt, state.next_row
-        shape = self.encoder.row_shape if is_complete(state.finish) else None
-        rows = state.buffer.take(first, state.end, shape)
-        state.next_row += sum(map(len, rows))
-        if options.histogram:
-            rows = [*map(owned_copy, rows)]
-            of_prompt, own_rows = split_at(rows, prompt.length - first)
-            state.counted += own_rows
-            if of_prompt and (prompt.counter is None or prompt.counter is state):
-                prompt.counter = state
-                prompt.counted += of_prompt
-        if not options.rows:
-            return []
-        if rows or not self._is_joined or first > options.prompt_start:
-            return rows
-        # A joined response without rows has one empty array.
-        is_due = (state.buffer.end >= 0 or is_complete(state.finish)) and (
-            state.finish is not None or self.has_own_field
+    async def _lines(self, chunk: Chunk, due: Due) -> AsyncIterator[str]:
+        """`chunk` with what is due. If that exceeds a line, chunks without tokens come before
+        it."""
+        arrays: Arrays = {_OWN: (due.choice.next_row - num_rows(due.rows), due.rows)}
+        if due.prompt_rows is not None:
+            arrays[_PROMPT] = self._options.prompt_start, due.prompt_rows
+        values = await self._values(due.choice, arrays) if due.is_last else {}
+        num_lines = self._num_lines(arrays)
+        blank = chunk.without_tokens() if num_lines > 1 else chunk
+        num_bytes = 0  # since the last pause
+        for number, fields in enumerate(self._fields_of_lines(arrays, num_lines), 1):
+            if number == num_lines:
+                # In the same moment as with an unstreamed response: before the part that has the
+                # references, all of which are made by now.
+                self._delivery.hand_over()
+                yield _with_fields(chunk, _json_fields(values) | fields)
+                return
+            yield _with_fields(blank, fields)
+            num_bytes += sum(map(len, fields.values()))
+            if num_bytes > _PAUSE_BYTES:  # others wait meanwhile
+                num_bytes = 0
+                await asyncio.sleep(0)
+
+    def _num_lines(self, arrays: Arrays) -> int:
+        counts = [num_rows(rows) for _, rows in arrays.values()]
+        rows_in_line = self._rows_in_line
+        # a line may have two arrays, and both counts are rounded up
+        if len(counts) == 2 and all(counts):
+            rows_in_line = max(2 * self.encoder.form.rows_in(LINE_BYTES // 2) - 2, 2)
+        return max(-(-sum(counts) // rows_in_line), 1)
+
+    def _fields_of_lines(self, arrays: Arrays, num_lines: int) -> Iterator[dict[str, str]]:
+        """The fields of each line, by name: of each array about as many rows in each."""
+        # Copies, because a slow reader must not keep the engine's message alive.
+        left = {
+            name: (start, [*map(owned_copy, rows)] if num_lines > 1 else rows)
+            for name, (start, rows) in arrays.items()
+        }
+        sizes = {name: _even_parts(num_rows(rows), num_lines) for name, (_, rows) in arrays.items()}
+        if _PROMPT in sizes:
+            # Rows of a choice end in the last line. Clients expect the prompt's to begin in the
+            # first.
+            sizes[_PROMPT].reverse()
+        for line in range(num_lines):
+            fields = {}
+            for name, (start, rows) in left.items():
+                piece, rest = split_at(rows, sizes[name][line])
+                if piece or (line == 0 and name == _PROMPT):  # which is there though it is empty
+                    array = joined(piece, self.encoder.form.row_shape)
+                    fields[name] = self._fields(name, array, start)
+                    left[name] = start + len(array), rest
+            yield fields
+
+    def _fields(self, name: str, rows: Rows, start: int) -> str:
+        fields = self.encoder.fields(name, rows, start)
+        if self.encoder.num_bytes <= self._max_bytes:
+            return fields
+        raise StreamLimitError(
+            "the routing of this response is larger than --routed-experts-max-response-bytes"
         )
-        return [joined([], self.encoder.row_shape)] if is_due else []
 
-    async def _values(self, state: _Choice, arrays: Arrays) -> dict[str, Any]:
+    async def _values(self, choice: Choice, arrays: Arrays) -> dict[str, Any]:
         """Fields of the last chunk of a choice: histograms, and references in place of arrays that
-        are stored."""
+        are stored, which are taken out of `arrays`."""
         values: dict[str, Any] = {}
-        if self.options.histogram:
-            counted = {"routed_experts_histogram": state.counted}
-            if not state.prompt.was_counted:
-                state.prompt.was_counted = True
-                counted["prompt_routed_experts_histogram"] = state.prompt.counted
+        if self._options.histogram:
+            counted = {"routed_experts_histogram": choice.counted}
+            if not choice.prompt.was_counted:
+                choice.prompt.was_counted = True
+                counted["prompt_routed_experts_histogram"] = choice.prompt.counted
             values |= await run_in_threadpool(self._histograms, counted)
-        if self.options.by_reference:
-            num_bytes = sum(part.nbytes for _, parts in arrays.values() for part in parts)
-            index = next(key for key, each in self._choices.items() if each is state)
-            asked = [
-                (name, index if name == "routed_experts" else None, *array)
-                for name, array in arrays.items()
-            ]
-            made, _ = await self.delivery.run(
-                num_bytes, self.delivery.references, self.encoder, asked
-            )
-            for name, references in zip([*arrays], made, strict=True):
-                values |= references
-                if references:
-                    del arrays[name]
+        if self._options.by_reference:
+            values |= await self._references(choice, arrays)
         return values
 
     def _histograms(self, counted: dict[str, list[Rows]]) -> dict[str, Any]:
@@ -260,88 +456,37 @@ class SSERewriter:
             arrays.clear()
         return histograms
 
-    async def _lines(
-        self, chunk: str, values: dict[str, Any], arrays: Arrays
-    ) -> AsyncIterator[str]:
-        """`chunk` with `values` and `arrays`. If those exceed a line, chunks without text come
-        before it."""
-        # Copies, because a slow reader must not keep the engine's message alive.
-        left = {name: (start, [*map(owned_copy, rows)]) for name, (start, rows) in arrays.items()}
-        counts, num_bytes = {name: sum(map(len, rows)) for name, (_, rows) in left.items()}, 0
-        fit = self.encoder.rows_in(LINE_BYTES)
-        # a line may have two arrays, and both counts are rounded up
-        if len(counts) == 2 and all(counts.values()):
-            fit = max(2 * self.encoder.rows_in(LINE_BYTES // 2) - 2, 2)
-        count = max(-(-sum(counts.values()) // fit), 1)
-        blank = _without_text(chunk) if count > 1 else ""
-        for line in range(count):
-            texts = {}
-            for name, (start, rows) in left.items():
-                is_first = line == 0 and name != "routed_experts"
-                # Rows of a choice end in the last line. Clients expect the prompt's to begin in the
-                # first.
-                at = line if name == "routed_experts" else count - 1 - line
-                piece, rows = split_at(
-                    rows, (at + 1) * counts[name] // count - at * counts[name] // count
-                )
-                if piece or is_first:
-                    array = joined(piece, self.encoder.row_shape)
-                    texts[name] = self._fields(name, array, start)
-                    left[name] = start + len(array), rows
-            num_bytes += sum(map(len, texts.values()))
-            if line < count - 1:
-                yield _with_texts(blank, texts)
-            else:
-                added = {
-                    name: f'"{name}":{msgspec.json.encode(value).decode()},'
-                    for name, value in values.items()
-                }
-                self.delivery.hand_over()
-                yield _with_texts(chunk, added | texts)
-            if num_bytes > _PAUSE_BYTES:  # others wait meanwhile
-                num_bytes = 0
-                await asyncio.sleep(0)
-
-    def _fields(self, name: str, rows: Rows, start: int) -> str:
-        fields = self.encoder.fields(name, rows, start)
-        if self.encoder.num_bytes <= self.max_bytes:
-            return fields
-        raise StreamLimitError(
-            "the routing of this response is larger than --routed-experts-max-response-bytes"
+    async def _references(self, choice: Choice, arrays: Arrays) -> dict[str, Any]:
+        num_bytes = sum(part.nbytes for _, parts in arrays.values() for part in parts)
+        named = [
+            (name, choice.index if name == _OWN else None, start, rows)
+            for name, (start, rows) in arrays.items()
+        ]
+        made, _ = await self._delivery.run(
+            num_bytes, self._delivery.references, self.encoder, named
         )
+        values: dict[str, Any] = {}
+        for (name, *_), references in zip(named, made, strict=True):
+            values |= references
+            if references:
+                del arrays[name]
+        return values
 
 
-def _with_texts(chunk: str, texts: dict[str, str]) -> str:
-    """`chunk` with more fields, each with a comma behind it: a prompt's at its top level, others in
-    its choice."""
-    begin = chunk.index(_FIRST_CHOICE) + len(_FIRST_CHOICE)
-    of_prompt = "".join(text for name, text in texts.items() if name.startswith("prompt_"))
-    of_choice = "".join(text for name, text in texts.items() if not name.startswith("prompt_"))
-    return f"{chunk[:_BEGIN_OF_CHUNK]}{of_prompt}{chunk[_BEGIN_OF_CHUNK:begin]}{of_choice}{chunk[begin:]}"
+def _even_parts(count: int, num_parts: int) -> list[int]:
+    """The sizes of the parts of `count`."""
+    ends = [number * count // num_parts for number in range(num_parts + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
 
 
-def _without_text(chunk: str) -> str:
-    """A chunk of the same choice without tokens."""
-    body = msgspec.json.decode(chunk[len(_DATA) :])
-    blank: dict[str, Any] = {"text": "", "delta": {}}
-    choice = {
-        name: value if name == "index" else blank.get(name, [] if isinstance(value, list) else None)
-        for name, value in body["choices"][0].items()
-        if name not in _LAST_LINE_FIELDS
+def _json_fields(values: dict[str, Any]) -> dict[str, str]:
+    return {
+        name: f'"{name}":{msgspec.json.encode(value).decode()},' for name, value in values.items()
     }
-    kept = {name: value for name, value in body.items() if name not in _LAST_LINE_FIELDS}
-    return f"{_DATA}{msgspec.json.encode({**kept, 'choices': [choice]}).decode()}\n\n"
 
 
-_LAST_LINE_FIELDS = {
-    *(
-        "usage",
-        "metrics",
-        "system_fingerprint",
-        "prompt_token_ids",
-        "prompt_text",
-        "mm_placeholders",
-    ),
-    "kv_transfer_params",
-}
-"""Fields that only the last of several lines has."""
+def _with_fields(chunk: Chunk, fields: dict[str, str]) -> str:
+    """A prompt's at the top level, others in the choice."""
+    at_top = [text for name, text in fields.items() if name.startswith("prompt_")]
+    of_choice = [text for name, text in fields.items() if not name.startswith("prompt_")]
+    return chunk.with_fields("".join(of_choice), "".join(at_top))

@@ -21,6 +21,7 @@ from routed_experts.server.http.vllm_http import with_cancellation
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
+from tests.server import known
 
 L, K, EXPERTS = 48, 8, 128
 
@@ -87,7 +88,7 @@ class Edge:
 
 
 def encoder_of(options: RoutingOptions) -> Encoder:
-    return Encoder(options.format, "int16", (L, K), EXPERTS, has_weights=options.weights)
+    return known.encoder_of(options, (L, K), EXPERTS)
 
 
 def output_of(

@@ -34,6 +34,7 @@ from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.response import CollectedRows, RoutedResponse, respond
 from routed_experts.server.http.routes import router
+from routed_experts.server.http.wire_form import WireForm
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.settings import Settings
@@ -464,7 +465,7 @@ def connection_of_nobody() -> Connection:
     return Connection(receive, send)
 
 
-ENCODER = Encoder("object", "int16", (L, K), 1 << 15)
+ENCODER = Encoder(WireForm(shape=(L, K), num_experts=1 << 15))
 
 
 def test_what_is_stored_after_the_request_has_ended_is_deleted(tmp_path: Path) -> None:
@@ -631,6 +632,7 @@ import sys
 import numpy as np
 from routed_experts.server.outputs.array_store import store_with
 from routed_experts.server.outputs.folders import default_folder
+from routed_experts.server.http.wire_form import WireForm
 from routed_experts.server.settings import Settings
 
 def serve():

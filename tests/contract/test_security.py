@@ -11,13 +11,13 @@ from fastapi.testclient import TestClient
 
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.cli import serve
-from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.request import require_key
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 from tests.contract.served import build_app, serving
+from tests.server.known import encoder_of
 from tests.server.test_response import choice, output
 
 KEY = "a-key"
@@ -83,7 +83,7 @@ def test_a_requests_id_cannot_write_a_line_of_the_log(caplog: pytest.LogCaptureF
         yield lossy()
 
     async def stream() -> None:
-        aligner = SSERewriter(RoutingOptions(), Encoder("object", "int16", (2, 3), 9), 1, str)
+        aligner = SSERewriter(RoutingOptions(), encoder_of(RoutingOptions(), num_experts=9), 1, str)
         async for _ in aligner.watch(outputs()):
             pass
 

@@ -22,10 +22,10 @@ from vllm.entrypoints.openai.completion.protocol import (
 
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
+from tests.server.known import encoder_of
 from tests.server.test_response import choice, output
 
 SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
@@ -86,7 +86,7 @@ async def rewritten(chunk: str, form: Any, histogram: bool, rows: np.ndarray) ->
             yield chunk
 
     options = RoutingOptions(format=form, histogram=histogram)
-    aligner = SSERewriter(options, Encoder(form, "int16", (48, 8), 128), 1, str)
+    aligner = SSERewriter(options, encoder_of(options, (48, 8), 128), 1, str)
     return [line async for line in aligner.rewrite(chunks())]
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from routed_experts.protocol.codec import decode
+from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.wire_form import PairedForm, WireForm
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 
@@ -79,3 +82,28 @@ async def another_task() -> AsyncIterator[Turns]:
         yield turns
     finally:
         task.cancel()
+
+
+def encoder_of(
+    options: RoutingOptions,
+    shape: tuple[int, int] = (L, K),
+    num_experts: int = 1 << 15,
+    decoder_layers: tuple[list[int], int] | None = None,
+) -> Encoder:
+    if options.format == "paired":
+        paired = PairedForm(
+            shape=shape,
+            num_experts=num_experts,
+            decoder_layers=decoder_layers,
+            scale=[0.5 + layer for layer in range(shape[0])],
+        )
+        return Encoder(paired)
+    form = WireForm(
+        format=options.format,
+        dtype=options.dtype,
+        shape=shape,
+        num_experts=num_experts,
+        decoder_layers=decoder_layers,
+        has_weights=options.weights,
+    )
+    return Encoder(form)

@@ -13,7 +13,8 @@ import orjson
 import pytest
 
 from routed_experts.protocol import codec
-from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
+from routed_experts.server.http.encoding import LINE_BYTES, Encoder
+from routed_experts.server.http.wire_form import LostRowsError, WireForm
 from tests.protocol.forms import encode
 
 SHAPES = [(48, 8, 128), (2, 3, 300)]  # L, K, experts
@@ -49,7 +50,14 @@ def spread(rows: np.ndarray) -> np.ndarray:
 
 def encoder(fmt: Any, dtype: str, shape: tuple[int, int, int], layers: str = "moe") -> Encoder:
     dense = (list(range(1, 2 * shape[0], 2)), 2 * shape[0] + 1)
-    return Encoder(fmt, dtype, shape[:2], shape[2], layers=dense if layers == "all" else None)
+    form = WireForm(
+        format=fmt,
+        dtype=dtype,
+        shape=shape[:2],
+        num_experts=shape[2],
+        decoder_layers=dense if layers == "all" else None,
+    )
+    return Encoder(form)
 
 
 def text_of(own: Encoder, rows: np.ndarray, start: int) -> bytes:
@@ -71,7 +79,7 @@ def test_every_encoding_is_that_of_the_codec(shape: tuple[int, int, int], fmt: A
             b"".join(json.parts(parts_of(rows), 70_000, packed=False)),
         )
         assert sent[0] == sent[1] == orjson.dumps(expected)
-        assert len(sent[0]) <= text.text_bytes(count)
+        assert len(sent[0]) <= text.form.text_bytes(count)
         packed = b"".join(msgpack.parts(parts_of(rows), 70_000, packed=True))
         as_bytes: Any = expected
         if isinstance(expected, dict):
@@ -93,20 +101,20 @@ def test_every_encoding_is_that_of_the_codec(shape: tuple[int, int, int], fmt: A
 @pytest.mark.parametrize("shape", SHAPES)
 def test_as_many_rows_as_fit_a_line(shape: tuple[int, int, int], fmt: Any, layers: str) -> None:
     own = encoder(fmt, "int32", shape, layers)
-    count = own.rows_in(LINE_BYTES)
+    count = own.form.rows_in(LINE_BYTES)
     assert count > 1
     widest = np.full((count + 1, *shape[:2]), shape[2] - 1, dtype=np.int16)
     assert len(text_of(own, widest[:-1], 1 << 40)) <= LINE_BYTES
     if fmt != "list" or layers == "moe":  # zeros are shorter than ids
         assert len(text_of(own, widest, 1 << 40)) > LINE_BYTES * 0.99
-    for limit in range(own.text_bytes(2), own.text_bytes(4)):
-        assert own.text_bytes(own.rows_in(limit)) <= limit
-    assert own.rows_in(1) == 1
+    for limit in range(own.form.text_bytes(2), own.form.text_bytes(4)):
+        assert own.form.text_bytes(own.form.rows_in(limit)) <= limit
+    assert own.form.rows_in(1) == 1
     for few in (0, 1, 9):  # in a list, unknown ids are the longest of a model with few experts
-        narrow = Encoder("list", "int16", (2, 3), 8)
+        narrow = Encoder(WireForm(format="list", shape=(2, 3), num_experts=8))
         assert len(
             text_of(narrow, np.full((few, 2, 3), -1, dtype=np.int16), 0)
-        ) <= narrow.text_bytes(few)
+        ) <= narrow.form.text_bytes(few)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -129,7 +137,16 @@ def test_unsigned_dtypes_cannot_hold_unknown_rows(fmt: Any) -> None:
 def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
     """255 and 32767 end or begin with the bytes that the search for -1 looks for."""
     rows = np.array([[[255, 32767], [32767, 255]]], dtype=np.int16)
-    fields = Encoder("object", "int16", (2, 2), 32768).fields("rows", rows, 7)
+    own = Encoder(WireForm(shape=(2, 2), num_experts=32768))
+    fields = own.fields("rows", rows, 7)
     assert orjson.loads(f"{{{fields[:-1]}}}") == {
         "rows": encode(rows, fmt="object", dtype="int16", start=7)
     }
+
+
+def test_an_unknown_format_is_an_error() -> None:
+    own = encoder("hex", "int16", SHAPES[0])
+    rows = rows_of(1, SHAPES[0], unknown=False)
+    for encode_all in (lambda: text_of(own, rows, 0), lambda: own.form.text_bytes(1)):
+        with pytest.raises(AssertionError, match="hex"):
+            encode_all()

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.response import CollectedRows, RoutedResponse, respond
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 from tests.protocol.answers import peak_of
-from tests.server.known import another_task, buffer_of, choice, output
+from tests.server.known import another_task, buffer_of, choice, encoder_of, output
 from tests.server.test_response import Choice, Response, request
 
 L, K, EXPERTS = 48, 8, 128
@@ -34,7 +33,7 @@ class Answer:
     def __init__(self, way: tuple[bool, str, Any]) -> None:
         self._is_streamed, self._accept, form = way
         self._options = RoutingOptions(format=form)
-        self.encoder = Encoder(form, "int16", (L, K), EXPERTS)
+        self.encoder = encoder_of(self._options, (L, K), EXPERTS)
 
     async def parts(self) -> AsyncIterator[bytes | str]:
         """What goes to the client, in the pieces in which it is made."""

@@ -4,6 +4,7 @@ form it has."""
 import asyncio
 import itertools
 import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from pydantic import BaseModel
 
 from routed_experts.capture.wire.rows import combined
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.response import (
     MSGPACK,
     CollectedRows,
@@ -27,7 +27,17 @@ from routed_experts.server.http.response import (
 )
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
-from tests.server.known import K, L, as_json, buffer_of, choice, output, positions, rows_of
+from tests.server.known import (
+    K,
+    L,
+    as_json,
+    buffer_of,
+    choice,
+    encoder_of,
+    output,
+    positions,
+    rows_of,
+)
 
 EXPERTS = 64
 
@@ -46,17 +56,16 @@ class Response(BaseModel):
 
 
 def answer_of(
-    outputs: list[RequestOutput], dtype: str = "int16", is_list: bool = False, **options: Any
+    outputs: list[RequestOutput], dtype: Any = "int16", is_list: bool = False, **options: Any
 ) -> tuple[RoutedResponse, CollectedRows]:
-    asked = RoutingOptions(**options)
+    asked = RoutingOptions(dtype=dtype, **options)
     rows = CollectedRows(asked, (L, K))
     for each in outputs:
         rows.collect(each)
     count = sum(len(each.outputs) for each in outputs)
     response = Response(choices=[Choice(index=index) for index in range(count)])
-    return RoutedResponse(
-        response, rows, Encoder(asked.format, dtype, (L, K), EXPERTS), is_list
-    ), rows
+    encoder = encoder_of(asked, num_experts=EXPERTS)
+    return RoutedResponse(response, rows, encoder, is_list), rows
 
 
 def body_of(answer: RoutedResponse) -> dict[str, Any]:
@@ -75,65 +84,150 @@ def placed(*outputs: RequestOutput, **options: Any) -> tuple[list[int] | None, l
     ]
 
 
-@pytest.mark.parametrize("layout", ["split", "joined"])
-def test_every_row_of_every_choice(layout: str) -> None:
-    for seed in range(60):
-        check_response(random.Random(seed), layout)
+@dataclass(frozen=True)
+class OddChoice:
+    """A choice of whose rows some may be lost."""
 
+    start: int  # position of the first row that is asked for
+    prompt_len: int
+    num_tokens: int
+    has_prompt: bool  # whether its prompt's rows come with it
+    lost: frozenset[int]  # positions of its own rows that do not arrive
+    num_behind: int  # rows behind that of the last token, which may follow
+    has_buffer_if_all_lost: bool
 
-def check_response(rng: random.Random, layout: str) -> None:
-    lengths = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
-    start, n = rng.choice([0, 1, min(lengths)]), rng.randint(1, 3)
-    outputs, prompts, choices, num_lost = [], [], [], 0
-    for prompt_len in lengths:
-        buffers, arrived = [], []
-        for index in range(n):
-            tokens, buffer = rng.randint(1, 6), RowBuffer()
-            end = prompt_len + tokens - 1
-            has_prompt = rng.random() < 0.8
-            lost = {at for at in range(prompt_len, end) if rng.random() < 0.1}
-            # rows behind the last token may follow
-            for at in range(start, end + rng.choice([0, 2])):
-                if (has_prompt or at >= prompt_len) and at not in lost:
-                    buffer.push(at, rows_of(at, at + 1))
-            if start == end:
-                buffer.push(start, rows_of(start, start))
-            arrived.append(has_prompt)
-            num_lost += len(lost) + (0 if has_prompt else min(prompt_len, end) - start)
-            has_buffer = buffer.end >= 0 or rng.random() < 0.5  # without one, all rows are lost
-            buffers.append(choice(tokens, buffer if has_buffer else None, index))
-            choices.append(
-                (prompt_len, [-1 if at in lost else at for at in range(prompt_len, end)])
-            )
-        prompts.append([at if any(arrived) else -1 for at in range(start, prompt_len)])
-        outputs.append(output(prompt_len, *buffers))
-    answer, rows = answer_of(
-        outputs, is_list=True, layout=layout, prompt_start=start, histogram=True
-    )
-    body = body_of(answer)
-    assert all(
-        each.routed_experts is None for each_output in outputs for each in each_output.outputs
-    )
-    assert rows.num_lost == num_lost
-    if layout == "joined":
-        expected = [(start, prompts[at // n] + own) for at, (_, own) in enumerate(choices)]
-        assert "prompt_routed_experts" not in body
-    else:
-        expected = choices
-        assert [positions(array) for array in body["prompt_routed_experts"]] == prompts
-        assert [array["start"] for array in body["prompt_routed_experts"]] == [start] * len(prompts)
-    arrays = [each["routed_experts"] for each in body["choices"]]
-    assert [(array["start"], positions(array)) for array in arrays] == expected
-    size = sum(len(own) for _, own in expected) + (layout == "split") * sum(map(len, prompts))
-    assert (rows.num_rows, rows.nbytes) == (size, size * L * K * 2)
-    counted = [*body["prompt_routed_experts_histogram"]]
-    counted += [each["routed_experts_histogram"] for each in body["choices"]]
-    for each, own in zip(counted, [*prompts, *(own for _, own in choices)], strict=True):
-        assert (each["rows"], each["missing"]) == (len(own), own.count(-1))
-        known = {at for at in own if at >= 0}
-        assert all(
-            layer[at] == (K if at in known else 0) for layer in each["counts"] for at in range(12)
+    @classmethod
+    def random(cls, rng: random.Random, start: int, prompt_len: int) -> "OddChoice":
+        num_tokens = rng.randint(1, 6)
+        own_positions = range(prompt_len, prompt_len + num_tokens - 1)
+        return cls(
+            start,
+            prompt_len,
+            num_tokens,
+            has_prompt=rng.random() < 0.8,
+            lost=frozenset(at for at in own_positions if rng.random() < 0.1),
+            num_behind=rng.choice([0, 2]),
+            has_buffer_if_all_lost=rng.random() < 0.5,
         )
+
+    @property
+    def end(self) -> int:
+        """The position after the last row: the last token has none."""
+        return self.prompt_len + self.num_tokens - 1
+
+    @property
+    def rows(self) -> list[int]:
+        """The positions of its own rows, -1 where they are lost."""
+        return [-1 if at in self.lost else at for at in range(self.prompt_len, self.end)]
+
+    @property
+    def num_lost(self) -> int:
+        num_prompt_rows = self.prompt_len - self.start
+        return len(self.lost) + (0 if self.has_prompt else num_prompt_rows)
+
+    def buffer(self) -> RowBuffer | None:
+        first = self.start if self.has_prompt else self.prompt_len
+        arrived = [at for at in range(first, self.end + self.num_behind) if at not in self.lost]
+        buffer = buffer_of(*((at, rows_of(at, at + 1)) for at in arrived))
+        return buffer if arrived or self.has_buffer_if_all_lost else None
+
+
+class OddResponse:
+    """A response to some prompts, with the same number of choices of each."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        lengths = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
+        num_choices = rng.randint(1, 3)
+        self.start = rng.choice([0, 1, min(lengths)])
+        self.of_prompts = [
+            [OddChoice.random(rng, self.start, length) for _ in range(num_choices)]
+            for length in lengths
+        ]
+        self.choices = [*itertools.chain(*self.of_prompts)]
+
+    def prompt_rows(self, choices: list[OddChoice]) -> list[int]:
+        """The positions of the rows of one prompt: -1 if they came with none of its choices."""
+        positions = range(self.start, choices[0].prompt_len)
+        is_known = any(one.has_prompt for one in choices)
+        return [at if is_known else -1 for at in positions]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [self.prompt_rows(choices) for choices in self.of_prompts]
+
+    def answer(self, **options: Any) -> tuple[RoutedResponse, CollectedRows]:
+        outputs = [
+            output(
+                choices[0].prompt_len,
+                *(choice(one.num_tokens, one.buffer(), at) for at, one in enumerate(choices)),
+            )
+            for choices in self.of_prompts
+        ]
+        return answer_of(outputs, is_list=True, prompt_start=self.start, **options)
+
+
+ODD_RESPONSES = [OddResponse(seed) for seed in range(60)]
+
+
+def test_split_rows_of_every_prompt_and_choice() -> None:
+    for odd in ODD_RESPONSES:
+        body = body_of(odd.answer()[0])
+        of_prompts = body["prompt_routed_experts"]
+        assert [positions(array) for array in of_prompts] == odd.prompts
+        assert {array["start"] for array in of_prompts} == {odd.start}
+        of_choices = [each["routed_experts"] for each in body["choices"]]
+        assert [positions(array) for array in of_choices] == [one.rows for one in odd.choices]
+        assert [array["start"] for array in of_choices] == [one.prompt_len for one in odd.choices]
+
+
+def test_joined_rows_of_every_choice() -> None:
+    for odd in ODD_RESPONSES:
+        body = body_of(odd.answer(layout="joined")[0])
+        assert "prompt_routed_experts" not in body
+        arrays = [each["routed_experts"] for each in body["choices"]]
+        assert {array["start"] for array in arrays} == {odd.start}
+        assert [positions(array) for array in arrays] == [
+            odd.prompt_rows(choices) + one.rows for choices in odd.of_prompts for one in choices
+        ]
+
+
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_all_rows_are_counted(layout: str) -> None:
+    for odd in ODD_RESPONSES:
+        answer, rows = odd.answer(layout=layout)
+        assert rows.num_lost == sum(one.num_lost for one in odd.choices)
+        body = body_of(answer)
+        arrays = [*body.get("prompt_routed_experts", ())]
+        arrays += [each["routed_experts"] for each in body["choices"]]
+        num_rows = sum(array["shape"][0] for array in arrays)
+        assert (rows.num_rows, rows.nbytes) == (num_rows, num_rows * L * K * 2)
+
+
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_histograms_of_every_prompt_and_choice(layout: str) -> None:
+    """The rows of a prompt are not counted again for its choices."""
+    for odd in ODD_RESPONSES:
+        body = body_of(odd.answer(layout=layout, histogram=True)[0])
+        for histogram, rows in zip(
+            body["prompt_routed_experts_histogram"], odd.prompts, strict=True
+        ):
+            check_histogram(histogram, rows)
+        for each, one in zip(body["choices"], odd.choices, strict=True):
+            check_histogram(each["routed_experts_histogram"], one.rows)
+
+
+def check_histogram(histogram: dict[str, Any], rows: list[int]) -> None:
+    """Each row chose the expert of its position, K times in each layer."""
+    assert (histogram["rows"], histogram["missing"]) == (len(rows), rows.count(-1))
+    known = [K if at in rows else 0 for at in range(EXPERTS)]
+    assert histogram["counts"] == [known] * L
+
+
+def test_outputs_keep_no_rows() -> None:
+    final = output(2, choice(3, buffer_of((0, rows_of(0, 4)))))
+    answer_of([final])
+    assert final.outputs[0].routed_experts is None
 
 
 def test_words_of_weights_are_not_taken_for_lost_rows() -> None:

@@ -255,6 +255,26 @@ def test_pushes_and_takes_in_any_order() -> None:
 # ---- a prompt's rows, which come on outputs of their own ----
 
 
+@pytest.mark.parametrize(
+    ("first", "end", "is_taken"),
+    [(3, 4, True), (3, 5, False), (2, 4, False), (4, 5, False), (3, 3, False)],
+)
+def test_the_only_row_that_waits(first: int, end: int, is_taken: bool) -> None:
+    buffer = RowBuffer()
+    buffer.push(3, rows_of(3, 4))
+    row = buffer.take_only_row(first, end)
+    assert (row is not None) == is_taken
+    assert positions(buffer.take(3, 4) if row is None else [row]) == [3]
+
+
+def test_one_of_two_rows_that_wait_is_not_the_only_one() -> None:
+    buffer = RowBuffer()
+    buffer.push(3, rows_of(3, 5))
+    assert buffer.take_only_row(3, 4) is None
+    assert buffer.take_only_row(3, 5) is None
+    assert positions(buffer.take(3, 5)) == [3, 4]
+
+
 def test_all_choices_get_the_prompts_rows_and_none_a_copy() -> None:
     frontend = Frontend(n=3)
     frontend.step(prompt("1_a"), first_token("1_a"), first_token("0_a"))

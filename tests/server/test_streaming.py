@@ -8,19 +8,28 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import orjson
 import pytest
 
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.inprocess.arrays import ArrayBuffer, ArrayForm
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, RequestOutputKind
-from tests.server.known import K, L, buffer_of, choice, output, positions, rows_of
+from tests.server.known import (
+    K,
+    L,
+    buffer_of,
+    choice,
+    encoder_of,
+    output,
+    positions,
+    rows_of,
+)
 
 EXPERTS = 32000
 DONE = "data: [DONE]\n\n"
@@ -67,14 +76,19 @@ class Engine:
 def aligner_of(
     num_choices: int = 1,
     preface: int = 0,
-    dtype: str = "int16",
+    dtype: Any = "int16",
     max_bytes: int = 1 << 30,
     **options: Any,
 ) -> SSERewriter:
-    asked = RoutingOptions(**options)
-    encoder = Encoder(asked.format, dtype, (L, K), EXPERTS)
+    asked = RoutingOptions(dtype=dtype, **options)
+    encoder = encoder_of(asked)
     return SSERewriter(
-        asked, encoder, num_choices, lambda error: f'{{"error":"{error}"}}', preface, max_bytes
+        asked,
+        encoder,
+        num_choices,
+        lambda error: f'{{"error":"{error}"}}',
+        preface_chunks=preface,
+        max_bytes=max_bytes,
     )
 
 
@@ -357,11 +371,7 @@ def test_a_prompt_comes_from_a_choice_that_has_it(at_end: bool) -> None:
     assert [placed(chunk)[0] for chunk in chunks] == [[0, 1, 2, 3], None]
 
 
-def test_errors_end_the_stream_with_an_event() -> None:
-    class Failing(Encoder):
-        def parts(self, *args: Any) -> Iterator[bytes]:
-            raise MemoryError("no more")
-
+def test_errors_end_the_stream_with_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(prompt_len=2)
     first, error, done = ended(
         aligner_of(dtype="uint8"), [engine.step(), engine.step(2, finish="stop", late=1)]
@@ -370,9 +380,10 @@ def test_errors_end_the_stream_with_an_event() -> None:
     assert "1 rows are unknown" in error
     assert "uint8 cannot hold" in error
     assert done == DONE
-    engine, aligner = Engine(prompt_len=2), aligner_of()
-    aligner.encoder = Failing("object", "int16", (L, K), EXPERTS)
-    assert ended(aligner, [engine.step(), engine.step(finish="stop")]) == [
+    engine = Engine(prompt_len=2)
+    failing = aligner_of()
+    monkeypatch.setattr(failing.encoder, "fields", Mock(side_effect=MemoryError("no more")))
+    assert ended(failing, [engine.step(), engine.step(finish="stop")]) == [
         'data: {"error":"no more"}\n\n',
         DONE,
     ]

@@ -1,0 +1,221 @@
+"""What the arrays of a response look like: the form that a request asks for, and its sizes.
+
+Nothing here changes once it is made. `encoding.py` makes the bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.capture.wire.rows import row_shape, weights_of
+from routed_experts.protocol.batch import spread_layers
+from routed_experts.protocol.codec import (
+    NUMPY_DTYPES,
+    UNKNOWN,
+    CodecError,
+    Format,
+    Rows,
+    count_missing,
+)
+
+PART_BYTES = 48 << 10
+"""Bytes of an array that are encoded at once: whole groups of three, which in base64 are 64 KiB."""
+NPY_HEADER_BYTES = 128
+_OBJECT_BYTES = 128
+"""Upper bound for the JSON text around `data`."""
+_FLOAT_TEXT_BYTES = 26
+"""Upper bound for a float32 in a JSON list, with its comma."""
+UNKNOWN_BYTE = b"\xff"
+"""Of which -1 consists in each type."""
+
+
+class LostRowsError(CodecError):
+    """Some rows are unknown, and the requested dtype cannot hold -1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireForm:
+    """The form of arrays of ids, and of the weights beside them if a request asks for those."""
+
+    format: Format = "object"
+    dtype: str = "int16"  # on the wire
+    shape: tuple[int, int]  # (L, K) of the served model
+    num_experts: int
+    # decoder layers of the L layers, and how many there are; None to send MoE layers only
+    decoder_layers: tuple[Sequence[int], int] | None = None
+    has_weights: bool = False
+
+    @cached_property
+    def is_as_captured(self) -> bool:
+        """Whether `data` has the bytes of captured rows, in which nothing has to be converted."""
+        return self.format == "object" and self.dtype == "int16" and self.decoder_layers is None
+
+    @cached_property
+    def weights(self) -> "WeightsForm | None":
+        """The form of the weights beside the ids; None if they are not sent."""
+        if not self.has_weights:
+            return None
+        return WeightsForm(
+            format=self.format,
+            dtype="float32",
+            shape=self.shape,
+            num_experts=self.num_experts,
+            decoder_layers=self.decoder_layers,
+        )
+
+    @cached_property
+    def forms(self) -> tuple["WireForm", ...]:
+        """The forms of the arrays that take the place of one array of rows."""
+        return (self,) if self.weights is None else (self, self.weights)
+
+    @cached_property
+    def row_shape(self) -> tuple[int, int]:
+        """Of the rows that are given to `converted`: (L, K), or (3L, K) with weights."""
+        return row_shape(*self.shape, self.has_weights)
+
+    @cached_property
+    def wire_dtype(self) -> np.dtype[Any]:
+        return NUMPY_DTYPES[self.dtype]
+
+    @cached_property
+    def num_columns(self) -> int:
+        return self.shape[1]
+
+    @cached_property
+    def wire_shape(self) -> tuple[int, int]:
+        """Of a row on the wire: layers and columns."""
+        num_layers = self.shape[0] if self.decoder_layers is None else self.decoder_layers[1]
+        return num_layers, self.num_columns
+
+    @cached_property
+    def row_bytes(self) -> int:
+        num_layers, num_columns = self.wire_shape
+        return num_layers * num_columns * self.wire_dtype.itemsize
+
+    @cached_property
+    def list_row_bytes(self) -> int:
+        """Upper bound for the text of a row in nested lists."""
+        num_layers, num_columns = self.wire_shape
+        return num_layers * (num_columns * self.item_text_bytes + 2) + 2
+
+    @property
+    def item_text_bytes(self) -> int:
+        """Upper bound for the text of an id, with its comma."""
+        return 1 + max(len(str(self.num_experts - 1)), len(str(UNKNOWN)))
+
+    # ---- sizes of some rows, and of their weights ----
+
+    def text_bytes(self, num_rows: int) -> int:
+        """Upper bound for the JSON text of `num_rows` rows."""
+        return sum(form._text_bytes(num_rows) for form in self.forms)
+
+    def _text_bytes(self, num_rows: int) -> int:
+        num_bytes = num_rows * self.row_bytes
+        match self.format:
+            case "list":
+                return num_rows * self.list_row_bytes + 2
+            case "npy":
+                num_bytes += NPY_HEADER_BYTES
+            case "object" | "raw":
+                pass
+            case unknown:
+                assert_never(unknown)
+        return -(-num_bytes // 3) * 4 + _OBJECT_BYTES
+
+    def rows_in(self, num_bytes: int) -> int:
+        """Number of rows whose JSON text surely fits into `num_bytes`; at least one."""
+        empty = self.text_bytes(0)
+        of_three = self.text_bytes(3)  # whose base64 has whole groups
+        rounding = 3 * len(self.forms)
+        return max(3 * (num_bytes - empty - rounding) // (of_three - empty), 1)
+
+    def rows_beyond(self, num_bytes: int) -> int:
+        """A number of rows whose text by `text_bytes` surely exceeds `num_bytes`, by a few rows at
+        most."""
+        of_three = self.text_bytes(3) - self.text_bytes(0)  # base64 has whole groups then
+        return 3 * num_bytes // of_three + 3
+
+    def stored_bytes(self, num_rows: int) -> int:
+        """Bytes of the files of `num_rows` rows."""
+        return sum(num_rows * form.row_bytes + NPY_HEADER_BYTES for form in self.forms)
+
+    # ---- arrays ----
+
+    def converted(self, rows: Rows) -> tuple[NDArray[Any], int]:
+        """`rows` as the array [n, layers, columns] of the type on the wire, and how many of them
+        are unknown, which is an error if that type cannot hold -1."""
+        array = self.laid_out(rows)
+        missing = 0 if _is_surely_known(array) else count_missing(array)
+        if missing and self.wire_dtype.kind == "u":
+            raise LostRowsError(
+                f"{missing} rows are unknown (-1), which {self.dtype} cannot hold: set routed_experts_dtype to int16"
+            )
+        return np.ascontiguousarray(array, dtype=self.wire_dtype), missing
+
+    def laid_out(self, rows: Rows) -> NDArray[Any]:
+        """The array [n, layers, columns] that is sent of `rows`."""
+        return self.spread(self.ids(rows))
+
+    def ids(self, rows: Rows) -> Rows:
+        return rows[:, : self.shape[0]] if self.row_shape != self.shape else rows
+
+    def spread(self, array: NDArray[Any]) -> NDArray[Any]:
+        """`array` [..., L, K], with all decoder layers if they are sent."""
+        return array if self.decoder_layers is None else spread_layers(array, *self.decoder_layers)
+
+
+class WeightsForm(WireForm):
+    """The form of arrays of weights: float32, NaN where they are unknown (null in lists)."""
+
+    @cached_property
+    def row_shape(self) -> tuple[int, int]:
+        return row_shape(*self.shape, with_weights=True)
+
+    @property
+    def item_text_bytes(self) -> int:
+        return _FLOAT_TEXT_BYTES
+
+    def laid_out(self, rows: Rows) -> NDArray[Any]:
+        return self.spread(weights_of(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedForm(WireForm):
+    """Ids and weights in one array, as prime-rl's trainer reads them.
+
+    It is int32 [n, layers, 2K]: K ids, then the bits of their float32 weights times `scale` [L].
+    """
+
+    dtype: str = "int32"
+    scale: Sequence[float]
+
+    @cached_property
+    def row_shape(self) -> tuple[int, int]:
+        return row_shape(*self.shape, with_weights=True)
+
+    @cached_property
+    def num_columns(self) -> int:
+        return 2 * self.shape[1]
+
+    def laid_out(self, rows: Rows) -> NDArray[Any]:
+        ids = self.spread(self.ids(rows)).astype(np.int32)
+        scale = np.asarray(self.scale, dtype=np.float32)[:, None]
+        weights = self.spread(weights_of(rows) * scale).view(np.int32)
+        return np.concatenate([ids, weights], axis=2)
+
+
+def _is_surely_known(array: NDArray[Any]) -> bool:
+    """Whether a small array has no -1, and no unknown weight, whose bytes are the same.
+
+    The search takes a fifth of numpy's time. If it finds a byte, numpy has to look.
+    """
+    if array.nbytes > PART_BYTES:  # where numpy is faster
+        return False
+    values = array.tobytes()
+    if array.itemsize > 2:  # the lower bytes of weights are anything
+        values = values[array.itemsize - 1 :: array.itemsize]
+    return UNKNOWN_BYTE not in values
