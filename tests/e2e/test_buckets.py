@@ -1,6 +1,8 @@
 """Arrays by reference in a bucket of a real S3 server, which may be slow, full, gone or closed."""
 
 import re
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -24,7 +26,7 @@ from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
 from tests.e2e.harness import ASK, COMPLETIONS, Server, prompt_of
-from tests.weed import KEY, SECRET, Proxy, environment, weed
+from tests.weed import KEY, SECRET, Proxy, Weed, environment, weed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("weed")]
 
@@ -34,14 +36,14 @@ ARRAY = np.arange(4 * 10 * 2, dtype=np.int16).reshape(4, 10, 2)
 
 
 @pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with weed(tmp_path_factory.mktemp("weed")) as port:
-        yield port
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
+    with weed(tmp_path_factory.mktemp("weed")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def proxy(s3: int) -> Iterator[Proxy]:
-    proxy = Proxy(s3)
+def proxy(s3: Weed) -> Iterator[Proxy]:
+    proxy = Proxy(s3.port)
     yield proxy
     proxy.close()
 
@@ -58,7 +60,7 @@ def names_in(url: str) -> list[str]:
     return [each["path"] for part in bucket.list() for each in part]
 
 
-def test_an_object_is_a_npy_file_that_says_what_it_is(s3: int) -> None:
+def test_an_object_is_a_npy_file_that_says_what_it_is() -> None:
     store = ArrayStore(URL, lifetime_s=3600)
     stored = store.put(ARRAY, part="generated", choice="0", start="7", missing="0")
     with urllib.request.urlopen(str(stored.url)) as response:
@@ -232,8 +234,53 @@ def test_arrays_of_a_client_that_left_are_deleted_behind_their_put(
     maker._prepared.append(store.writer.submit(maker.references, ENCODER, arrays))
     connection.at_end(maker._delete_unsent_later)
     connection.end()
-    store.writer.shutdown()
+    assert store.writer.close(60) == 0
     assert names_in(f"{URL}-left") == []
+
+
+LEAVING = f"""
+import multiprocessing, sys
+
+def serve():
+    import numpy as np
+    from routed_experts.server.outputs.array_store import ArrayStore
+
+    store = ArrayStore("{URL}-ending")
+    store.open()
+    print("ready", flush=True)
+    sys.stdin = open(0)
+    sys.stdin.readline()
+    for _ in range(40):
+        store.writer.submit(store.put, np.zeros((4, 10, 2), np.int16))
+
+if __name__ == "__main__":
+    if "child" in sys.argv:
+        process = multiprocessing.get_context("spawn").Process(target=serve)
+        process.start()
+        process.join()
+    else:
+        serve()
+"""
+
+
+@pytest.mark.parametrize("process", ["main", pytest.param("child", marks=pytest.mark.long)])
+def test_a_process_ends_in_seconds_though_its_bucket_is_gone(
+    s3: Weed, tmp_path: Path, process: str
+) -> None:
+    """The only API process, and one of several. The log says what is lost."""
+    program = tmp_path / "leaving.py"
+    program.write_text(LEAVING)
+    command = [sys.executable, str(program), process]
+    pipes: dict[str, Any] = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    with subprocess.Popen(command, text=True, **pipes) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        with s3.stopped():
+            began = time.monotonic()
+            output = "".join(server.communicate("go\n", timeout=60))
+            assert time.monotonic() - began < 25  # Python itself takes half of it on a busy machine
+    assert server.returncode == 0
+    assert "the arrays of 40 responses were neither stored nor deleted" in output
 
 
 def test_a_store_that_cannot_be_is_refused_at_start() -> None:

@@ -62,8 +62,8 @@ def test_no_reference_is_lost_with_the_server_that_sent_it(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        port = stack.enter_context(weed(tmp_path / "weed"))
-        env = {**os.environ, **environment(port)}
+        bucket = stack.enter_context(weed(tmp_path / "weed"))
+        env = {**os.environ, **environment(bucket.port)}
         flags = (*SMALL_KV, "--max-model-len", "512", "--routed-experts-store", "s3://bucket/trial")
         servers = [
             stack.enter_context(serving(tiny_model, tmp_path / f"log{index}", *flags, env=env))
