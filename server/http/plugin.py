@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import State
 
 from routed_experts.capture.engine.classes import is_capturing
@@ -159,7 +158,7 @@ def check_defaults_of_model(settings: Settings, captured: CapturedEngine) -> Non
 
 async def sweep(store: ArrayStore) -> None:
     """Deletes expired arrays even if no new ones need the space."""
-    show_store(await run_in_threadpool(store.sweep))
+    show_store(await store.reader.run(store.sweep))
 
 
 async def announce(state: State, args: Namespace, model: str) -> None:

@@ -115,9 +115,9 @@ async def stored_rows(
 
 
 @router.delete(ROWS_PATH + "/{id}", responses=schemas.DELETION, status_code=204)
-def delete_rows(raw_request: Request, key: ArrayId) -> Response:
+async def delete_rows(raw_request: Request, key: ArrayId) -> Response:
     """Deletes an array that a response refers to, before it expires."""
-    return delete_array(raw_request, raw_request.app.state.routed_experts.store, key)
+    return await delete_array(raw_request, raw_request.app.state.routed_experts.store, key)
 
 
 @router.api_route(

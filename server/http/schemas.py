@@ -189,6 +189,7 @@ _PART_ERRORS = {
     404: "There never was such an array.",
     410: "The array has expired or was deleted.",
     412: "It is not the array that `If-Match` or `If-None-Match` names.",
+    503: "The bucket that has the array does not answer, or not as it should.",
 }
 
 
@@ -267,7 +268,10 @@ TEXTS = _route(
     {400: _ERRORS[400], 404: _NO_CAPTURE, 501: "The server has no tokenizer."},
     {"schema": TokenIds.model_json_schema()},
 )
-DELETION: Responses = {204: {"description": "The array is deleted."}, **_part_errors(404, 410, 412)}
+DELETION: Responses = {
+    204: {"description": "The array is deleted."},
+    **_part_errors(404, 410, 412, 503),
+}
 ROWS: Responses = {
     200: {"description": _ARRAY, "content": _BYTES},
     206: {"description": "The bytes that `Range` asks for.", "content": _BYTES},

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import numpy as np
 from fastapi import FastAPI
-from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
 from starlette.datastructures import State
 from starlette.middleware import Middleware
@@ -378,7 +377,7 @@ class _References:
             if inline is None:
                 return
             try:
-                await run_in_threadpool(self._store.make_room, _FEW_BYTES)
+                await self._store.reader.run(self._store.make_room, _FEW_BYTES)
             except StoreError as error:
                 logger.warning("The self-test asked for no reference: %s", error)
                 return
@@ -420,7 +419,7 @@ class _References:
                     return
                 content = response.content
                 if response.status_code == _IN_A_BUCKET:
-                    content = await run_in_threadpool(self._read, reference["id"])
+                    content = await self._store.reader.run(self._read, reference["id"])
                 num_rows, num_layers, top_k = reference["shape"]
                 rows = (
                     np.frombuffer(content, np.int16)
@@ -434,7 +433,7 @@ class _References:
         finally:
             for reference in references.values():
                 with suppress(LookupError, StoreError, TypeError):
-                    await run_in_threadpool(self._store.delete, reference["id"])
+                    await self._store.reader.run(self._store.delete, reference["id"])
 
     def _read(self, key: str) -> bytes:
         return self._store.read(key, [(HEADER_BYTES, self._store.size(key))])

@@ -243,7 +243,7 @@ class RoutedServing:
         num_bytes = self.form(options).stored_bytes(num_rows)
         try:
             if not store.has_room(num_bytes):
-                await run_in_threadpool(store.make_room, num_bytes)
+                await store.reader.run(store.make_room, num_bytes)
         except StoreError as error:
             count_stored(succeeded=False)
             if not options.refers_by_default:

@@ -9,7 +9,6 @@ from io import BytesIO
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
@@ -30,6 +29,8 @@ logger = get_logger(__name__)
 
 STALLED_S, _LEAST_BYTES = 30.0, 64 << 10
 """A connection ends whose client takes less of an array in so many seconds."""
+PATIENCE_S = 30.0
+"""How long a client waits for a disk or a bucket, its turn included."""
 _ABORTED_S = 0.01
 _CHUNK_BYTES = 256 << 10
 """Read and sent at once; other requests run in between. Twice that is held for a client that reads
@@ -120,7 +121,7 @@ async def stored_array(
     store = _of(store)
     if store.bucket is not None:
         return await _elsewhere(request, store, key, layers, tokens)
-    with _http_errors():
+    with _http_errors(store):
         part = await _run(store, _Part, store, key, layers, tokens)
     if not _is_wanted(request, part.tag):
         return Response(status_code=304, headers=part.headers)
@@ -176,26 +177,31 @@ async def _elsewhere(
                 parameter=name,
             )
     connection_of(request)  # so that the self-test knows who answered
-    with _http_errors():
-        url = await run_in_threadpool(store.signed_url, key, request.method)
+    with _http_errors(store):
+        url = await _run(store, store.signed_url, key, request.method)
     return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})
 
 
-def delete_array(request: Request, store: ArrayStore | None, key: str) -> Response:
+async def delete_array(request: Request, store: ArrayStore | None, key: str) -> Response:
     """The response for `DELETE` of an array. Raises as `stored_array` does."""
     store = _of(store)
-    with _http_errors():
-        store.size(key)
+    with _http_errors(store):
+        await _run(store, store.size, key)
         _is_wanted(request, f'"{key}"')
-        store.delete(key)
+        await _run(store, store.delete, key)
     return Response(status_code=204)
 
 
 async def _run(store: ArrayStore, function: Callable[..., T], *args: Any) -> T:
-    """Calls `function`, which reads files of `store`, in a thread if they are on a disk."""
+    """Calls `function` of `store`: in a thread of the store if it waits for a disk or a bucket. The
+    server's own threads are for all requests, and a bucket that is gone would hold them all."""
     if store.folder is not None and store.folder.is_relative_to(MEMORY):
         return function(*args)
-    return await run_in_threadpool(function, *args)
+    try:
+        return await asyncio.wait_for(store.reader.run(function, *args), PATIENCE_S)
+    except TimeoutError:
+        place = store.bucket.url if store.bucket else store.folder
+        raise StoreError(f"{place} has not answered for {PATIENCE_S:g} s") from None
 
 
 def _of(store: ArrayStore | None) -> ArrayStore:
@@ -205,8 +211,8 @@ def _of(store: ArrayStore | None) -> ArrayStore:
 
 
 @contextmanager
-def _http_errors() -> Iterator[None]:
-    """Raises the store's errors as HTTP errors."""
+def _http_errors(store: ArrayStore) -> Iterator[None]:
+    """Raises the store's errors as HTTP errors. A bucket is another server's: it may come back."""
     try:
         yield
     except UnknownArrayError:
@@ -216,7 +222,7 @@ def _http_errors() -> Iterator[None]:
     except CodecError:
         raise HTTPException(500, "The file of this array is damaged.") from None
     except StoreError as error:
-        raise HTTPException(500, str(error)) from None
+        raise HTTPException(500 if store.bucket is None else 503, str(error)) from None
 
 
 def _is_wanted(request: Request, tag: str) -> bool:

@@ -46,6 +46,7 @@ HEADER_BYTES = 128
 _ID = re.compile("[0-9a-f]{40}")
 PUTS_AT_ONCE = 16
 """How many answers write to a bucket at once. Others wait for one of them to end."""
+READS_AT_ONCE = 16
 _COUNT_S = 1.0
 """How old a count of a folder's bytes may be."""
 _COUNT_SHARE = 0.02
@@ -125,6 +126,8 @@ class ArrayStore:
         # For a folder, several threads would take twice the CPU time, and keep the event loop
         # waiting for Python's lock. Those of a bucket wait for the network.
         self.writer = Threads(PUTS_AT_ONCE if self.bucket else 1, "routed-experts-store")
+        # for whatever else waits for a disk or a bucket; nothing of the server waits behind it
+        self.reader = Threads(READS_AT_ONCE, "routed-experts-store-reads")
         self._next_warning = 0.0
         # `atexit` does nothing in a process of another
         Finalize(None, self.close, exitpriority=0)

@@ -7,6 +7,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from routed_experts.protocol import buckets
 from routed_experts.protocol.batch import join_turns
 from routed_experts.protocol.fetch import FetchError, fetch, fetch_all, fetch_spans
 from routed_experts.server.cli.main import main
-from routed_experts.server.http import recording
+from routed_experts.server.http import recording, stored_arrays
 from routed_experts.server.outputs import array_store
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError
 from tests.contract.engine import K, L
@@ -185,6 +186,24 @@ def test_the_servers_route_leads_to_the_bucket(api: Server) -> None:
     assert "Signature" not in str(error.value)
 
 
+def test_clients_of_a_bucket_that_is_gone_hold_nobody_else(
+    api: Server, s3: Weed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the threads that the server has for all requests."""
+    monkeypatch.setattr(stored_arrays, "PATIENCE_S", 6.0)
+    answer = api.complete(prompt=[1, 2, 3], max_tokens=2, **ASK, **REFERENCE)
+    path = f"{api.url}/v1/routed_experts/rows/{answer['prompt_routed_experts']['id']}"
+    with s3.stopped(), ThreadPoolExecutor(60) as threads:
+        methods = ["GET", "DELETE"] * 30
+        waiting = [threads.submit(httpx.request, each, path, timeout=60) for each in methods]
+        time.sleep(2)
+        assert httpx.get(f"{api.url}/", timeout=3).status_code == 307
+        assert not any(response.done() for response in waiting)
+        statuses = [response.result().status_code for response in waiting]
+    assert statuses == [503] * 60
+    assert httpx.get(path).status_code == 307
+
+
 @pytest.mark.parametrize("fault", ["full", "403", "gone", "truncated", "slow"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_reference_leads_to_nothing_whatever_happens_to_the_bucket(
@@ -271,7 +290,7 @@ def test_a_process_ends_in_seconds_though_its_bucket_is_gone(
     program = tmp_path / "leaving.py"
     program.write_text(LEAVING)
     command = [sys.executable, str(program), process]
-    pipes: dict[str, Any] = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, text=True, **pipes) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
