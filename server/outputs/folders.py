@@ -98,8 +98,14 @@ class Folder:
         raise BlockingIOError(errno.EAGAIN, "another process removes it again and again")
 
     def _is_locked(self) -> bool:
-        self.close()
+        """Locks the file, if this process has not: a lock that is given up for a moment is a
+        moment in which another server may remove the folder."""
         path = self.path / _IN_USE
+        if self._in_use is not None and os.path.samestat(
+            os.fstat(self._in_use.fileno()), path.lstat()
+        ):
+            return True
+        self.close()
         file = FileIO(path, "a+", opener=open_private)
         if try_lock(file, path, fcntl.LOCK_SH):
             self._in_use = file

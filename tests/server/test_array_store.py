@@ -17,14 +17,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from routed_experts.server.outputs import array_store
+from routed_experts.server.outputs import array_store, folders
 from routed_experts.server.outputs.array_store import (
     ArrayGoneError,
     ArrayStore,
     StoreError,
     UnknownArrayError,
 )
-from routed_experts.server.outputs.folders import private_folder, remove_unused
+from routed_experts.server.outputs.folders import open_private, private_folder, remove_unused
 
 ARRAY = np.arange(4 * 10 * 2, dtype=np.int16).reshape(4, 10, 2)
 FILE_BYTES = 4096  # a block
@@ -453,6 +453,26 @@ def test_a_folder_that_nobody_named_goes_at_the_next_start(tmp_path: Path) -> No
     other._objects.close()  # as the system does where a process is killed
     remove_unused(folder)
     assert not folder.exists()
+
+
+def test_no_new_hour_is_a_moment_in_which_another_server_takes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the one that uses it is about to lock it, or has made the folder of an hour."""
+    folder = tmp_path / "store"
+    store = ArrayStore(folder, 1 << 20, keeps=False)
+    first = store.put(ARRAY)
+
+    def open_while_another_begins(path: str, flags: int) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folders, "open_private", open_private)
+            remove_unused(folder)
+        return open_private(path, flags)
+
+    monkeypatch.setattr(folders, "open_private", open_while_another_begins)
+    monkeypatch.setattr(array_store, "hour_of", lambda expires: "2999-01-01T00")
+    store.put(ARRAY)
+    assert first.path.exists()
 
 
 def test_a_program_begins_without_what_a_killed_one_left(tmp_path: Path) -> None:
