@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from routed_experts.protocol.answers import is_number, without_envelope
+from routed_experts.protocol.answers import is_number, num_items, without_envelope
 from routed_experts.protocol.codec import encode
 from routed_experts.protocol.collect import Collector, RequestValues
 from routed_experts.protocol.routing import Routing, RoutingError, Texts
@@ -37,11 +37,10 @@ MAX_PAGE_BYTES = 1 << 29
 MAX_POSITIONS = 1 << 20
 """Of a choice on the page."""
 MAX_UPLOADED_ITEMS = 1 << 18
-"""Chunks and choices in files that are uploaded at once: a real one takes more than 128 bytes."""
-_CHUNKS_OF_ONE = 6
+"""Responses, lines of streams and choices in files that are uploaded at once: a real one takes more
+than 128 bytes."""
+_ITEMS_OF_ONE = 7
 """A response counts as so many besides its own: a real one takes more than 1024 bytes."""
-_LOGPROBS_OF_ONE = 8
-"""As many log-probabilities count like a choice."""
 
 _AT_ONCE = 1 << 12  # tokens that are encoded while other threads wait
 TOO_LONG = f"a response takes more than {MAX_CHARS} characters: write one per line"
@@ -396,7 +395,9 @@ class Reader:
                 parts[:] = map(without_envelope, parts)
                 if not all(isinstance(part, dict) for part in parts):
                     raise RoutingError("not a response of the server: it must be a JSON object")
-                self._count(_num_items(parts))
+                self._count(_ITEMS_OF_ONE)
+                if self._most_items is not None:
+                    self._count(sum(map(num_items, parts)))
                 if "layer_ids" in parts[0] and "choices" not in parts[0]:
                     self.info = ModelInfo.of(parts[0])
                     of_file = ModelInfo()
@@ -417,7 +418,7 @@ class Reader:
                 number = text.number
                 self._count(1)
                 if begin.startswith(_SSE_FIELDS):
-                    if chunks := _stream(text):
+                    if chunks := self._stream(text):
                         yield number, chunks
                 else:
                     value = text.value()
@@ -434,49 +435,33 @@ class Reader:
                 f"{name}, line {number} is not valid JSON, or was cut off: {error}"
             ) from error
 
+    def _stream(self, text: "_Text") -> list[Any]:
+        """The chunks of the stream that begins here, up to `[DONE]`."""
+        events = EventReader()
+        chunks: list[Any] = []
+        num_chars = 0
+        while not events.done and (text.begin() or "").startswith(_SSE_FIELDS):
+            self._count(1)
+            line = text.line().strip()
+            num_chars += len(line)
+            if num_chars > MAX_CHARS:
+                raise _TooLargeError(TOO_LONG)
+            chunks += events.feed(line + "\n")
+        if chunks and not events.done:
+            raise EventError(
+                "the stream that starts here was cut off: it does not end with [DONE]"
+            )
+        return chunks
+
     def _count(self, num_items: int) -> None:
+        """Counts what is read one by one, and raises if it is too much."""
         self._num_items += num_items
         if self._most_items is not None and self._num_items > self._most_items:
             raise _TooLargeError("these are more responses and choices than are read at once")
 
 
-def _num_items(parts: Iterable[Mapping[str, Any]]) -> int:
-    """What is looked at one by one in a response, in chunks and choices."""
-    count = _CHUNKS_OF_ONE
-    for part in parts:
-        count += 1
-        choices = part.get("choices")
-        if isinstance(choices, list):
-            count += sum(1 + _num_logprobs(choice) // _LOGPROBS_OF_ONE for choice in choices)
-    return count
-
-
-def _num_logprobs(choice: Any) -> int:
-    """Of a choice that was not checked yet."""
-    logprobs = choice.get("logprobs") if isinstance(choice, dict) else None
-    if not isinstance(logprobs, dict):
-        return 0
-    return sum(len(column) for column in logprobs.values() if isinstance(column, list))
-
-
 class _TooLargeError(RoutingError):
     pass
-
-
-def _stream(text: "_Text") -> list[Any]:
-    """The chunks of the stream that begins here, up to `[DONE]`."""
-    events = EventReader()
-    chunks: list[Any] = []
-    num_chars = 0
-    while not events.done and (text.begin() or "").startswith(_SSE_FIELDS):
-        line = text.line().strip()
-        num_chars += len(line)
-        if num_chars > MAX_CHARS:
-            raise _TooLargeError(TOO_LONG)
-        chunks += events.feed(line + "\n")
-    if chunks and not events.done:
-        raise EventError("the stream that starts here was cut off: it does not end with [DONE]")
-    return chunks
 
 
 class _Text:

@@ -1,11 +1,12 @@
 """The page that shows the experts of a response: static files, and a reader of saved responses."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from html import escape
 from importlib.resources import files
 from io import StringIO
+from typing import Any
 
 from routed_experts.protocol.saved import ModelInfo, page_lines
 
@@ -13,6 +14,16 @@ PAGE_PATH = "/routed_experts"
 READ_PATH = "/v1/routed_experts/saved"
 MAX_BYTES = 32 << 20
 TOO_LARGE = f"Files of more than {MAX_BYTES >> 20} MiB at once: open them with routed-experts view."
+MOST_SIGNS = {"[": 5 << 19, "{": 1 << 19, "\n": 1 << 22}
+"""Of files that are read at once. A parser holds the interpreter until it has a whole value, and an
+empty list of three bytes takes 64 bytes of memory and 0.3 µs, an object with a field 230 bytes.
+Rows of four experts as lists have a bracket per 14 bytes, log-probabilities a brace per 70, and
+JSON over lines a line per 8. Commas have no limit: such rows have as many as fit, and the values
+between them take at most 15 times the bytes of the file."""
+TOO_MANY_SIGNS = (
+    "These files have more lists, objects or lines than are read at once: "
+    "open them with routed-experts view."
+)
 INDEX = "index.html"
 
 CONTENT_TYPES = {
@@ -63,9 +74,25 @@ def page_file(path: str, page_config: Mapping[str, str]) -> tuple[bytes, str] | 
 
 def read_saved(body: bytes | bytearray) -> Iterator[str]:
     """The lines of `page_lines` for files in a request's body, `[[name, text], …]`. Raises
-    `ValueError` for another."""
+    `ValueError` for another, and for one that takes too much to parse."""
+    _check_signs(lambda sign: body.count(sign.encode()))
     try:
-        named_texts = [(str(name), StringIO(text)) for name, text in json.loads(body)]
+        named_texts = [(str(name), _checked_text(text)) for name, text in json.loads(body)]
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError("The body must be a list of files, each [name, text].") from error
-    return page_lines(named_texts, ModelInfo(), is_upload=True)
+    # Again, as a body can have them escaped.
+    _check_signs(lambda sign: sum(text.count(sign) for _, text in named_texts))
+    files = ((name, StringIO(text)) for name, text in named_texts)
+    return page_lines(files, ModelInfo(), is_upload=True)
+
+
+def _check_signs(count: Callable[[str], int]) -> None:
+    """Raises `ValueError` if there are too many of a sign."""
+    if any(count(sign) > most for sign, most in MOST_SIGNS.items()):
+        raise ValueError(TOO_MANY_SIGNS)
+
+
+def _checked_text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"not a text: {type(text).__name__}")
+    return text

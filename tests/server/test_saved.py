@@ -15,7 +15,9 @@ from routed_experts.protocol.codec import decode, decode_weights, encode
 from routed_experts.protocol.models import RequestFormat
 from routed_experts.protocol.routing import RoutingError
 from routed_experts.protocol.saved import ModelInfo, page_lines, read
+from routed_experts.server import page
 from routed_experts.server.cli.console import CommandError
+from routed_experts.server.page import read_saved
 from routed_experts.server.tools.saved import opened
 from tests.protocol.answers import (
     EXPERTS,
@@ -387,6 +389,102 @@ def test_what_is_uploaded_at_once_has_limits_together(monkeypatch: pytest.Monkey
     *lines, last = uploaded(f"{json.dumps(model)}\n{small}\n{small}\n{small}\n{small}\n{small}\n")
     assert len(lines) == 5
     assert last["error"]["message"] == "f, line 6: this and what is before it take too many bytes"
+
+
+ONE_ASIDE = {"provider_specific_fields": {"logprobs": {"content": [{}] * 8000}}}
+MANY_CELLS = {"rows": 1, "missing": 0, "counts": [[1] * 800] * 80}
+MANY_WEIGHTS = {"rows": 1, "missing": 0, "counts": [[1]], "weights": [[1]] * 32_000}
+
+
+def in_envelope(body: Any) -> Any:
+    return {"custom_id": "1", "response": {"body": body}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"provider_specific_fields": {"choices": [{}] * 1000}},
+        in_envelope(in_envelope({"choices": [{}] * 1000})),
+        {"provider_specific_fields": in_envelope({"choices": [{}] * 1000})},
+        {"choices": [{**CLAIM, **ONE_ASIDE}]},
+        {"choices": [{**CLAIM, "routed_experts_histogram": MANY_CELLS}]},
+        {"choices": [{**CLAIM, "routed_experts_histogram": MANY_WEIGHTS}]},
+        {"choices": [CLAIM], "prompt_routed_experts_histogram": [MANY_CELLS]},
+    ],
+    ids=[
+        "choices put aside",
+        "two envelopes",
+        "an envelope put aside",
+        "log-probabilities put aside",
+        "cells",
+        "weights",
+        "cells of a prompt",
+    ],
+)
+def test_items_count_wherever_a_response_has_them(
+    monkeypatch: pytest.MonkeyPatch, body: Any
+) -> None:
+    monkeypatch.setattr(saved, "MAX_UPLOADED_ITEMS", 1000)
+    (line,) = uploaded(json.dumps(body))
+    assert "more responses and choices than are read at once" in line["error"]["message"]
+
+
+@pytest.mark.parametrize("line", ["data:1\n", "data:{}\n", "id:\n", ":\n", "data:\n"])
+def test_a_stream_is_read_no_further_than_its_limit(
+    monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(saved, "MAX_UPLOADED_ITEMS", 1000)
+    file = io.StringIO(line * 5000)
+    (message,) = map(json.loads, page_lines([("f", file)], ModelInfo(), is_upload=True))
+    assert "more responses and choices than are read at once" in message["error"]["message"]
+    assert file.tell() <= 1001 * len(line)
+
+
+def escaped(text: str) -> str:
+    """The same JSON in a body, but without its signs."""
+    return "".join(f"\\u{ord(char):04x}" for char in text)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"[{'[],' * 2000}[]]",
+        f"[{'{},' * 2000}{{}}]",
+        json.dumps([["f", "[" * 1001 + "]" * 1001]]),
+        json.dumps([["f", "\n" * 1001]]),
+        json.dumps([["f", "{}" * 500], ["g", "{}" * 501]]),
+        f'[["f", "{escaped("[]" * 1001)}"]]',
+    ],
+    ids=["lists", "objects", "lists in a file", "lines", "two files", "escaped lists"],
+)
+def test_a_body_of_many_small_values_is_refused_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    monkeypatch.setattr(page, "MOST_SIGNS", dict.fromkeys("[{\n", 1000))
+    with pytest.raises(ValueError, match=r"more lists, objects or lines .* routed-experts view"):
+        read_saved(body.encode())
+
+
+def test_many_small_values_take_no_memory() -> None:
+    """A body of 12 MB took 270 MB."""
+    body = f"[{'[],' * (4 << 20)}[]]".encode()
+
+    def refused() -> str:
+        with pytest.raises(ValueError, match="lists") as error:
+            read_saved(body)
+        return str(error.value)
+
+    message, peak = peak_of(refused)
+    assert message == page.TOO_MANY_SIGNS
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("num_experts", [4, 8])
+def test_a_real_file_of_lists_is_as_large_as_any(num_experts: int) -> None:
+    """Of the most bytes at once, without spaces, and with ids of two digits."""
+    token = json.dumps([[*range(10, 10 + num_experts)]] * 60, separators=(",", ":"))
+    for sign, most in page.MOST_SIGNS.items():
+        assert token.count(sign) * (page.MAX_BYTES // len(token)) < most
 
 
 def test_pieces_of_an_event_are_parsed_once() -> None:
