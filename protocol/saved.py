@@ -448,9 +448,7 @@ class Reader:
                 raise _TooLargeError(TOO_LONG)
             chunks += events.feed(line + "\n")
         if chunks and not events.done:
-            raise EventError(
-                "the stream that starts here was cut off: it does not end with [DONE]"
-            )
+            raise EventError("the stream that starts here was cut off: it does not end with [DONE]")
         return chunks
 
     def _count(self, num_items: int) -> None:

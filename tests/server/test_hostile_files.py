@@ -125,7 +125,7 @@ def files(draw: Any) -> bytes:
 def ask_for_all(server: ViewServer, *_: Any) -> None:
     """What a browser asks for."""
     for file in server.viewed:
-        for line in file.lines(server.given):
+        for line in file.lines(server.model_info):
             json.loads(line.encode())
 
 
