@@ -33,7 +33,8 @@ UNKNOWN_WEIGHT = np.array(UNKNOWN, dtype=np.int32).view(np.float32)
 """Fills unknown weights: NaN with all bits set, as -1 has them."""
 
 _MAX_ID = np.iinfo(np.int16).max  # rows are int16 in the server
-MAX_EXPERTS = int(_MAX_ID) + 1
+MAX_EXPERTS = int(_MAX_ID) + 1  # of a model
+MAX_LAYERS = 1 << 12  # of a model
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "int16": np.dtype("<i2"),

@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol import arguments
 from routed_experts.protocol.buckets import bucket_at, told
-from routed_experts.protocol.codec import NUMPY_DTYPES, read_npy_header
+from routed_experts.protocol.codec import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    NUMPY_DTYPES,
+    read_npy_header,
+)
 from routed_experts.protocol.files import open_file
 
 Range = tuple[int, int]
@@ -281,6 +286,9 @@ def _described(reference: Mapping[str, Any]) -> tuple[tuple[int, int, int], np.d
     num_rows, num_layers, top_k = arguments.integers(
         "shape of reference", reference.get("shape"), 3
     )
+    # nothing is made for a layer before the number of layers is held against this
+    arguments.integer("layers of reference", num_layers, most=MAX_LAYERS)
+    arguments.integer("experts per token of reference", top_k, most=MAX_EXPERTS)
     dtype = arguments.one_of("dtype of reference", reference.get("dtype"), NUMPY_DTYPES)
     return (num_rows, num_layers, top_k), NUMPY_DTYPES[dtype]
 

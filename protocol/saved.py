@@ -17,14 +17,12 @@ from typing import Any, TextIO
 import numpy as np
 
 from routed_experts.protocol.answers import is_number, num_items, without_envelope
-from routed_experts.protocol.codec import encode
+from routed_experts.protocol.codec import MAX_EXPERTS, MAX_LAYERS, encode
 from routed_experts.protocol.collect import Collector, RequestValues
 from routed_experts.protocol.routing import Routing, RoutingError, Texts
 from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
-MAX_LAYERS = 1 << 12  # of a model
-MAX_EXPERTS = 1 << 15  # of a model; ids are int16
 
 # What a response says of itself takes nothing before it is held against these. A real file meets
 # none of them.

@@ -10,8 +10,9 @@ from tempfile import TemporaryFile
 from typing import TextIO
 
 from routed_experts.protocol.buckets import bucket_at, is_bucket, told
+from routed_experts.protocol.codec import MAX_EXPERTS
 from routed_experts.protocol.files import open_file
-from routed_experts.protocol.saved import MAX_EXPERTS, ModelInfo
+from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.console import CommandError
 
 STDIN = "-"

@@ -19,6 +19,7 @@ from routed_experts.protocol.routing import RoutingError
 from tests.protocol.answers import peak_of
 
 REFERENCE = {"url": "routed_experts/rows/7", "shape": [1, 2, 2], "dtype": "uint8"}
+NOBODY = "http://127.0.0.1:1/v1"
 
 
 @contextmanager
@@ -140,6 +141,19 @@ def test_a_reference_that_claims_more_than_comes_takes_no_memory(headers: dict[s
 
         _, peak = peak_of(refused)
     assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/7.npy", "routed_experts/rows/7"])
+@pytest.mark.parametrize("shape", [[10, 1 << 20, 4], [10, 4, 1 << 20]])
+def test_more_layers_or_experts_than_a_model_has_are_refused_at_once(
+    url: str, shape: list[int]
+) -> None:
+    def refused() -> None:
+        with pytest.raises(ValueError, match=r"of reference must be from 0 to \d+, not 1048576"):
+            fetch({**REFERENCE, "url": url, "shape": shape}, tokens=(0, 5), base_url=NOBODY)
+
+    _, peak = peak_of(refused)
+    assert peak < 1 << 20
 
 
 @pytest.mark.parametrize("shape", [[1, 1, 2], [1, 2, 3]])
