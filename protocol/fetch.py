@@ -4,10 +4,12 @@ from wherever they are: a file on this machine, the server, or a bucket."""
 import http.client
 import math
 import re
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,7 +141,8 @@ def fetch(
     shape = (end_layer - first_layer, end_token - first_token, top_k)
     if by_uri:
         ranges = _byte_ranges(reference, (first_layer, end_layer), (first_token, end_token))
-        return _as_array(_read_object(reference, ranges), shape, dtype)
+        with _fitting_in_memory(shape):
+            return _as_array(_read_object(reference, ranges), shape, dtype)
     if (mapped := _mapped(reference, dtype)) is not None:
         return mapped[first_layer:end_layer, first_token:end_token]
     url = reference.get("url")
@@ -147,7 +150,8 @@ def fetch(
         raise FetchError(f"{reference.get('path')} has expired, or is on another machine")
     if _ABSOLUTE.fullmatch(url):
         ranges = _byte_ranges(reference, (first_layer, end_layer), (first_token, end_token))
-        return _as_array(_read_ranges(reference, ranges, timeout_s), shape, dtype)
+        with _fitting_in_memory(shape):
+            return _as_array(_read_ranges(reference, ranges, timeout_s), shape, dtype)
     if base_url is None:
         raise FetchError("base_url is needed: the url of a reference is relative to it")
     if not _RELATIVE.fullmatch(url):
@@ -157,8 +161,9 @@ def fetch(
     if api_key is not None:
         # not to where the server redirects
         request.add_unredirected_header("Authorization", f"Bearer {api_key}")
-    content = _read(request, math.prod(shape) * dtype.itemsize, timeout_s, request.full_url)
-    return _as_array(content, shape, dtype)
+    with _fitting_in_memory(shape):
+        content = _read(request, math.prod(shape) * dtype.itemsize, timeout_s, request.full_url)
+        return _as_array(content, shape, dtype)
 
 
 def fetch_all(
@@ -193,9 +198,16 @@ def fetch_spans(
     if not spans:
         raise ValueError("spans must not be empty")
     num_layers, top_k, dtype = _common_rows(spans)
+    for span in spans:
+        (num_rows, *_), _ = _described(span.reference)
+        _checked((span.first, span.end), num_rows, "rows of each of spans")
     first_layer, end_layer = _checked(layers, num_layers, "layers")
     first, end = _checked(tokens, sum(span.end - span.first for span in spans), "tokens")
-    rows = np.empty((end_layer - first_layer, end - first, top_k), dtype)
+    shape = (end_layer - first_layer, end - first, top_k)
+    if math.prod(shape) * dtype.itemsize > sys.maxsize:  # for which numpy has several errors
+        raise FetchError(f"An array of shape {list(shape)} does not fit in memory")
+    with _fitting_in_memory(shape):
+        rows = np.empty(shape, dtype)
 
     def read(span: Span, begin: int) -> None:
         """The rows of a span that begins at row `begin` of the sequence."""
@@ -312,7 +324,7 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
             if read_npy_header(file) != ((num_layers, num_rows, top_k), dtype, "C"):
                 return None
             return np.memmap(file, dtype, "r", file.tell(), (num_layers, num_rows, top_k))
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         return None
 
 
@@ -330,14 +342,16 @@ def _as_array(
 def _read(
     request: urllib.request.Request, num_bytes: int, timeout_s: float, name: str
 ) -> bytearray:
-    """The bytes in a response. They take no memory before the server says that it sends as many, or
-    has sent them."""
+    """The bytes in a response. They take memory as they come: neither the reference nor the header
+    of the response is believed."""
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             length = response.headers.get("Content-Length")
             is_right = length in (None, str(num_bytes))
-            content = bytearray() if length is None or not is_right else bytearray(num_bytes)
-            if not is_right or _fill(content, response, num_bytes) != num_bytes or response.read(1):
+            content = bytearray()
+            if is_right:
+                _fill(content, response, num_bytes)
+            if len(content) != num_bytes or response.read(1):
                 raise FetchError(f"{name} returned another number of bytes than {num_bytes}")
             return content
     except urllib.error.HTTPError as error:
@@ -346,15 +360,19 @@ def _read(
         raise FetchError(f"{name}: {error}") from error
 
 
-def _fill(content: bytearray, response: http.client.HTTPResponse, num_bytes: int) -> int:
-    """Reads up to `num_bytes` into `content`, which has as many or none; returns how many came."""
-    count = 0
-    if content:
-        view = memoryview(content)
-        while count < num_bytes and (more := response.readinto(view[count:])):
-            count += more
-        return count
-    while count < num_bytes and (piece := response.read(min(_PIECE_BYTES, num_bytes - count))):
+def _fill(content: bytearray, response: http.client.HTTPResponse, num_bytes: int) -> None:
+    """Reads up to `num_bytes` into `content`, which is empty."""
+    while len(content) < num_bytes:
+        piece = response.read(min(_PIECE_BYTES, num_bytes - len(content)))
+        if not piece:
+            return
         content += piece
-        count += len(piece)
-    return count
+
+
+@contextmanager
+def _fitting_in_memory(shape: tuple[int, int, int]) -> Iterator[None]:
+    """Has an array that is too large for this process end in a `FetchError`."""
+    try:
+        yield
+    except (MemoryError, OverflowError) as error:
+        raise FetchError(f"An array of shape {list(shape)} does not fit in memory") from error

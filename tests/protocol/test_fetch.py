@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.batch import join_turns
-from routed_experts.protocol.fetch import FetchError, Range, fetch, fetch_spans
+from routed_experts.protocol.fetch import FetchError, Range, Span, fetch, fetch_spans
 from routed_experts.protocol.routing import RoutingError
 from tests.protocol.answers import peak_of
 
@@ -141,6 +141,29 @@ def test_a_reference_that_claims_more_than_comes_takes_no_memory(headers: dict[s
 
         _, peak = peak_of(refused)
     assert peak < 8 << 20
+
+
+TERABYTES = {**REFERENCE, "shape": [1 << 44, 1, 1]}
+
+
+def test_a_length_that_never_comes_takes_no_memory() -> None:
+    with (
+        serving((200, {"Content-Length": str(1 << 44)})) as (port, _),
+        pytest.raises(FetchError, match="another number of bytes"),
+    ):
+        fetch(TERABYTES, base_url=f"http://127.0.0.1:{port}/v1")
+
+
+@pytest.mark.parametrize("num_rows", [1 << 46, 1 << 64, 1 << 90])
+def test_spans_that_do_not_fit_in_memory(num_rows: int) -> None:
+    reference = {**REFERENCE, "shape": [num_rows, 1, 1]}
+    with pytest.raises(FetchError, match="does not fit in memory"):
+        fetch_spans([Span(reference, 0, num_rows)])
+
+
+def test_a_span_beyond_its_array() -> None:
+    with pytest.raises(ValueError, match="rows of each of spans must be within 0 and 1"):
+        fetch_spans([Span(REFERENCE, 0, 1 << 40)])
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/7.npy", "routed_experts/rows/7"])
