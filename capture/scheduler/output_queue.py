@@ -78,10 +78,12 @@ class OutputQueue:
         # of requests whose last output was not seen yet, or waits for the rows of their prompt
         self._last_rows: dict[str, _LastRows] = {}
         self._ends: list[_End] = []
+        # the API process and the only output of requests that were refused
+        self._refused: list[tuple[int, EngineCoreOutput]] = []
 
     def __len__(self) -> int:
         """Number of prompts and of requests' ends that are not sent."""
-        return len(self._entries) + len(self._ends)
+        return len(self._entries) + len(self._ends) + len(self._refused)
 
     def is_waiting(self, request: RequestRows) -> bool:
         """Whether outputs of a request wait for the rows of its prompt."""
@@ -115,6 +117,12 @@ class OutputQueue:
         self._ends.append(_End(request, output))
         self.send_last(request, rows)
 
+    def refuse(self, request_id: str, client: int) -> None:
+        """Queues an error for a request whose id is that of a running one. It waits for nothing:
+        what waits here by this id is the other's."""
+        output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+        self._refused.append((client, output))
+
     def leave(self, request_id: str) -> object | None:
         """Called when an API process has aborted a request, perhaps one that has ended: drops its
         outputs, and the rows of its prompt if no other request waits for them. Returns the prompt's
@@ -140,6 +148,12 @@ class OutputQueue:
     def fill(self, messages: dict[int, EngineCoreOutputs]) -> None:
         """Adds rows, and the outputs that have waited for them, to a step's messages, which are by
         API process; takes off the outputs that have to wait."""
+        self._fill_with_rows(messages)
+        for client, output in self._refused:
+            messages.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+        self._refused.clear()
+
+    def _fill_with_rows(self, messages: dict[int, EngineCoreOutputs]) -> None:
         for end in self._ends:
             message = messages.setdefault(end.request.client, EngineCoreOutputs())
             message.outputs.append(end.output)

@@ -232,7 +232,18 @@ class SchedulerCapture(HookedScheduler):
 
     def add_request(self, request: Request) -> None:
         hooks = self.aux_output_connector
-        continues_prompt = request.request_id in self.requests  # which is streamed in
+        running = self.requests.get(request.request_id)
+        if running is not None and running.streaming_queue is None:
+            # vLLM would raise, and so end. An API process refuses an id that runs there, but does
+            # not know what runs in others.
+            logger.error(
+                "The request id %r of API process %d is in use: the new request ends with an error.",
+                request.request_id,
+                request.client_index,
+            )
+            hooks.distributor.queue.refuse(request.request_id, request.client_index)
+            return
+        continues_prompt = running is not None  # which is streamed in
         taken_params = hooks.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
         # Not before, as vLLM may refuse it.

@@ -152,6 +152,7 @@ API: tuple[Name, ...] = (
     *_of(f"{_PROCESSOR}:OutputProcessor", "propagate_error"),
     *_of(f"{_PROCESSOR}:RequestState", "_new_completion_output", "streaming_input"),
     *_of(f"{_PROCESSOR}:RequestOutputCollector", "get", "get_nowait"),
+    *_of("vllm.v1.engine.input_processor:InputProcessor", "assign_request_id"),
     *_of("vllm.v1.engine.async_llm:AsyncLLM", "shutdown", "add_request"),
     *_of(f"{_ENTRY}.generate.beam_search.offline:BeamSearchOfflineMixin", "beam_search"),
     *_of(f"{_ENTRY}.generate.beam_search.online:BeamSearchOnlineMixin", "beam_search"),

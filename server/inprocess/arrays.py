@@ -19,7 +19,12 @@ from routed_experts.protocol.fetch import ArrayReference
 from routed_experts.protocol.models import DELIVERY
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
-from routed_experts.server.outputs.processor import BufferedRequestState, RowBuffers, opt_in
+from routed_experts.server.outputs.processor import (
+    BufferedRequestState,
+    RowBuffers,
+    opt_in,
+    refuse_used_ids,
+)
 from routed_experts.server.outputs.row_buffer import RowBuffer, is_complete
 from routed_experts.server.settings import KINDS, Settings
 from routed_experts.server.vllm_api import (
@@ -216,6 +221,7 @@ class InProcessCapture:
         the engine."""
         processor = engine.output_processor
         buffers = RowBuffers.install(processor)
+        refuse_used_ids(engine)
         every = cls(engine)  # after the buffers, whose `add_request` it calls
         buffers.every_request = every
         processor.add_request = every.add_request

@@ -217,6 +217,27 @@ def test_a_request_id_that_comes_again(
     settled(api, idle)
 
 
+@pytest.mark.parametrize(("n", "others_n"), [(2, 2), (1, 2), (2, 1), (2, 3)])
+def test_a_request_that_is_refused_for_its_id_ends_nobody_else(
+    api: Server, idle: dict[str, float], n: int, others_n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM adds choices one by one, and aborts the id of all of them if one fails."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    about = {"request_id": "mine", "ignore_eos": True, "temperature": 1, "model": "tiny"}
+    body = {**ASK, **about, "prompt": prompt_of(60, 1), "max_tokens": 300, "n": n, "stream": True}
+    other = {**about, "prompt": prompt_of(40, 2), "max_tokens": 5, "n": others_n}
+    with api.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        events = read_events(response.iter_lines())
+        first = next(events)
+        refused = api.client().post("/v1/completions", json=other)
+        answers = answers_of_stream([first, *events], per_prompt=n)
+    assert refused.status_code == 400
+    assert "in use by a request that has not ended" in refused.json()["error"]["message"]
+    for answer in answers:
+        check(answer, tokens=300)
+    settled(api, idle)
+
+
 def unchunked(body: bytes) -> bytes:
     """What HTTP/1.1's chunks of a body hold."""
     whole, at = bytearray(), 0

@@ -275,6 +275,21 @@ def test_an_id_that_comes_again_while_steps_are_under_way(
     client.finish()
 
 
+@pytest.mark.parametrize("start", [0, None], ids=["rows", "no rows"])
+def test_an_id_that_runs_for_another_api_process(is_async: bool, start: int | None) -> None:
+    """Each process knows its own requests only. vLLM alone would end the engine."""
+    core = engine(is_async)
+    first, second = Client(core, index=0), Client(core, index=1)
+    first.add("same", tokens(30), max_tokens=20, start=start)
+    first.step(second)
+    second.add("same", tokens(40, seed=1), max_tokens=3, start=start)
+    first.run(second)
+    assert second.received.pop("same").finish is FinishReason.ERROR
+    second.finish()
+    first.finish()
+    assert len(first.received["same"].tokens) == 20
+
+
 def test_choices_of_a_prompt_whose_other_choices_have_left(warm: Warm) -> None:
     """Those that had a token waited for its rows, and are aborted: the others bring the rows
     again."""
