@@ -6,7 +6,6 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from io import StringIO
-from typing import Any
 
 from routed_experts.protocol.saved import ModelInfo, page_lines
 
@@ -76,10 +75,9 @@ def read_saved(body: bytes | bytearray) -> Iterator[str]:
     """The lines of `page_lines` for files in a request's body, `[[name, text], …]`. Raises
     `ValueError` for another, and for one that takes too much to parse."""
     _check_signs(lambda sign: body.count(sign.encode()))
-    try:
-        named_texts = [(str(name), _checked_text(text)) for name, text in json.loads(body)]
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError("The body must be a list of files, each [name, text].") from error
+    named_texts = _named_texts(body)
+    if named_texts is None:
+        raise ValueError("The body must be a list of files, each [name, text].")
     # Again, as a body can have them escaped.
     _check_signs(lambda sign: sum(text.count(sign) for _, text in named_texts))
     files = ((name, StringIO(text)) for name, text in named_texts)
@@ -92,7 +90,12 @@ def _check_signs(count: Callable[[str], int]) -> None:
         raise ValueError(TOO_MANY_SIGNS)
 
 
-def _checked_text(text: Any) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"not a text: {type(text).__name__}")
-    return text
+def _named_texts(body: bytes | bytearray) -> list[tuple[str, str]] | None:
+    """The files in a body; None if it has another form. An error from here would hold all that was
+    parsed, until Python looks for cycles."""
+    try:
+        named_texts = [(str(name), text) for name, text in json.loads(body)]
+    except (TypeError, ValueError, RecursionError):
+        return None
+    are_texts = all(isinstance(text, str) for _, text in named_texts)
+    return named_texts if are_texts else None

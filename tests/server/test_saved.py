@@ -3,6 +3,7 @@
 import io
 import json
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -477,6 +478,21 @@ def test_many_small_values_take_no_memory() -> None:
     message, peak = peak_of(refused)
     assert message == page.TOO_MANY_SIGNS
     assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("last", ["[]", "3", '["f", 3]', "]"])
+def test_an_error_keeps_nothing_of_a_body(last: str) -> None:
+    body = f"[{'[1, 2],' * 100_000}{last}]".encode()
+
+    def memory_beside_the_error() -> int:
+        with pytest.raises(ValueError, match=r"each \[name, text\]") as error:
+            read_saved(body)
+        assert error.tb is not None
+        return tracemalloc.get_traced_memory()[0]
+
+    in_use, peak = peak_of(memory_beside_the_error)
+    assert peak > 5 << 20, "it was parsed"
+    assert in_use < 1 << 20
 
 
 @pytest.mark.parametrize("num_experts", [4, 8])
