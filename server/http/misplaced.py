@@ -4,24 +4,31 @@ silence."""
 from collections.abc import Iterator
 from typing import Any
 
-from routed_experts.capture.wire.prefill_rows import TRANSFER_PARAMS
 from routed_experts.protocol.models import PREFIXES, RoutingFields
 
 _FIELDS = RoutingFields.model_fields
 _OF_ANSWERS = ("routed_experts", "routed_expert_weights")
 _LONGEST_PLACE = 100
-_CONVERSATIONS = (".messages", ".input")
-"""Of their items, only the names of fields are looked at, and nothing below: clients keep rows
-beside messages."""
-_USERS_OWN = {
-    *("content", "system", "documents", "metadata"),
-    *("prompt", "prompt_token_ids", "prompt_embeds", "token_ids", "features", "content_parts"),
-    *("tools", "functions", "tool_calls", "function_call", "arguments"),
-    *("schema", "json_schema", "json", "guided_json"),
-    *(TRANSFER_PARAMS, "ec_transfer_params"),
-}
-"""Below these, names are a user's own: texts, data, tools and what they are called with, JSON
-schemas. Parameters of KV transfers have rows, under a name like those of fields."""
+_INNER_REQUEST = "chat_request"  # of a request to derender, with what that had
+_LONGEST_KNOWN = 8  # parts of a path that is known
+_CONVERSATIONS = ("messages", "input")
+"""Of their items and of the parts of their contents, only the names of fields are looked at, and
+nothing below: there are texts, and what tools are called with."""
+_USERS_OWN = {"metadata", "tools", "functions"}
+_TOKENS = {"prompt", "prompt_token_ids", "prompt_embeds", "token_ids"}
+_OF_GENERATE = {"features", "content_parts"}
+"""Of the top level. Names below these are a user's own: texts, data, tools."""
+_WITH_SCHEMAS = (
+    ("response_format",),
+    ("structured_outputs",),
+    ("sampling_params", "structured_outputs"),
+    ("text",),
+    ("output_config",),
+)
+_SCHEMAS = {"schema", "json_schema", "json"}
+"""At any depth below those, as structural tags have them. Their names are a user's own."""
+_SCHEMA_WITH_NAME = ("response_format", "json_schema")
+"""Is no schema, but has one."""
 
 
 def misplaced_fields(body: Any) -> Iterator[tuple[str, str]]:
@@ -39,15 +46,44 @@ def misplaced_fields(body: Any) -> Iterator[tuple[str, str]]:
             del path[-1:]
             continue
         path.append(part)
-        is_message = path[0] in _CONVERSATIONS
+        names_above = _names(path)
+        if _is_users_own(names_above, part, body):
+            walks.append(iter(()))
+            continue
+        in_conversation = names_above[:1] in [(name,) for name in _CONVERSATIONS]
         names = value if isinstance(value, dict) else ()
         for name in names:
             if name in _FIELDS or (
-                not is_message and name.startswith(PREFIXES) and name not in _OF_ANSWERS
+                not in_conversation and name.startswith(PREFIXES) and name not in _OF_ANSWERS
             ):
                 yield "".join(path).removeprefix(".")[:_LONGEST_PLACE], name
-        ends_here = is_message and isinstance(value, dict)
-        walks.append(iter(()) if ends_here else _containers(value))
+        walks.append(_containers(value))
+
+
+def _names(path: list[str]) -> tuple[str, ...]:
+    """The first names on a path, without the indices of lists."""
+    names = tuple(part[1:] for part in path[:_LONGEST_KNOWN] if part.startswith("."))
+    return names[1:] if names[0:1] == (_INNER_REQUEST,) else names
+
+
+def _is_users_own(names: tuple[str, ...], part: str, body: Any) -> bool:
+    """Whether what is at these names below the top of `body` is content, and no part of the
+    request's form."""
+    if names[:1] and names[0] in _CONVERSATIONS:
+        return names[1:] not in ((), ("content",))
+    if len(names) == 1:
+        is_of_tokens = "token_ids" in body
+        is_chat_or_data = "prompt" not in body and not is_of_tokens
+        return (
+            names[0] in _USERS_OWN | _TOKENS
+            or (names[0] in _OF_GENERATE and is_of_tokens)
+            or (names[0] == "documents" and is_chat_or_data)
+        )
+    return (
+        part[1:] in _SCHEMAS
+        and names != _SCHEMA_WITH_NAME
+        and any(names[: len(root)] == root for root in _WITH_SCHEMAS)
+    )
 
 
 def _containers(value: Any) -> Iterator[tuple[str, Any]]:
@@ -58,5 +94,5 @@ def _containers(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f"[{index}]", item
     elif isinstance(value, dict):
         for name, item in value.items():
-            if type(item) in (dict, list) and name not in _USERS_OWN:
+            if type(item) in (dict, list):
                 yield f".{name}", item

@@ -226,9 +226,7 @@ def test_names_in_what_is_a_users_own_are_not_ours(api: Server) -> None:
     messages = [
         {
             "role": "user",
-            "content": [
-                {"type": "text", "text": "return_routed_experts", "return_routed_experts": 1}
-            ],
+            "content": [{"type": "text", "text": "return_routed_experts"}],
         },
         {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
         {"role": "tool", "tool_call_id": "1", "content": "routed_experts_x"},
@@ -252,6 +250,44 @@ def test_names_in_what_is_a_users_own_are_not_ours(api: Server) -> None:
         ).status_code
         == 200
     )
+
+
+KV = {"do_remote_decode": True, "routed_experts": {"data": "", "shape": [0, 8, 4]}}
+OWN: list[dict[str, Any]] = [
+    {"messages": [], "documents": [ASKS]},
+    {"token_ids": [1], "features": ASKS},
+    {"kv_transfer_params": KV},
+    {"chat_request": {"tools": [ASKS]}},
+    {"messages": [{"content": [{"type": "tool_use", "input": ASKS}]}]},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": ASKS}}},
+    {"response_format": {"format": {"elements": [{"json_schema": ASKS}]}}},
+    {"sampling_params": {"structured_outputs": {"json": ASKS}}},
+]
+LOST: list[tuple[str, dict[str, Any]]] = [
+    *((name, {name: ASKS}) for name in ("kv_transfer_params", "ec_transfer_params")),
+    *((name, {name: ASKS}) for name in ("system", "arguments", "json", "schema", "content")),
+    ("documents[0]", {"prompt": "a", "documents": [ASKS]}),
+    ("features", {"prompt": "a", "features": ASKS}),
+    ("vllm_xargs.kv_transfer_params", inside(ASKS, "vllm_xargs", "kv_transfer_params")),
+    (
+        "sampling_params.extra_args.metadata",
+        inside(ASKS, "sampling_params", "extra_args", "metadata"),
+    ),
+    ("response_format.json_schema", inside(ASKS, "response_format", "json_schema")),
+    ("messages[0].content[0]", {"messages": [{"content": [{"type": "text", **ASKS}]}]}),
+]
+
+
+@pytest.mark.parametrize("body", OWN, ids=str)
+def test_a_users_own_names_pass_where_the_request_has_a_place_for_them(
+    body: dict[str, Any],
+) -> None:
+    assert [*misplaced_fields(body)] == []
+
+
+@pytest.mark.parametrize(("place", "body"), LOST, ids=[place for place, _ in LOST])
+def test_the_same_names_elsewhere_hide_no_field_of_ours(place: str, body: dict[str, Any]) -> None:
+    assert (place, "return_routed_experts") in [*misplaced_fields(body)]
 
 
 def test_deep_bodies_are_walked_to_their_end() -> None:
