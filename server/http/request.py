@@ -299,4 +299,6 @@ async def _body(raw_request: Request) -> dict[str, Any] | None:
         body = await raw_request.json()
     except ValueError:
         return None
+    except RecursionError:  # which vLLM does not report on /invocations
+        raise VLLMValidationError("The body is not valid JSON: it is too deep") from None
     return body if isinstance(body, dict) else None

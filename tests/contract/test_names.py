@@ -405,6 +405,14 @@ def test_however_it_is_written(api: Server, content: bytes) -> None:
             )
 
 
+@pytest.mark.parametrize("path", sorted(OURS))
+def test_json_that_is_too_deep_is_refused(api: Server, path: str) -> None:
+    with api.client() as client:
+        headers = {"content-type": "application/json"}
+        answer = client.post(path, content=b"[" * 100_000, headers=headers)
+    assert answer.status_code == 400
+
+
 def test_what_only_speaks_of_our_fields_passes(api: Server, stock: Server) -> None:
     """In texts, in tools' schemas, behind a null, and in what is no JSON."""
     text = "what does return_routed_experts do? \\u0072outed_experts"
