@@ -363,8 +363,12 @@ def test_of_hundreds_of_clients_that_leave_at_any_time_nothing_is_left(folder: P
             for number, moment in enumerate(moments)
         ]
         received = b"".join(client.result(60) for client in asked)
-    edge.store.writer.submit(lambda: None).result(60)
-    assert [path for path in folder.rglob("*.npy") if path.stem.encode() not in received] == []
+
+    def unknown() -> list[Path]:
+        return [path for path in folder.rglob("*.npy") if path.stem.encode() not in received]
+
+    # A request of a client that left may end after its connection, and deletes then.
+    wait_until(lambda: not unknown(), "arrays of which nobody knows are left", 60)
 
 
 @pytest.mark.parametrize("stream", [True, False])
