@@ -315,17 +315,23 @@ def test_clients_that_leave_while_an_array_is_written_leave_nothing(
     assert held_bytes(folder) == edge.store.used_bytes == 0
 
 
-def ask_and_leave(server: uvicorn.Server, stream: bool, leave: Callable[[], Any]) -> bytes:
-    """What a client was sent that closes its connection after `leave`; it does not wait for
-    more."""
+def ask_and_leave(
+    server: uvicorn.Server, stream: bool, leave: Callable[[], Any], to_the_end: bool = False
+) -> bytes:
+    """What a client was sent that closes its connection after `leave`; it does not wait for more,
+    but `to_the_end`: then it is all that the server sent before it knew."""
     body = json.dumps({"generated": 20, "stream": stream}).encode()
     head = f"POST /long HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(server.servers[0].sockets[0].getsockname()) as sock:
         sock.sendall(head.encode() + body)
         leave()
-        sock.setblocking(False)
+        if to_the_end:
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(60)
+        else:
+            sock.setblocking(False)
         received = bytearray()
-        with suppress(BlockingIOError):
+        with suppress(BlockingIOError, ConnectionResetError):
             while part := sock.recv(1 << 16):
                 received += part
     return bytes(received)
@@ -359,7 +365,9 @@ def test_of_hundreds_of_clients_that_leave_at_any_time_nothing_is_left(folder: P
     moments = [dice.random() * 0.4 for _ in range(300)]
     with running(edge.app()) as server, ThreadPoolExecutor(20) as clients:
         asked = [
-            clients.submit(ask_and_leave, server, number % 2 == 0, partial(time.sleep, moment))
+            clients.submit(
+                ask_and_leave, server, number % 2 == 0, partial(time.sleep, moment), True
+            )
             for number, moment in enumerate(moments)
         ]
         received = b"".join(client.result(60) for client in asked)
