@@ -227,7 +227,7 @@ class Collector:
             self._append(choice, chunk.array)
 
     def _prompts_of(self, chunk: AnswerChunk, num_prompts: int, array_name: str) -> list["_Prompt"]:
-        """The prompts that a chunk has rows or histograms (`what`) of, each beside the first of its
+        """The prompts that a chunk has rows or histograms (`array_name`) of, each beside the first of its
         choices."""
         num_choices = len(chunk.choices)
         n = num_choices if num_prompts == 1 else self._request.get("n")

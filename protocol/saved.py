@@ -355,7 +355,7 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
 
 
 def read(files: Iterable[tuple[str, TextIO]], model_info: ModelInfo) -> Iterator[SavedAnswer]:
-    """The responses in files, given as names and texts. `given` are facts about the model, which
+    """The responses in files, given as names and texts. `model_info` has facts about the model, which
     take precedence."""
     reader = Reader(model_info)
     name = ""
@@ -378,7 +378,7 @@ class Reader:
         most_items: int | None = None,
     ) -> None:
         self.info = info_before or ModelInfo()  # what the files so far say about their model
-        self._given = model_info
+        self._model_info = model_info
         self._num_items = 0
         self._most_items = most_items
 
@@ -402,7 +402,7 @@ class Reader:
                     continue
                 if INFO in parts[0]:
                     of_file = ModelInfo.of(parts[0][INFO])
-            yield replace(answer, info=self._given.over(of_file.over(self.info)))
+            yield replace(answer, info=self._model_info.over(of_file.over(self.info)))
         if is_empty:
             raise RoutingError(f"{name} has no responses")
 

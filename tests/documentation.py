@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -63,6 +64,13 @@ def spans() -> Iterator[tuple[str, str]]:
 def run_by(test: str) -> list[str]:
     """The text of the blocks that `test` runs."""
     return [block.text for block in blocks() if block.run_by == test]
+
+
+def transitions_in(module: ModuleType) -> set[tuple[str, str]]:
+    """The states before and after each move that the table in a module's docstring allows."""
+    assert module.__doc__ is not None
+    rows = re.findall(r"^    ((?:[A-Z_]+, )*[A-Z_]+)  +([A-Z_]+)  ", module.__doc__, re.MULTILINE)
+    return {(before, after) for sources, after in rows for before in sources.split(", ")}
 
 
 def exists(name: str, beside: Path = ROOT) -> bool:

@@ -16,7 +16,7 @@ _PREFIX = f"{__name__}."
 
 
 def worker_name(configured: Any) -> str:
-    """The value for `worker_cls` where a program wants the class `wanted`, or the one of that name;
+    """The value for `worker_cls` where a program names the class `configured`, or has it by name;
     ours for None and for `auto`.
 
     Raises `UnsupportedConfig` on other devices, and for a class that the capture cannot be mixed
@@ -46,7 +46,7 @@ def is_capturing(worker_cls: str) -> bool:
 
 
 def _name(argument: str, configured: Any, base_name: str) -> str:
-    """The name of the class `wanted`, which must derive from vLLM's `base_name`, with the capture
+    """The name of the class `configured`, which must derive from vLLM's `base_name`, with the capture
     mixed in. `argument` is vLLM's, for messages."""
     cls = configured
     if isinstance(configured, str):

@@ -241,7 +241,7 @@ class SchedulerCapture(HookedScheduler):
                 request.request_id,
                 request.client_index,
             )
-            hooks.distributor.queue.refuse(request.request_id, request.client_index)
+            hooks.output_queue.refuse(request.request_id, request.client_index)
             return
         continues_prompt = running is not None  # which is streamed in
         taken_params = hooks.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)

@@ -150,7 +150,7 @@ WORKER: tuple[Name, ...] = (
 API: tuple[Name, ...] = (
     *_of(f"{_PROCESSOR}:OutputProcessor", "add_request", "process_outputs", "abort_requests"),
     *_of(f"{_PROCESSOR}:OutputProcessor", "propagate_error"),
-    *_of(f"{_PROCESSOR}:RequestState", "_new_completion_output", "streaming_input"),
+    *_of(f"{_PROCESSOR}:RequestState", "_new_completion_output"),
     *_of(f"{_PROCESSOR}:RequestOutputCollector", "get", "get_nowait"),
     *_of("vllm.v1.engine.input_processor:InputProcessor", "assign_request_id"),
     *_of("vllm.v1.engine.async_llm:AsyncLLM", "shutdown", "add_request"),

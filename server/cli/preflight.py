@@ -69,11 +69,11 @@ def check_environment() -> None:
 def _vllms_variables() -> dict[str, Callable[[], Any]]:
     """What reads each variable, by its name. From its file, as importing vLLM itself reads some of
     them."""
-    spec = find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
+    vllm = find_spec("vllm")
+    if vllm is None or not vllm.submodule_search_locations:
         return {}
     spec = spec_from_file_location(
-        "vllms_variables", Path(spec.submodule_search_locations[0]) / "envs.py"
+        "vllms_variables", Path(vllm.submodule_search_locations[0]) / "envs.py"
     )
     assert spec is not None
     assert spec.loader is not None

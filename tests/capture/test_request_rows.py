@@ -1,7 +1,5 @@
 """The phases of a request that opted in."""
 
-import re
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +12,7 @@ from routed_experts.capture.scheduler.request_rows import (
     RequestRows,
 )
 from routed_experts.capture.wire.message import OptIn
+from tests.documentation import transitions_in
 
 
 def request(request_id: str = "r") -> RequestRows:
@@ -37,18 +36,10 @@ def indexes_of(requests: RequestIndexes, state: RequestRows) -> set[str]:
 
 
 def test_the_table_in_the_docstring_is_the_table_that_is_checked() -> None:
-    assert request_rows.__doc__ is not None
-    documented = {
-        (before, after)
-        for sources, after in re.findall(
-            r"^    ((?:[A-Z_]+, )*[A-Z_]+)  +([A-Z_]+)  ", request_rows.__doc__, re.MULTILINE
-        )
-        for before in sources.split(", ")
-    }
     checked = {
         (before.name, after.name) for before, afters in TRANSITIONS.items() for after in afters
     }
-    assert documented == checked
+    assert transitions_in(request_rows) == checked
 
 
 INDEXES = {

@@ -316,7 +316,7 @@ def test_clients_that_leave_while_an_array_is_written_leave_nothing(
 
 
 def ask_and_leave(
-    server: uvicorn.Server, stream: bool, leave: Callable[[], Any], to_the_end: bool = False
+    server: uvicorn.Server, stream: bool, leave: Callable[[], Any], *, to_the_end: bool = False
 ) -> bytes:
     """What a client was sent that closes its connection after `leave`; it does not wait for more,
     but `to_the_end`: then it is all that the server sent before it knew."""
@@ -366,7 +366,7 @@ def test_of_hundreds_of_clients_that_leave_at_any_time_nothing_is_left(folder: P
     with running(edge.app()) as server, ThreadPoolExecutor(20) as clients:
         asked = [
             clients.submit(
-                ask_and_leave, server, number % 2 == 0, partial(time.sleep, moment), True
+                ask_and_leave, server, number % 2 == 0, partial(time.sleep, moment), to_the_end=True
             )
             for number, moment in enumerate(moments)
         ]

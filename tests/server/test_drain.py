@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import signal
 import socket
 import time
@@ -36,6 +35,7 @@ from routed_experts.server.http.drain import (
 )
 from routed_experts.server.inprocess.api_processes import _start
 from routed_experts.server.shared import SHARED, Shared
+from tests.documentation import transitions_in
 from tests.e2e.harness import wait_until
 
 
@@ -321,16 +321,8 @@ def test_an_engine_that_has_died_stays_dead_when_it_is_told_to_end(
 
 
 def test_the_table_of_phases_in_the_docstring_is_the_table_that_is_used() -> None:
-    assert drain_module.__doc__ is not None
-    documented = {
-        (before, after)
-        for sources, after in re.findall(
-            r"^    ((?:[A-Z_]+, )*[A-Z_]+)  +([A-Z_]+)  ", drain_module.__doc__, re.MULTILINE
-        )
-        for before in sources.split(", ")
-    }
     used = {(before.name, after.name) for before, afters in TRANSITIONS.items() for after in afters}
-    assert documented == used
+    assert transitions_in(drain_module) == used
 
 
 @pytest.mark.parametrize("before", Phase)
