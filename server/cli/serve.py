@@ -38,13 +38,13 @@ from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, guess, say
 from routed_experts.server.cli.preflight import check_address, sentence_of
-from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.seams import cli_env_setup, configure_logging_from_args
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.inprocess import plugin as program_plugin
 from routed_experts.server.inprocess.api_processes import share_with_api_processes
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.outputs.folders import default_folder, private_folder, remove_unused
+from routed_experts.server.outputs.record_files import prepare
 from routed_experts.server.settings import HELP, KINDS, Settings, SettingsError
 from routed_experts.server.shared import ENGINE_DIED
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger

@@ -16,7 +16,7 @@ import pytest
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.http import recording
-from routed_experts.server.http.recording import PART, RecordFiles
+from routed_experts.server.outputs.record_files import PART, RecordFiles
 from routed_experts.server.tools.saved import opened
 from routed_experts.server.tools.view import viewed_files
 from tests.contract.engine import weights_for

@@ -21,8 +21,8 @@ from routed_experts.protocol import buckets
 from routed_experts.protocol.batch import join_turns
 from routed_experts.protocol.fetch import FetchError, fetch, fetch_all, fetch_spans
 from routed_experts.server.cli.main import main
-from routed_experts.server.http import recording, stored_arrays
-from routed_experts.server.outputs import array_store
+from routed_experts.server.http import stored_arrays
+from routed_experts.server.outputs import array_store, record_files
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
@@ -325,8 +325,8 @@ def test_what_is_recorded_in_a_bucket_is_exported_from_there(
     url = f"{URL}-records"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(buckets, "RETRY_S", 0.1)
-    recording.prepare(url)
-    left = recording.folder_of(url) / "20260101T000000Z-1-1-0.jsonl"
+    record_files.prepare(url)
+    left = record_files.folder_of(url) / "20260101T000000Z-1-1-0.jsonl"
     bodies = [{"prompt": prompt_of(9, seed), "max_tokens": 3} for seed in range(3)]
     with serving(tiny_model, "--routed-experts-record", str(tmp_path / "folder")) as server:
         server.complete(**bodies[0])
@@ -338,7 +338,7 @@ def test_what_is_recorded_in_a_bucket_is_exported_from_there(
         time.sleep(0.5)
         proxy.fault = ""
         server.complete(**bodies[2])
-    assert [*recording.folder_of(url).iterdir()] == []
+    assert [*record_files.folder_of(url).iterdir()] == []
     names = names_in(url)
     assert all(name.endswith(".jsonl") for name in names)
     table = tmp_path / "rows.npz"

@@ -16,9 +16,11 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from routed_experts.capture.wire.message import OPT_IN_ARG, PROMPT_ROWS, OptIn, RowsOutput
 from routed_experts.protocol.collect import collect
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
-from routed_experts.server.http import metrics, recording
+from routed_experts.server.http import metrics
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.recording import PART, FullError, Recorder, RecordFiles, prepare
+from routed_experts.server.http.recording import Recorder
+from routed_experts.server.outputs import record_files
+from routed_experts.server.outputs.record_files import PART, FullError, RecordFiles, prepare
 from tests.server.known import K, L
 from tests.server.test_row_buffer import (
     ABORT,
@@ -64,7 +66,7 @@ def test_files_are_completed_by_size_and_age(
     files.write([b"line\n"])
     files.rotate()
     assert [path.suffix for path in tmp_path.iterdir()] == [PART]
-    monkeypatch.setattr(recording, name, limit)
+    monkeypatch.setattr(record_files, name, limit)
     files.rotate()
     files.write([b"line\n"])
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", PART]
