@@ -7,6 +7,7 @@ receives them.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -24,6 +25,18 @@ _STORED, _FAILED = "stored", "failed"
 _SETTINGS = {cause: cause.name.lower() for cause in (Cause.KV_STORE, Cause.KV_TRANSFER)}
 """Reasons that follow from settings. The others are faults."""
 _MODEL, _ENGINE = "model_name", "engine"  # as vLLM labels its metrics
+
+
+class NotRecorded(StrEnum):
+    """Why a prompt is not recorded; `docs/metrics.md` explains each."""
+
+    FULL = "full"
+    QUEUE = "queue"
+    MEMORY = "memory"
+    FAILED = "failed"
+    NO_ROWS = "no_rows"
+    STREAMED_INPUT = "streamed_input"
+    BEAM_SEARCH = "beam_search"
 
 
 def _counter(name: str, documentation: str, *labels: str) -> Counter:
@@ -154,7 +167,7 @@ def count_recorded(num_bytes: int) -> None:
     RECORDED_BYTES.labels(_model).inc(num_bytes)
 
 
-def count_dropped(reason: str, count: int = 1) -> None:
+def count_dropped(reason: NotRecorded, count: int = 1) -> None:
     """Counts prompts that were to be recorded and are not. A `count` of 0 exports the counter."""
     RECORD_DROPPED.labels(_model, reason).inc(count)
 

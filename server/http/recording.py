@@ -1,48 +1,34 @@
-"""Records the routing of all requests in files: each line is a response.
+"""Decides which requests are recorded, and collects their rows.
 
 A recorded request that does not ask for rows is opted in on its way to the engine, and its rows go
-to the file only. One that asks is recorded with the rows that it asks for. A thread writes finished
-requests.
+to the record only. One that asks is recorded with the rows that it asks for. When all choices of a
+prompt have finished, its record goes into the queue (`record_queue.py`), whose thread makes a line
+of it (`record_line.py`) and writes it into a file (`outputs/record_files.py`).
 """
 
 import os
 import time
-from collections.abc import Iterator
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from random import Random
-from threading import Thread
-from typing import Any, ClassVar
-
-from pydantic import BaseModel
+from typing import Any
 
 from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.buckets import is_bucket
-from routed_experts.protocol.codec import resolve_dtype
-from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.metrics import count_dropped, count_recorded
-from routed_experts.server.http.response import CollectedRows, RoutedResponse
-from routed_experts.server.http.wire_form import LostRowsError, WireForm
+from routed_experts.server.http.metrics import NotRecorded, count_dropped
+from routed_experts.server.http.record_line import Record, RecordState, line_of
+from routed_experts.server.http.record_queue import FailureLog, RecordQueue
 from routed_experts.server.outputs.processor import NoRecorder
-from routed_experts.server.outputs.record_files import (
-    FullError,
-    RecordFiles,
-    folder_of,
-    prepare,
-)
+from routed_experts.server.outputs.record_files import RecordFiles, folder_of, prepare
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.outputs.sent_files import SentFiles
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     CompletionOutput,
     EngineCoreRequest,
-    RequestOutput,
     RequestState,
     SamplingParams,
     get_logger,
@@ -53,38 +39,8 @@ logger = get_logger(__name__)
 
 _RUNNING_BYTES = 512 << 20
 """Limit of the rows that are held for running requests."""
-_QUEUE_BYTES = 128 << 20
-"""Limit of the rows that wait to be written; a single larger request may wait alone."""
-_IDLE_S = 5.0
-_CLOSE_S = 5.0
-"""How long a server that stops waits for what is not written yet."""
-
-REASONS = ("full", "queue", "memory", "failed", "no_rows", "streamed_input", "beam_search")
-"""Why a request is not recorded; `docs/metrics.md` explains each."""
 
 _LEFT_OUT: ContextVar[bool] = ContextVar("routed_experts_left_out", default=False)
-
-
-class RecordedResponse(BaseModel, extra="allow"):
-    """The fields of a line besides rows."""
-
-    choices: list[dict[str, Any]]
-    kv_transfer_params: ClassVar[None] = None
-
-
-@dataclass(eq=False)
-class Record:
-    request_id: str
-    created: int  # Unix time, in seconds
-    opt_in: OptIn  # the client's, or the recorder's own
-    num_running: int  # number of choices that have not finished
-    is_dropped: bool = False
-    nbytes: int = 0  # size of the rows so far
-    # choices with tokens, and their rows in a buffer
-    finished: list[CompletionOutput] = field(default_factory=list)
-    model: str | None = None
-    prompt_token_ids: list[int] | None = None  # None if the prompt came as embeddings
-    prompt_len: int = 0
 
 
 class RecordedChoice(RowBuffer):
@@ -112,72 +68,89 @@ class RecordedChoice(RowBuffer):
 
 
 class Recorder(NoRecorder):
-    """Decides which requests are recorded, and queues their rows for the thread that writes them.
-
-    All methods but those of the thread run in the event loop.
-    """
+    """Runs in the event loop."""
 
     def __init__(
         self, captured: CapturedEngine, files: RecordFiles, share: float, keeps_tokens: bool
     ) -> None:
         self._captured = captured
-        self._files = files
         self._share = share  # of the prompts that are recorded, drawn for each
-        self._keeps_tokens = keeps_tokens
         self._random = Random()
-        self._is_full = self._is_closed = self._has_failed = False
-        self._running_bytes = self._put_bytes = self._taken_bytes = 0
-        self._queue: SimpleQueue[Record | None] = SimpleQueue()
-        for reason in REASONS:
+        self._running_bytes = 0
+        self._failures = FailureLog()
+        for reason in NotRecorded:
             count_dropped(reason, 0)  # exported as 0 from the start
-        self._thread = Thread(target=self._write_all, name="routed-experts-record", daemon=True)
-        self._thread.start()
+        self._queue = RecordQueue(
+            files,
+            partial(line_of, captured=captured, keeps_tokens=keeps_tokens),
+            self._failures,
+        )
 
     def leave_out(self, reason: str) -> None:
         _LEFT_OUT.set(True)
         if self._random.random() < self._share:
-            count_dropped(reason)
+            count_dropped(NotRecorded(reason))
 
     def begin(self, request: EngineCoreRequest, parent: Any) -> RecordedChoice | None:
         params = request.sampling_params
-        if params is None or self._is_closed or _LEFT_OUT.get():
+        if params is None or self._queue.is_closed or _LEFT_OUT.get():
             return None
         try:
-            asked = OptIn.of(params)
-            if parent is None:
-                record = self._new(request, params, asked, 1)
-            else:  # all choices of a prompt, or none
-                if not hasattr(parent, "routed_experts_record"):
-                    parent.routed_experts_record = self._new(request, params, asked, parent.n)
-                record = parent.routed_experts_record
-            if record is not None and asked is None:
-                request.sampling_params = params = copy(params)  # other choices use the same object
-                params.extra_args = {
-                    **(params.extra_args or {}),
-                    OPT_IN_ARG: record.opt_in.encode(),
-                }
-            return (
-                None
-                if record is None
-                else RecordedChoice(self, record, client_asks=asked is not None)
-            )
+            return self._begin(request, params, parent)
         except Exception as error:  # noqa: BLE001 the response does not depend on it
             self.fail(error)
             return None
+
+    def _begin(
+        self, request: EngineCoreRequest, params: SamplingParams, parent: Any
+    ) -> RecordedChoice | None:
+        clients_opt_in = OptIn.of(params)
+        record = self._record_of(request, params, clients_opt_in, parent)
+        if record is None:
+            return None
+        if clients_opt_in is None:
+            _opt_in(request, params, record.opt_in)
+        return RecordedChoice(self, record, client_asks=clients_opt_in is not None)
+
+    def _record_of(
+        self,
+        request: EngineCoreRequest,
+        params: SamplingParams,
+        clients_opt_in: OptIn | None,
+        parent: Any,
+    ) -> Record | None:
+        """All choices of a prompt have one record, or none."""
+        if parent is None:
+            return self._new(request, params, clients_opt_in, num_choices=1)
+        if not hasattr(parent, "routed_experts_record"):
+            parent.routed_experts_record = self._new(request, params, clients_opt_in, parent.n)
+        record: Record | None = parent.routed_experts_record
+        return record
 
     def _new(
         self,
         request: EngineCoreRequest,
         params: SamplingParams,
-        asked: OptIn | None,
+        clients_opt_in: OptIn | None,
         num_choices: int,
     ) -> Record | None:
         if self._random.random() >= self._share:
             return None
-        if request.resumable or self._is_full:
-            count_dropped("streamed_input" if request.resumable else "full")
+        if request.resumable:
+            count_dropped(NotRecorded.STREAMED_INPUT)
             return None
-        opt_in = asked or OptIn(
+        if self._queue.is_full:
+            count_dropped(NotRecorded.FULL)
+            return None
+        return Record(
+            request_id=request.external_req_id or request.request_id,
+            created=int(time.time()),
+            opt_in=clients_opt_in or self._own_opt_in(params, num_choices),
+            num_running=num_choices,
+        )
+
+    def _own_opt_in(self, params: SamplingParams, num_choices: int) -> OptIn:
+        return OptIn(
             0,
             os.urandom(16),
             shared=num_choices > 1,
@@ -186,184 +159,89 @@ class Recorder(NoRecorder):
             final_only=not params.stop,
             allow_missing=True,
         )
-        return Record(
-            request.external_req_id or request.request_id, int(time.time()), opt_in, num_choices
-        )
 
     def hold(self, record: Record, num_bytes: int) -> bool:
         """Whether so many more bytes of rows may be held for a running request."""
-        if not record.is_dropped and self._running_bytes + num_bytes > _RUNNING_BYTES:
-            self._drop(record, "memory")
-        if not record.is_dropped:
-            record.nbytes += num_bytes
-            self._running_bytes += num_bytes
-        return not record.is_dropped
+        if record.state is RecordState.DROPPED:
+            return False
+        if self._running_bytes + num_bytes > _RUNNING_BYTES:
+            self._drop(record, NotRecorded.MEMORY)
+            return False
+        record.nbytes += num_bytes
+        self._running_bytes += num_bytes
+        return True
 
     def finish(
         self, record: Record, rows: RowBuffer, state: RequestState, finish_reason: str
     ) -> None:
         """Takes a choice that has ended; with the last one, the record goes into the queue."""
         record.num_running -= 1
-        if record.is_dropped:
+        if record.state is RecordState.DROPPED:
             return
-        if token_ids := [*state.detokenizer.output_token_ids]:
-            about = {"routed_experts": rows, "finish_reason": finish_reason}
+        token_ids = [*state.detokenizer.output_token_ids]
+        if token_ids:
             record.finished.append(
-                CompletionOutput(state.request_index, "", token_ids, None, None, **about)
+                CompletionOutput(
+                    index=state.request_index,
+                    text="",
+                    token_ids=token_ids,
+                    cumulative_logprob=None,
+                    logprobs=None,
+                    routed_experts=rows,
+                    finish_reason=finish_reason,
+                )
             )
-        if record.num_running:
-            return
-        record.model, record.prompt_token_ids = state.lora_name, state.prompt_token_ids
-        record.prompt_len = state.prompt_len
-        queued = self._put_bytes - self._taken_bytes
-        if not record.finished:  # aborted before the first token
-            self._drop(record, "no_rows")
-        elif self._is_closed or (queued and queued + record.nbytes > _QUEUE_BYTES):
-            self._drop(record, "queue")
-        else:
-            self._running_bytes -= record.nbytes
-            self._put_bytes += record.nbytes
-            self._queue.put(record)
+        if not record.num_running:
+            record.model = state.lora_name
+            record.prompt_token_ids = state.prompt_token_ids
+            record.prompt_len = state.prompt_len
+            self._finish_record(record)
 
-    def _drop(self, record: Record, reason: str) -> None:
+    def _finish_record(self, record: Record) -> None:
+        if not record.finished:  # aborted before the first token
+            self._drop(record, NotRecorded.NO_ROWS)
+        elif self._queue.put(record):
+            record.state = RecordState.QUEUED
+            self._running_bytes -= record.nbytes
+        else:
+            self._drop(record, NotRecorded.QUEUE)
+
+    def _drop(self, record: Record, reason: NotRecorded) -> None:
         count_dropped(reason)
         self._running_bytes -= record.nbytes
-        record.is_dropped, record.nbytes = True, 0
+        record.state = RecordState.DROPPED
+        record.nbytes = 0
         record.finished.clear()
 
     def fail(self, error: Exception, record: Record | None = None) -> None:
         """Counts what could not be recorded, and logs the first of several failures in a row."""
         if record is None:
-            count_dropped("failed")
-        elif not record.is_dropped:
-            self._drop(record, "failed")
-        self._log(error)
-
-    def _log(self, error: Exception) -> None:
-        if not self._has_failed:
-            expected = isinstance(error, OSError)
-            logger.error(
-                "The routing of a request cannot be recorded: %s",
-                error,
-                exc_info=None if expected else error,
-            )
-        self._has_failed = True
+            count_dropped(NotRecorded.FAILED)
+        elif record.state is not RecordState.DROPPED:
+            self._drop(record, NotRecorded.FAILED)
+        self._failures.failed(error)
 
     def close(self) -> None:
         """Writes queued requests, and completes the file."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._queue.put(None)
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
-            logger.error(
-                "The routing of about %d requests was not recorded: the disk is slow.",
-                self._queue.qsize(),
-            )
+        self._queue.close()
 
-    def _write_all(self) -> None:
-        """Runs in the thread."""
-        is_open = True
-        while is_open:
-            try:
-                if (record := self._queue.get(timeout=_IDLE_S)) is not None:
-                    self._write(record)
-                is_open = record is not None
-            except Empty:
-                self._look_for_room()
-            try:
-                self._files.rotate(at_once=self._is_full or not is_open)
-            except Exception as error:  # noqa: BLE001 the thread goes on, and the next request may succeed
-                self._log(error)
 
-    def _look_for_room(self) -> None:
-        try:
-            if self._is_full and self._files.have_gone():
-                logger.info("Files of recorded routing were moved away: recording goes on.")
-                self._is_full = False
-        except Exception as error:  # noqa: BLE001 as above
-            self._log(error)
-
-    def _write(self, record: Record) -> None:
-        try:
-            count_recorded(self._files.write(self._line(record)))
-            self._has_failed = False
-        except FullError:
-            count_dropped("full")
-            if not self._is_full:
-                logger.warning(
-                    "Recorded routing has reached --routed-experts-record-bytes: nothing more is recorded until files "
-                    "that this server has written are moved away."
-                )
-            self._is_full = True
-        except Exception as error:  # noqa: BLE001 the next request may succeed
-            self.fail(error)
-        finally:
-            record.finished.clear()
-            self._taken_bytes += record.nbytes
-
-    def _line(self, record: Record) -> Iterator[bytes]:
-        """A response with the narrowest type that holds its rows, in parts."""
-        captured, asked = self._captured, record.opt_in
-        finished = sorted(record.finished, key=lambda each: each.index)
-        choices = [{"index": each.index, "finish_reason": each.finish_reason} for each in finished]
-        about = {"id": record.request_id, "object": "text_completion", "created": record.created}
-        about |= {
-            "model": record.model or captured.info.model,
-            "routed_experts_info": captured.info.model_dump(),
-        }
-        if self._keeps_tokens:
-            about |= (
-                {"prompt_token_ids": record.prompt_token_ids}
-                if record.prompt_token_ids is not None
-                else {}
-            )
-            choices = [
-                {**choice, "token_ids": each.token_ids}
-                for choice, each in zip(choices, finished, strict=True)
-            ]
-        options = RoutingOptions(prompt_start=asked.prompt_start, weights=asked.weights)
-        rows = CollectedRows(options, captured.row_shape(options.weights))
-        prompt = record.prompt_token_ids or [0] * record.prompt_len
-        rows.collect(RequestOutput(record.request_id, None, prompt, None, finished, finished=True))
-
-        def parts(dtype: str) -> Iterator[bytes]:
-            form = WireForm(
-                dtype=dtype,
-                shape=captured.shape,
-                num_experts=captured.num_experts,
-                has_weights=options.weights,
-            )
-            encoder = Encoder(form)
-            response = RecordedResponse(choices=choices, **about)
-            body = RoutedResponse(response, rows, encoder, is_list=False).encode(packed=False)
-            return iter([body]) if isinstance(body, bytes) else body
-
-        try:
-            line = parts(resolve_dtype("auto", captured.num_experts))
-        except LostRowsError:
-            line = parts("int16")
-        return chain(line, [b"\n"])
+def _opt_in(request: EngineCoreRequest, params: SamplingParams, opt_in: OptIn) -> None:
+    """Asks the engine for rows that the client did not ask for."""
+    own_params = copy(params)  # other choices use the same object
+    own_params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: opt_in.encode()}
+    request.sampling_params = own_params
 
 
 def start_recording(captured: CapturedEngine, place: str | Path, settings: Settings) -> None:
     """Starts to record what the engine is asked, until it is shut down."""
     prepare(place)
-    folder = folder_of(place)
     engine = captured.engine
-    rank, num_processes = rank_of_process(engine.vllm_config)  # which share the room equally
-    if is_bucket(place):  # what was found is sent, and is counted until then
-        room = settings.routed_experts_record_bytes // num_processes
-        files: RecordFiles = SentFiles(folder, room, str(place), takes_over=rank == 0)
-    else:
-        entries = (entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
-        found = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
-        room = max(settings.routed_experts_record_bytes - found, 0) // num_processes
-        files = RecordFiles(folder, room)
+    rank, num_processes = rank_of_process(engine.vllm_config)
+    room = _room_in(place, settings.routed_experts_record_bytes) // num_processes
     recorder = Recorder(
         captured,
-        files,
+        _files_in(place, room, takes_over=rank == 0),
         settings.routed_experts_record_share,
         settings.routed_experts_record_tokens,
     )
@@ -375,11 +253,33 @@ def start_recording(captured: CapturedEngine, place: str | Path, settings: Setti
         shutdown(timeout=timeout)
 
     engine.shutdown = close_and_shut_down
-    what = (
+    logger.info(
+        "The routing of %g %% of all prompts is recorded in %s, %s: at most %d bytes more.",
+        100 * settings.routed_experts_record_share,
+        place,
         "with the token ids of prompts and answers"
         if settings.routed_experts_record_tokens
-        else "without token ids"
+        else "without token ids",
+        room * num_processes,
     )
-    share, bound = 100 * settings.routed_experts_record_share, room * num_processes
-    text = "The routing of %g %% of all prompts is recorded in %s, %s: at most %d bytes more."
-    logger.info(text, share, place, what, bound)
+
+
+def _room_in(place: str | Path, max_bytes: int) -> int:
+    """Bytes that all processes of the server may write. For a bucket, files that are found are
+    sent, and count until then."""
+    if is_bucket(place):
+        return max_bytes
+    entries = [entry for entry in os.scandir(folder_of(place)) if _is_file(entry)]
+    used_bytes = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    return max(max_bytes - used_bytes, 0)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    return entry.is_file(follow_symlinks=False)
+
+
+def _files_in(place: str | Path, room: int, takes_over: bool) -> RecordFiles:
+    folder = folder_of(place)
+    if is_bucket(place):
+        return SentFiles(folder, room, str(place), takes_over)
+    return RecordFiles(folder, room)

@@ -17,7 +17,7 @@ from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS,
 from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.engine import CapturedEngine, ServerState
-from routed_experts.server.http.metrics import count_stored
+from routed_experts.server.http.metrics import NotRecorded, count_stored
 from routed_experts.server.http.references import Delivery, ReferenceMaker, cannot_store
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
@@ -264,7 +264,7 @@ class RoutedServing:
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         if self.captured is not None:
-            self.captured.buffers.recorder.leave_out("beam_search")
+            self.captured.buffers.recorder.leave_out(NotRecorded.BEAM_SEARCH)
         async for output in super().beam_search(*args, **kwargs):  # type: ignore[misc]
             yield output
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import yaml
 
-from routed_experts.server.http import metrics, recording
+from routed_experts.server.http import metrics
 from tests.contract.served import serving
 from tests.contract.test_docs import anchors
 from tests.documentation import ROOT
@@ -122,7 +122,12 @@ def test_every_alert_has_a_runbook() -> None:
 def test_dropped_records_alert_unless_the_request_is_the_reason() -> None:
     (query,) = (rule["expr"] for rule in RULES if rule["alert"] == "RoutedExpertsRecordsDropped")
     (excused,) = re.findall(r'reason!~"([^"]*)"', query)
-    assert set(recording.REASONS) - set(excused.split("|")) == {"full", "queue", "memory", "failed"}
+    assert set(metrics.NotRecorded) - set(excused.split("|")) == {
+        "full",
+        "queue",
+        "memory",
+        "failed",
+    }
 
 
 @needs_promtool

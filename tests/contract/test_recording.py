@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ import pytest
 
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.http import recording
+from routed_experts.server.http import record_queue, recording
+from routed_experts.server.http.metrics import NotRecorded
 from routed_experts.server.outputs.record_files import PART, RecordFiles
 from routed_experts.server.tools.saved import opened
 from routed_experts.server.tools.view import viewed_files
@@ -56,7 +58,7 @@ NUM_PROMPTS = 2 * (len(REQUESTS) + 1)  # one has two
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that stops waits for its disk as long as a busy machine takes."""
-    monkeypatch.setattr(recording, "_CLOSE_S", 120.0)
+    monkeypatch.setattr(record_queue, "_CLOSE_S", 120.0)
 
 
 def record(folder: Path, *more: str) -> tuple[str, ...]:
@@ -109,7 +111,7 @@ class Dropped:
 
     def _now(self) -> dict[str, float]:
         name = "routed_experts_record_dropped_total"
-        return {reason: self._server.metric(name, reason=reason) for reason in recording.REASONS}
+        return {reason: self._server.metric(name, reason=reason) for reason in NotRecorded}
 
     def __call__(self) -> dict[str, float]:
         now = self._now()
@@ -240,20 +242,29 @@ class SlowFiles(RecordFiles):
 
 
 @pytest.mark.parametrize(
-    ("limit", "reason"), [("_QUEUE_BYTES", "queue"), ("_RUNNING_BYTES", "memory")]
+    ("module", "limit", "reason", "num_dropped"),
+    [
+        (record_queue, "_QUEUE_BYTES", NotRecorded.QUEUE, 3),
+        (recording, "_RUNNING_BYTES", NotRecorded.MEMORY, 4),
+    ],
 )
 def test_a_slow_disk_drops_and_slows_nobody(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, reason: str
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    limit: str,
+    reason: str,
+    num_dropped: int,
 ) -> None:
     SlowFiles.goes_on.clear()
     monkeypatch.setattr(recording, "RecordFiles", SlowFiles)
-    monkeypatch.setattr(recording, limit, rows_of(PROMPT).nbytes + 100)
+    monkeypatch.setattr(module, limit, rows_of(PROMPT).nbytes + 100)
     with serving(tiny_model, *record(tmp_path)) as server:
         dropped = Dropped(server)
         for _ in range(4):
             (choice,) = server.complete(prompt=PROMPT, max_tokens=5, **ASK)["choices"]
             assert len(choice["token_ids"]) == 5  # while nothing is written
-        num_dropped = {"queue": 3, "memory": 4}[reason]
         assert dropped() == {reason: num_dropped}
         SlowFiles.goes_on.set()
     assert len(lines_of(tmp_path)) == 4 - num_dropped
@@ -266,7 +277,7 @@ def test_the_bound_and_files_that_are_moved_away(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What is there counts, and stays."""
-    monkeypatch.setattr(recording, "_IDLE_S", 0.05)
+    monkeypatch.setattr(record_queue, "_IDLE_S", 0.05)
     (old := tmp_path / "old.jsonl").write_text("x" * 5000)
     bound = 400_000
     with serving(
