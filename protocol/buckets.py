@@ -27,6 +27,7 @@ RETRY_S = 20.0
 """How long a request to a bucket is tried again. Others wait as long if the bucket is gone."""
 
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
+_BROKEN = re.compile(rf"({'|'.join(SCHEMES)}|file|https?):/(?!/)")
 _URL = re.compile(r"\S+://\S+")
 
 _user: int | None = None  # the process that has used obstore, whose threads a fork does not have
@@ -35,6 +36,12 @@ _user: int | None = None  # the process that has used obstore, whose threads a f
 def is_bucket(place: object) -> bool:
     """Whether a store or file is named by the address of a bucket."""
     return str(place).partition("://")[0] in SCHEMES and "://" in str(place)
+
+
+def is_broken_url(place: object) -> bool:
+    """Whether a URL has lost a slash, as `pathlib.Path("s3://bucket")` takes one away: it would
+    name a folder."""
+    return _BROKEN.match(str(place)) is not None
 
 
 def bucket_at(url: str) -> Any:

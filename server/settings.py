@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from routed_experts.protocol.buckets import SCHEMES, is_bucket
+from routed_experts.protocol.buckets import SCHEMES, is_broken_url, is_bucket
 from routed_experts.protocol.models import WEIGHTS, Delivery, FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES
 
@@ -57,7 +57,7 @@ _FOLDER = Kind("a path", lambda value: isinstance(value, str | Path) and value !
 
 def _is_place(value: object) -> bool:
     """A path, or a URL without anything that is secret."""
-    if not isinstance(value, str | Path) or value == "":
+    if not isinstance(value, str | Path) or value == "" or is_broken_url(value):
         return False
     scheme, has_scheme, rest = str(value).partition("://")
     if not has_scheme:
@@ -66,8 +66,8 @@ def _is_place(value: object) -> bool:
 
 
 _PLACE = Kind(
-    "a path, or a URL such as s3://bucket/prefix (also gs://, az://; keys and the endpoint come "
-    "from the environment)",
+    "a path, or a URL as text, such as s3://bucket/prefix (also gs://, az://; keys and the endpoint "
+    "come from the environment)",
     _is_place,
     "URL",
     str,

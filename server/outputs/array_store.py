@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.buckets import is_bucket
+from routed_experts.protocol.buckets import is_broken_url, is_bucket
 from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.folders import Folder, blocks, hour_of, remove_unused
 from routed_experts.server.outputs.threads import Threads
@@ -107,6 +107,8 @@ class ArrayStore:
         lifetime_s: float = DEFAULT_LIFETIME_S,  # until an array expires
         keeps: bool = True,  # whether the folder stays when no process uses it
     ) -> None:
+        if is_broken_url(place):
+            raise ValueError(f"{place}: pass a URL as text, with both slashes, not as a Path")
         self.bucket = Bucket(str(place)) if is_bucket(place) else None
         self.folder = None if self.bucket else Path(str(place).removeprefix("file://"))
         self.lifetime_s, self.max_bytes = lifetime_s, max_bytes

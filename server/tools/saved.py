@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TextIO
 
-from routed_experts.protocol.buckets import bucket_at, is_bucket, told
+from routed_experts.protocol.buckets import bucket_at, is_broken_url, is_bucket, told
 from routed_experts.protocol.codec import MAX_EXPERTS
 from routed_experts.protocol.files import open_file
 from routed_experts.protocol.saved import ModelInfo
@@ -109,6 +109,8 @@ def files_in(paths: Sequence[str]) -> list[str]:
     server may write."""
     files: list[str] = []
     for path in paths:
+        if is_broken_url(path):
+            raise CommandError(f"{path} is neither a path nor a URL: a slash is missing.")
         if is_bucket(path):
             files += _objects_in(path)
             continue
@@ -130,6 +132,8 @@ def files_in(paths: Sequence[str]) -> list[str]:
 @contextmanager
 def atomic_file(output: Path, flag: str) -> Iterator[Path]:
     """A file beside `output`, which takes its name if all goes well."""
+    if is_broken_url(output):  # what Path makes of a URL
+        raise CommandError(f"{flag} {output}: it is written to a file, not to a URL.")
     path = output.with_name(f".{output.name}.{os.getpid()}.part")
     if output.exists() and not output.is_file():  # a folder, or a device
         raise CommandError(f"{flag} {output} is not a file.")

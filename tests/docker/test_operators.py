@@ -135,6 +135,29 @@ def test_the_overlay_with_a_bucket_changes_what_the_base_has() -> None:
     kubernetes_validate.validate(merged, "1.37", strict=True)
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@pytest.mark.parametrize("overlay", ["kustomize-s3", "kustomize-tensor-parallel"])
+def test_kustomize_builds_the_overlays(overlay: str) -> None:
+    """What kubectl makes of them is of Kubernetes, selects the same pods, and has flags that the
+    server takes."""
+    folder = ROOT / "docker" / overlay
+    command = ["kubectl", "kustomize", str(folder)]
+    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {each["kind"]: each for each in yaml.safe_load_all(built)}
+    assert found.keys() == MANIFESTS.keys()
+    kubernetes_validate.validate(found["Deployment"], "1.37", strict=True)
+    template = found["Deployment"]["spec"]["template"]
+    assert template["metadata"]["labels"] == LABELS
+    (container,) = template["spec"]["containers"]
+    args = serve.parse(container["args"])
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert args.tensor_parallel_size == gpus
+    before = the_container()
+    assert container["args"][1:3] == before["args"][1:3]
+    assert container["volumeMounts"] == before["volumeMounts"]
+    assert {each["name"] for each in container["env"]} == {each["name"] for each in before["env"]}
+
+
 def the_container() -> dict[str, Any]:
     (container,) = MANIFESTS["Deployment"]["spec"]["template"]["spec"]["containers"]
     return container

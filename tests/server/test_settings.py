@@ -76,8 +76,8 @@ BYTES = ("max_response", "store", "record")
 NOT_POSITIVE = (0, -1, 1.5, True, "1GB", float("inf"))
 BUCKET = {"routed_experts_store": "s3://bucket/prefix"}
 PLACE = (
-    "a path, or a URL such as s3://bucket/prefix (also gs://, az://; keys and the endpoint come from "
-    "the environment)"
+    "a path, or a URL as text, such as s3://bucket/prefix (also gs://, az://; keys and the endpoint "
+    "come from the environment)"
 )
 SECRET = ("s3://key:secret@bucket/x", "s3://bucket/x?endpoint=http://y")
 NO_PLACES = (5, "", False, "ftp://host/x", "s3://", *SECRET)
