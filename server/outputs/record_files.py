@@ -90,24 +90,31 @@ class RecordFiles:
         self._file: FileIO | None = None
         self._path = folder
         self._begun = 0.0
-        self._sizes: dict[Path, int] = {}  # of complete files
+        self._sizes: dict[Path, int] = {}  # of complete files that were there when last looked at
+        self._some_have_gone = False  # of those
 
     def write(self, parts: Iterable[bytes]) -> int:
         """Writes a line, which comes in parts; returns its bytes. If that fails, nothing of it
         stays in the file."""
         file = self._file or self._open()
         begin = end = file.tell()
-        limit = self._room - sum(self._sizes.values())
         try:
             for part in parts:
                 end += len(part)
-                if end > limit:
+                if not self._has_room(end):
                     raise FullError
                 write_all(file, part)
         except BaseException:
             self._undo(file, begin)
             raise
         return end - begin
+
+    def _has_room(self, file_bytes: int) -> bool:
+        """Whether the open file may have so many bytes."""
+        if file_bytes <= self._room - sum(self._sizes.values()):
+            return True
+        self._forget_gone()
+        return file_bytes <= self._room - sum(self._sizes.values())
 
     def _open(self) -> FileIO:
         is_mine = False
@@ -146,10 +153,22 @@ class RecordFiles:
         file.close()
         _complete(self._path, size)
         if size:
-            self._sizes[self._path.with_suffix("")] = size
+            self._add_complete(self._path.with_suffix(""), size)
+
+    def _add_complete(self, path: Path, size: int) -> None:
+        self._sizes[path] = size
+
+    def _forget_gone(self) -> None:
+        there = {path: size for path, size in self._sizes.items() if path.exists()}
+        self._some_have_gone |= len(there) < len(self._sizes)
+        self._sizes = there
 
     def have_gone(self) -> bool:
-        """Whether complete files were moved away or deleted since the last call."""
-        before = len(self._sizes)
-        self._sizes = {path: size for path, size in self._sizes.items() if path.exists()}
-        return len(self._sizes) < before
+        """Whether complete files were moved away, deleted or sent since the last call."""
+        self._forget_gone()
+        have_gone = self._some_have_gone
+        self._some_have_gone = False
+        return have_gone
+
+    def close(self, seconds: float) -> None:
+        """Waits at most so long until complete files are where they are recorded: these are."""

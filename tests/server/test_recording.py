@@ -4,6 +4,9 @@ import fcntl
 import json
 import os
 import resource
+import socket
+import time
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,9 @@ from routed_experts.server.http import metrics
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.recording import Recorder
 from routed_experts.server.outputs import record_files
+from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.record_files import PART, FullError, RecordFiles, prepare
+from routed_experts.server.outputs.sent_files import SentFiles
 from tests.server.known import K, L
 from tests.server.test_row_buffer import (
     ABORT,
@@ -135,6 +140,53 @@ def test_a_folder_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(OSError, match="a folder of this user that nobody else may write to"):
         prepare(folder)
+
+
+@pytest.fixture
+def silent_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a bucket whose server takes connections and answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield "s3://bucket/records"
+
+
+def test_a_bucket_that_is_gone_holds_up_neither_recording_nor_the_end(
+    tmp_path: Path, silent_bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says which files were not sent. They stay for the next server."""
+    began = time.monotonic()
+    files = SentFiles(tmp_path, 1000, silent_bucket, takes_over=False)
+    for line in (b"one\n", b"two\n"):
+        files.write([line])
+        files.rotate(at_once=True)
+    files.close(0.5)
+    assert time.monotonic() - began < 5
+    assert sorted(texts_in(tmp_path).values()) == ["one\n", "two\n"]
+    assert all(name in caplog.records[-1].getMessage() for name in texts_in(tmp_path))
+
+
+def test_a_file_that_another_server_has_sent_meanwhile_is_no_error(
+    tmp_path: Path,
+    silent_bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its room is free again."""
+    put_file = Bucket.put_file
+
+    def put_what_is_gone(bucket: Bucket, name: str, path: Path) -> None:
+        path.unlink()
+        put_file(bucket, name, path)
+
+    monkeypatch.setattr(Bucket, "put_file", put_what_is_gone)
+    (tmp_path / "left.jsonl").write_bytes(b"x" * 900)
+    files = SentFiles(tmp_path, 1000, silent_bucket, takes_over=True)
+    files.close(60)
+    files.write([b"y" * 900])
+    assert not caplog.records
 
 
 def recorder_of(frontend: Frontend, folder: Path) -> Recorder:
