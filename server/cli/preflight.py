@@ -2,9 +2,15 @@
 environment cannot be read, and what is wrong with a model's name."""
 
 import errno
+import json
+import linecache
+import logging.config
 import os
+import re
 import socket
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -42,10 +48,12 @@ def check_address(host: str | None, port: int, uds: str | None) -> None:
 
 _NO_NUMBER = "invalid literal for int()"
 _LONGEST_VALUE = 60
+_HOW_TO_MEND = "change it, or unset it."
+_LOG_FILE = "VLLM_LOGGING_CONFIG_PATH"
 
 
 def check_environment() -> None:
-    """Raises `CommandError` for a variable that vLLM cannot read.
+    """Raises `CommandError` for a variable that vLLM cannot read, or its log cannot use.
 
     vLLM reads all of them when an engine starts, and what is wrong with one ends there in a trace.
     """
@@ -54,16 +62,118 @@ def check_environment() -> None:
             continue
         try:
             read()
+            if name in _CHECKS_OF_LOG:
+                _CHECKS_OF_LOG[name](os.environ[name])
         except ImportError:  # of what vLLM imports to read it
             continue
         except Exception as error:  # whatever it raises when it parses a text
-            why = str(error).partition("\n")[0].rstrip(".")
-            if why.startswith(_NO_NUMBER):
-                why = "it must be an integer: of a switch, 1 or 0"
-            value = os.environ[name][:_LONGEST_VALUE]
+            value = _shown(name)
             raise CommandError(
-                f"vLLM cannot read {name}={value!r} ({why}): change it, or unset it."
+                f"vLLM cannot read {name}={value} ({_reason(error)}): {_HOW_TO_MEND}"
             ) from error
+
+
+@contextmanager
+def loading_vllm() -> Iterator[None]:
+    """Raises `CommandError` if what is imported cannot use a variable of the environment.
+
+    PyTorch, the hub's client and others parse variables of their own when they are imported.
+    """
+    try:
+        yield
+    except (ImportError, CommandError):
+        raise
+    except Exception as error:
+        name = _variable_behind(error)
+        if name is None:
+            raise
+        value = _shown(name)
+        raise CommandError(
+            f"vLLM cannot be loaded with {name}={value} ({_reason(error)}): {_HOW_TO_MEND}"
+        ) from error
+
+
+def _shown(name: str) -> str:
+    return repr(os.environ[name][:_LONGEST_VALUE])
+
+
+def _reason(error: Exception) -> str:
+    why = str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
+    if why.startswith(_NO_NUMBER):
+        return "it must be an integer: of a switch, 1 or 0"
+    return why
+
+
+def _variable_behind(error: Exception) -> str | None:
+    """The variable that an error names, or whose name stands in the code that raised it, or whose
+    file has the configuration of a log that Python cannot use."""
+    names = [name for name in os.environ if "_" in name]
+    for name in names:
+        if re.search(rf"\b{re.escape(name)}\b", str(error)):
+            return name
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == logging.config.__file__ and _LOG_FILE in names:
+            return _LOG_FILE
+        first, last = frame.lineno or 0, frame.end_lineno or 0
+        code = "".join(linecache.getline(frame.filename, n) for n in range(first, last + 1))
+        for name in names:
+            if f'"{name}"' in code or f"'{name}'" in code:
+                return name
+    return None
+
+
+# ---- the log ----
+
+
+def _check_log_level(value: str) -> None:
+    names = logging.getLevelNamesMapping()
+    if value.upper() not in names:
+        raise ValueError(f"it must be one of {', '.join(names)}")
+
+
+def _check_log_stream(value: str) -> None:
+    try:
+        stream = logging.config.BaseConfigurator({}).convert(value)  # which reads ext://
+    except (ValueError, AttributeError):
+        stream = None
+    if not hasattr(stream, "write"):
+        raise ValueError("it must be ext://sys.stdout or ext://sys.stderr")
+
+
+def _check_log_prefix(value: str) -> None:
+    """The prefix is a part of the format of all lines."""
+    next_part = "(%(levelname)s"  # after a percent sign, it would be a name
+    fields = vars(logging.makeLogRecord({}))
+    of_formatters = dict.fromkeys(("message", "asctime", "fileinfo", "vllm_process_name"), "")
+    try:
+        (value + next_part) % {**fields, **of_formatters}
+    except (KeyError, TypeError, ValueError):
+        raise ValueError("it is no format of log records: write a percent sign as %%") from None
+
+
+def check_log_file(value: str | None) -> None:
+    """Raises `ValueError` for a file with the log's configuration that vLLM cannot read. What it
+    says is checked when it is used."""
+    if not value:  # which vLLM takes for none
+        return
+    try:
+        content = json.loads(Path(value).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the file is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError("the file must hold a JSON object")
+
+
+_CHECKS_OF_LOG: dict[str, Callable[[str], None]] = {
+    "VLLM_LOGGING_LEVEL": _check_log_level,
+    "VLLM_LOGGING_STREAM": _check_log_stream,
+    "VLLM_LOGGING_PREFIX": _check_log_prefix,
+    _LOG_FILE: check_log_file,
+}
+"""vLLM takes these as they are. What is wrong with one ends in a trace when the log is set up,
+which vLLM does until 0.30 when it is imported, or at each line of the log."""
 
 
 def _vllms_variables() -> dict[str, Callable[[], Any]]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
@@ -205,7 +206,10 @@ SERVE = "serve MODEL --port PORT"
             "Fast prefill skips layers for prompt tokens: remove --kv-sharing-f",
         ),
         (f"{SERVE} --config /nonexistent.yaml", "/nonexistent.yaml"),
-        (f"{SERVE} --log-config-file /nowhere", "The log's configuration cannot be read"),
+        (
+            f"{SERVE} --log-config-file /nowhere",
+            "The log cannot be configured as /nowhere says: No such file or directory.",
+        ),
         (f"{SERVE} --no-such-flag", "unrecognized arguments: --no-such-flag"),
         (f"{SERVE} --dtype float99", "argument --dtype: invalid choice: 'float99'"),
         (f"{SERVE} --routed-experts-on-load guess", "invalid choice: 'guess'"),
@@ -380,6 +384,108 @@ def test_a_variable_that_vllm_cannot_read_is_a_sentence(
         said = refused(capsys, *words(SERVE))
         assert said.startswith(f"vLLM cannot read {name}={text!r} (")
         assert said.endswith("change it, or unset it.")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("VLLM_LOGGING_LEVEL", "verbose", "it must be one of CRITICAL, "),
+        ("VLLM_LOGGING_LEVEL", "10", "it must be one of CRITICAL, "),
+        ("VLLM_LOGGING_LEVEL", "", "it must be one of CRITICAL, "),
+        ("VLLM_LOGGING_STREAM", "stderr", "it must be ext://sys.stdout or ext://sys.stderr"),
+        ("VLLM_LOGGING_STREAM", "ext://sys.argv", "it must be ext://sys.stdout or"),
+        ("VLLM_LOGGING_STREAM", "ext://sys.nothing", "it must be ext://sys.stdout or"),
+        ("VLLM_LOGGING_PREFIX", "100%", "it is no format of log records"),
+        ("VLLM_LOGGING_PREFIX", "%(host)s", "it is no format of log records"),
+        ("VLLM_LOGGING_CONFIG_PATH", "/nowhere", "No such file or directory"),
+        ("VLLM_LOGGING_CONFIG_PATH", "/", "Is a directory"),
+        ("VLLM_LOGGING_CONFIG_PATH", __file__, "the file is not JSON: "),
+    ],
+)
+def test_a_variable_that_the_log_cannot_use_is_a_sentence(
+    words: Words,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    why: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    said = refused(capsys, *words(SERVE))
+    assert said.startswith(f"vLLM cannot read {name}={value[:60]!r} ({why}")
+    assert said.endswith("change it, or unset it.")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_LOGGING_LEVEL", "debug"),
+        ("VLLM_LOGGING_STREAM", "ext://sys.stderr"),
+        ("VLLM_LOGGING_PREFIX", "50%% of %(process)d "),
+        ("VLLM_LOGGING_CONFIG_PATH", ""),
+    ],
+)
+def test_a_variable_that_the_log_can_use_is_taken(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    preflight.check_environment()
+
+
+def test_variables_are_checked_before_vllm_is_imported() -> None:
+    """Until 0.30, vLLM sets its log up when it is imported."""
+    code = (
+        "import sys; from routed_experts.server.cli.main import main; "
+        "status = main(['serve']); print(status, 'vllm' in sys.modules)"
+    )
+    run_of_code = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "verbose"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "vLLM cannot read VLLM_LOGGING_LEVEL='verbose'" in run_of_code.stderr
+    assert run_of_code.stdout == "2 False\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "load", "why"),
+    [
+        (
+            "HF_HUB_DOWNLOAD_TIMEOUT",
+            "10s",
+            lambda: runpy.run_path(huggingface_hub.constants.__file__),
+            "it must be an integer",
+        ),
+        ("TORCH_LOGS", "everything", torch._logging._init_logs, "Invalid log settings"),
+    ],
+)
+def test_a_variable_that_a_library_cannot_read_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, load: Callable[[], object], why: str
+) -> None:
+    """`load` is what runs when the library is imported."""
+    monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(CommandError, match=f"^vLLM cannot be loaded with {name}='{value}' .{why}"),
+        preflight.loading_vllm(),
+    ):
+        load()
+
+
+def test_an_error_that_no_variable_causes_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError), preflight.loading_vllm():
+        1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("content", [{"version": 2}, {"version": 1, "handlers": [0]}])
+def test_a_log_that_its_file_cannot_configure_is_a_sentence(
+    words: Words, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: dict[str, object]
+) -> None:
+    file = tmp_path / "log.json"
+    file.write_text(json.dumps(content))
+    said = refused(capsys, *words(f"{SERVE} --log-config-file"), str(file))
+    assert said.startswith("The log cannot be configured: ")
 
 
 @pytest.mark.parametrize(
