@@ -83,8 +83,7 @@ class Line:
 
     variant: str
     server: str
-    # what its answers bring: "none", "split", the same "at_end" or by "reference", or vLLM's
-    # "joined"
+    # what its answers bring: "none", one of OURS, or vLLM's "joined"
     rows: str
     stream: bool
     baseline: str
@@ -99,6 +98,7 @@ def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
     beside another off."""
     servers = {"off": ("off", "none"), "captured": ("ours", "none"), "returned": ("ours", "split")}
     servers |= {
+        "narrow": ("ours", "narrow"),
         "at_end": ("ours", "at_end"),
         "reference": ("ours", "reference"),
         "recorded": ("recorded", "none"),
@@ -435,7 +435,7 @@ def parse() -> argparse.Namespace:
     args.kv_cache_bytes = args.kv_cache_bytes or (
         9771050598 if args.device == "cuda" else 512 << 20
     )
-    variants = ["off", "captured", "returned", "at_end", "reference", "recorded", "vllm"]
+    variants = ["off", "captured", "returned", "narrow", "at_end", "reference", "recorded", "vllm"]
     for name, known in (("variants", variants), ("modes", MODES)):
         if set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: choose from {known}")

@@ -24,6 +24,11 @@ class Routing:
     num_experts: int
 
 
+OURS = ("split", "narrow", "at_end", "reference")
+"""What `Expected.rows` says of this project's answers: int16 in chunks, uint8 in chunks, at the end,
+and by reference."""
+
+
 @dataclass(frozen=True)
 class Expected:
     """What one request must bring back."""
@@ -31,7 +36,7 @@ class Expected:
     prompt_len: int
     new_tokens: int
     choices: int
-    rows: str  # "split", the same "at_end" or by "reference", "joined" (vLLM's own form) or "none"
+    rows: str  # one of OURS, "joined" (vLLM's own form) or "none"
 
 
 @dataclass
@@ -162,7 +167,7 @@ class _Rows:
         e = self._expected
         wanted = {
             "none": (0, 0),
-            **dict.fromkeys(("split", "at_end", "reference"), (e.prompt_len, e.new_tokens - 1)),
+            **dict.fromkeys(OURS, (e.prompt_len, e.new_tokens - 1)),
             "joined": (0, e.prompt_len + e.new_tokens - 1),
         }
         if (self._prompt, self._choices) != (wanted[e.rows][0], [wanted[e.rows][1]] * e.choices):

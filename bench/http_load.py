@@ -17,11 +17,12 @@ from typing import Any
 
 import orjson
 
-from bench.http_answers import Answer, Arrivals, Expected, Routing, read
+from bench.http_answers import OURS, Answer, Arrivals, Expected, Routing, read
 from bench.http_server import MODEL_NAME, Server
 
 MORE_FIELDS = {
     "at_end": {"routed_experts_stream": "at_end"},
+    "narrow": {"routed_experts_dtype": "auto"},
     "reference": {"routed_experts_delivery": "reference"},
 }
 _RECEIVE_BYTES = 1 << 20
@@ -53,7 +54,7 @@ class Request:
         }
         if self.expected.choices > 1:
             body |= {"n": self.expected.choices, "temperature": 1}
-        if self.expected.rows in ("split", "at_end", "reference"):
+        if self.expected.rows in OURS:
             body |= {"return_routed_experts": True, **MORE_FIELDS.get(self.expected.rows, {})}
         content = orjson.dumps(body)
         head = (
