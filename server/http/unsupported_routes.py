@@ -3,8 +3,10 @@ routes."""
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from typing import Any
+from urllib.parse import parse_qsl
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.protocol.models import OPT_IN, PREFIXES, PROMPT_START
 from routed_experts.server.http import routes
+from routed_experts.server.http.forms import CheckedForm, RoutingFieldError, routing_fields_of
 from routed_experts.server.http.misplaced import misplaced_fields
 from routed_experts.server.http.request import (
     ENDPOINTS,
@@ -33,6 +36,7 @@ INVOCATIONS = "/invocations"
 """SageMaker's endpoint for all kinds of requests."""
 
 _OURS = __name__.partition(".")[0]
+_URL_ENCODED = "application/x-www-form-urlencoded"
 _DEPTH = 3  # of objects, as far as vLLM's own nesting goes
 _ROWS = ("routed_experts", "routed_expert_weights")
 _LONGEST_NAME = 64
@@ -92,41 +96,65 @@ def is_ours(route: Route | Mount) -> bool:
 
 class _RefusingRoute:
     """A route that rejects routing fields but those `allowed`. Bodies are parsed only if they may
-    have some."""
+    have some, and forms are read as they
+    come, as they have files."""
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
         self._app = app
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH"):
-            receive = await _checked(
-                receive, Headers(scope=scope).get("content-type", ""), self._allowed
-            )
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        content_type = Headers(scope=scope).get("content-type", "")
+        if content_type.lower().startswith("multipart/"):
+            await self._pass_form(scope, CheckedForm(content_type, receive, send))
+            return
+        is_form = content_type.lower().startswith(_URL_ENCODED)
+        read_names = _names_in_url_encoded if is_form else _routing_fields
+        receive = await _checked(receive, read_names, self._allowed)
         await self._app(scope, receive, send)
 
+    async def _pass_form(self, scope: Scope, form: CheckedForm) -> None:
+        # not all applications answer what is raised while they read
+        with suppress(RoutingFieldError):
+            await self._app(scope, form.receive, form.send)
+        if form.routing_field is not None:
+            raise _refusal(form.routing_field)
 
-async def _checked(receive: Receive, media_type: str, allowed: Collection[str]) -> Receive:
+
+async def _checked(
+    receive: Receive, read_names: Callable[[bytes], Iterator[str]], allowed: Collection[str]
+) -> Receive:
     """Reads a request's body; returns what gives it again. Raises `VLLMValidationError` for fields
     but `allowed`."""
-    if media_type.lower().startswith("multipart/"):  # files, which are read as they come
-        return receive
     messages: list[Message] = []
     while not messages or messages[-1].get("more_body", False):
         messages.append(await receive())
-    for name in _routing_fields(b"".join(message.get("body", b"") for message in messages)):
-        if name in allowed:
-            continue
-        name = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()  # without lone surrogates
-        raise VLLMValidationError(
-            f"{name}: this endpoint does not return routed experts: use {ENDPOINTS}", parameter=name
-        )
+    for name in read_names(b"".join(message.get("body", b"") for message in messages)):
+        if name not in allowed:
+            raise _refusal(name)
     unread = iter(messages)
 
     async def again() -> Message:
         return next(unread, None) or await receive()
 
     return again
+
+
+def _refusal(name: str) -> VLLMValidationError:
+    name = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()  # without lone surrogates
+    return VLLMValidationError(
+        f"{name}: this endpoint does not return routed experts: use {ENDPOINTS}", parameter=name
+    )
+
+
+def _names_in_url_encoded(body: bytes) -> Iterator[str]:
+    """Names of the routing fields in a form without files, or in JSON that is called one."""
+    for name, _ in parse_qsl(body.decode("latin-1"), keep_blank_values=True):
+        yield from routing_fields_of(name)
+    yield from _routing_fields(body)
 
 
 def _routing_fields(body: bytes) -> Iterator[str]:

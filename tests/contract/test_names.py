@@ -344,6 +344,67 @@ def test_no_route_takes_our_fields_in_silence(api: Server) -> None:
     assert silent == []
 
 
+AUDIO = "/v1/audio/transcriptions"
+AUDIO_FILE = {"file": ("speech.wav", b"RIFF" * 500_000)}
+
+
+@pytest.fixture(scope="module")
+def audio() -> TestClient:
+    """vLLM's own routes for audio, whose requests are forms. Behind them there is no model."""
+    args = serve.parse(["model"])
+    with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
+        app = build_app(args, ("generate", "transcription"))
+    app.state.openai_serving_transcription = None
+    app.state.openai_serving_translation = None
+    refuse_on_other_routes(app)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize("path", [AUDIO, "/v1/audio/translations"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "return_routed_experts",
+        "routed_experts_x",
+        "vllm_xargs[return_routed_experts]",  # as OpenAI's client writes what is nested
+    ],
+)
+def test_fields_in_a_form_are_refused(audio: TestClient, path: str, name: str) -> None:
+    field = name.partition("[")[2].removesuffix("]") or name
+    forms = (
+        {"data": {"model": "tiny", name: "true"}, "files": AUDIO_FILE},
+        {"files": {**AUDIO_FILE, name: (None, "true")}},  # behind the file
+        {"files": {**AUDIO_FILE, name: ("true.txt", b"true")}},  # as a file
+        {"data": {"model": "tiny", name: ""}},  # without a file: a form of another kind
+    )
+    for form in forms:
+        response = audio.post(path, **form)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+        assert NAMED in response.text
+
+
+def test_other_forms_are_vllms_matter(audio: TestClient) -> None:
+    """Whatever a file or a text holds, and forms that nobody can read."""
+    text = json.dumps(ASKS)
+    answers = [
+        audio.post(AUDIO, data={"prompt": text}, files={"file": ("a.json", text)}),
+        audio.post(AUDIO, data={"prompt": text}),
+        audio.post(AUDIO, content=text, headers={"content-type": "multipart/form-data"}),
+        audio.post(
+            AUDIO,
+            content=b"--x\r\nno header\r\n",
+            headers={"content-type": "multipart/form-data; boundary=x"},
+        ),
+        audio.post(
+            AUDIO,
+            content=text,
+            headers={"content-type": f"multipart/form-data; boundary={'x' * 999}"},
+        ),
+    ]
+    assert [answer.status_code for answer in answers] == [501, 400, 400, 400, 400]
+    assert not any(NAMED in answer.text for answer in answers)
+
+
 def test_rows_that_derender_would_drop(api: Server) -> None:
     """And what vLLM says where there are none is no row."""
     answer = api._post(GENERATE, {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3}})
