@@ -69,21 +69,26 @@ def _names(path: list[str]) -> tuple[str, ...]:
 def _is_users_own(names: tuple[str, ...], part: str, body: Any) -> bool:
     """Whether what is at these names below the top of `body` is content, and no part of the
     request's form."""
-    if names[:1] and names[0] in _CONVERSATIONS:
+    if names and names[0] in _CONVERSATIONS:
         return names[1:] not in ((), ("content",))
     if len(names) == 1:
-        is_of_tokens = "token_ids" in body
-        is_chat_or_data = "prompt" not in body and not is_of_tokens
-        return (
-            names[0] in _USERS_OWN | _TOKENS
-            or (names[0] in _OF_GENERATE and is_of_tokens)
-            or (names[0] == "documents" and is_chat_or_data)
-        )
-    return (
-        part[1:] in _SCHEMAS
-        and names != _SCHEMA_WITH_NAME
-        and any(names[: len(root)] == root for root in _WITH_SCHEMAS)
-    )
+        return names[0] in _contents_of(body)
+    return part[1:] in _SCHEMAS and _may_have_schemas(names)
+
+
+def _contents_of(body: Any) -> set[str]:
+    """The names at the top of `body` that hold content. Its kind is known by its prompt."""
+    if "token_ids" in body:  # a body for /inference/v1/generate
+        return _USERS_OWN | _TOKENS | _OF_GENERATE
+    if "prompt" in body:
+        return _USERS_OWN | _TOKENS
+    return _USERS_OWN | _TOKENS | {"documents"}  # of a chat, or to rank
+
+
+def _may_have_schemas(names: tuple[str, ...]) -> bool:
+    if names == _SCHEMA_WITH_NAME:
+        return False
+    return any(names[: len(root)] == root for root in _WITH_SCHEMAS)
 
 
 def _containers(value: Any) -> Iterator[tuple[str, Any]]:
