@@ -87,6 +87,12 @@ def _move_transfer_params(request: Any) -> None:
         request.kv_transfer_params = params
 
 
+def _expands(request: GenerateRequest) -> bool:
+    """Whether vLLM puts the tokens of images into the prompt later. Its older versions have no such
+    field."""
+    return bool(field_of(request, "content_parts"))
+
+
 class RoutedServing:
     """Extension of vLLM's serving classes."""
 
@@ -108,27 +114,36 @@ class RoutedServing:
         If vLLM or `check` rejects the request later, vLLM passes these params to the engine, so
         that the prefill instance frees its KV.
         """
-        options = options_of(request)
-        if options is not None and raw_request is not None:
+        if options_of(request) is not None and raw_request is not None:
             request._connection = connection_of(raw_request)
         _move_transfer_params(request)
-        params = request.kv_transfer_params
-        config = self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
         try:
-            transfer_params.check(params, config)
+            transfer_params.check(request.kv_transfer_params, self._kv_transfer_config)
         except transfer_params.TransferParamsError as error:
             _reject(str(error), error.param)
-        if not params:
-            return
-        takes_rows = self.captured is not None and transfer_params.takes_prefill_rows(config)
+        if request.kv_transfer_params:
+            request.kv_transfer_params = self._with_prefill_rows(
+                request.kv_transfer_params, asks_for_routing=options_of(request) is not None
+            )
+
+    @property
+    def _kv_transfer_config(self) -> Any:
+        return self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
+
+    def _with_prefill_rows(self, params: dict[str, Any], asks_for_routing: bool) -> dict[str, Any]:
+        """`kv_transfer_params` with rows of the prompt as a `PrefillRowsParam`, if they came from a
+        prefill instance; or with what asks this instance for them, if it is one."""
+        captures = self.captured is not None
+        exchanges = captures and transfer_params.takes_prefill_rows(self._kv_transfer_config)
         if PARAM in params:
-            if self.captured is not None and not takes_rows:
+            if exchanges:
+                return {**params, PARAM: PrefillRowsParam(params[PARAM])}
+            if captures:
                 _reject(f"{FIELD}: the KV connector of this server cannot receive rows", FIELD)
-            others = {key: value for key, value in params.items() if key != PARAM}
-            rows = {PARAM: PrefillRowsParam(params[PARAM])} if takes_rows else {}
-            request.kv_transfer_params = others | rows
-        elif takes_rows and options is not None and params.get("do_remote_decode"):
-            request.kv_transfer_params = {**params, PARAM: True}
+            return {key: value for key, value in params.items() if key != PARAM}
+        if exchanges and asks_for_routing and params.get("do_remote_decode"):
+            return {**params, PARAM: True}
+        return params
 
     def check(self, request: Any) -> None:
         """Raises `VLLMValidationError` for routing that this server cannot return."""
@@ -492,56 +507,70 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
 
     async def _serve_tokens(self, request: GenerateRequest, raw_request: Any) -> Any:
         self.check(request)
-        # vLLM puts the tokens of images into the prompt later. Older versions have no such field.
-        expands = bool(field_of(request, "content_parts"))
-        await self.check_prefill_rows(
-            request, [self.model_config.max_model_len if expands else len(request.token_ids)]
-        )
+        await self.check_prefill_rows(request, [self._longest_prompt(request)])
         if isinstance(request, RoutedGenerateRequest):
-            params = request.sampling_params
-            # vLLM would check the tokens first, and return 500.
-            if (
-                getattr(params, "trace_decode_token_ids", None) is not None
-                and not self.model_config.enable_trace_replay
-            ):
-                _reject("trace_decode_token_ids needs a server with --enable-trace-replay", _TRACE)
-            if (
-                request._routing is not None
-                and request.stream
-                and params.n > 1
-                and not STREAMS_CHOICES
-            ):
-                _reject(
-                    f"vLLM {VLLM_VERSION} cannot stream several choices here: set n to 1, or stream to false",
-                    _N,
-                )
-            options = request._routing
-            if expands and options is not None and options.prompt_start:
-                message = (
-                    f"{options.prompt_start_param} counts the tokens of the whole prompt, which is known only after "
-                    "content_parts are processed: send features instead (/v1/chat/completions/render), or leave it out"
-                )
-                _cannot(request, options, message, options.prompt_start_param)
-            max_tokens = (
-                params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
-            )
-            await self.check_lengths(
-                request, [len(request.token_ids)], params.n, max_tokens, params.min_tokens
-            )
-            if (most := request._most_tokens) is not None:
-                if most < self._default_max_tokens(len(request.token_ids)):
-                    params.max_tokens = most
-                else:
-                    request._most_tokens = None
-            request.sampling_params = request.opt_in(params)
+            self._check_trace(request)
+            self._check_choices(request)
+            self._check_prompt_start(request)
+            await self._check_and_limit_length(request)
+            request.sampling_params = request.opt_in(request.sampling_params)
             set_output_kind(request.sampling_params, bool(request.stream))
         return await super().serve_tokens(request, raw_request)
+
+    def _longest_prompt(self, request: GenerateRequest) -> int:
+        """How many tokens the prompt may have."""
+        if _expands(request):
+            return int(self.model_config.max_model_len)
+        return len(request.token_ids)
+
+    def _check_trace(self, request: RoutedGenerateRequest) -> None:
+        """vLLM would check the tokens of a trace first, and return 500."""
+        trace = getattr(request.sampling_params, "trace_decode_token_ids", None)
+        if trace is not None and not self.model_config.enable_trace_replay:
+            _reject("trace_decode_token_ids needs a server with --enable-trace-replay", _TRACE)
+
+    def _check_choices(self, request: RoutedGenerateRequest) -> None:
+        if request._routing is None or STREAMS_CHOICES:
+            return
+        if request.stream and request.sampling_params.n > 1:
+            _reject(
+                f"vLLM {VLLM_VERSION} cannot stream several choices here: set n to 1, or stream to "
+                "false",
+                _N,
+            )
+
+    def _check_prompt_start(self, request: RoutedGenerateRequest) -> None:
+        options = request._routing
+        if options is None or not options.prompt_start or not _expands(request):
+            return
+        message = (
+            f"{options.prompt_start_param} counts the tokens of the whole prompt, which is known "
+            "only after content_parts are processed: send features instead "
+            "(/v1/chat/completions/render), or leave it out"
+        )
+        _cannot(request, options, message, options.prompt_start_param)
+
+    async def _check_and_limit_length(self, request: RoutedGenerateRequest) -> None:
+        """Checks the size of the response, and has a request that says no `max_tokens` end where
+        its rows would exceed the limit."""
+        params = request.sampling_params
+        prompt_len = len(request.token_ids)
+        max_tokens = None
+        if request.is_sampling_param_provided("max_tokens"):
+            max_tokens = params.max_tokens
+        await self.check_lengths(request, [prompt_len], params.n, max_tokens, params.min_tokens)
+        if request._most_tokens is None:
+            return
+        if request._most_tokens < self._default_max_tokens(prompt_len):
+            params.max_tokens = request._most_tokens
+        else:
+            request._most_tokens = None  # vLLM ends it before
 
     def _default_max_tokens(self, prompt_len: int) -> int:
         """What vLLM sets for a request that does not say `max_tokens`."""
         defaults = [self.default_sampling_params.get("max_tokens"), self.override_max_tokens]
-        said = [most for most in defaults if most is not None]
-        return min([self.model_config.max_model_len - prompt_len, *said])
+        room = self.model_config.max_model_len - prompt_len
+        return min([room, *(default for default in defaults if default is not None)])
 
     def serve_tokens_stream_generator(
         self,
