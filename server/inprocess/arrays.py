@@ -77,13 +77,14 @@ class ArrayForm:
         weights = weights_of(rows) if self.has_weights else None
         ids = np.ascontiguousarray(ids_of(rows)) if self.has_weights else rows
         is_known = ids.min(initial=0) >= 0
-        ids = ids.astype(self._dtype) if is_known else ids
+        if is_known:
+            ids = ids.astype(self._dtype)
         if self._layer_ids == list(range(self._num_layers)):
             return ids, weights
-        layers = self._layer_ids, self._num_layers
-        return spread_layers(ids, *layers), None if weights is None else spread_layers(
-            weights, *layers
-        )
+        ids = spread_layers(ids, self._layer_ids, self._num_layers)
+        if weights is not None:
+            weights = spread_layers(weights, self._layer_ids, self._num_layers)
+        return ids, weights
 
 
 class ArrayBuffer(RowBuffer):
@@ -112,18 +113,14 @@ class ArrayBuffer(RowBuffer):
         """The arrays for an output, and their weights: with `DELTA`, the rows that became known
         with its tokens; otherwise all rows of a finished choice. None before the end, and for a
         choice that ended without rows."""
-        is_delta = self._kind == RequestOutputKind.DELTA
-        self._num_tokens = len(choice.token_ids) + (self._num_tokens if is_delta else 0)
-        if choice.finish_reason is None and (self._store is not None or not is_delta):
+        self._count_tokens(choice)
+        if not self._are_due(choice):
             return None, None
-        end = max(self._prompt_len + self._num_tokens - 1, self._next_row)
-        arrays = self.take(
-            self._next_row, end, self._form.shape if is_complete(choice.finish_reason) else None
-        )
-        if self.end < 0 and not arrays:
+        first = self._next_row
+        rows = self._take_rows(choice)
+        if self.end < 0 and not rows:
             return None, None
-        first, self._next_row = self._next_row, self._next_row + sum(map(len, arrays))
-        array, weights = self._form.array(arrays)
+        array, weights = self._form.array(rows)
         if array.dtype == np.int16:
             logger.error(
                 "Request %r: some rows from position %d on are unknown (-1). Their array is int16.",
@@ -132,26 +129,51 @@ class ArrayBuffer(RowBuffer):
             )
         if self._store is None:
             return array, weights
+        return self._references(self._store, array, weights, first)
+
+    def _count_tokens(self, choice: CompletionOutput) -> None:
+        """An output with `DELTA` has the new tokens; others have all."""
+        if self._kind == RequestOutputKind.DELTA:
+            self._num_tokens += len(choice.token_ids)
+        else:
+            self._num_tokens = len(choice.token_ids)
+
+    def _are_due(self, choice: CompletionOutput) -> bool:
+        if choice.finish_reason is not None:
+            return True
+        return self._kind == RequestOutputKind.DELTA and self._store is None
+
+    def _take_rows(self, choice: CompletionOutput) -> list[Rows]:
+        # The last token has no row.
+        end = max(self._prompt_len + self._num_tokens - 1, self._next_row)
+        shape = self._form.shape if is_complete(choice.finish_reason) else None
+        rows = self.take(self._next_row, end, shape)
+        self._next_row += sum(map(len, rows))
+        return rows
+
+    def _references(
+        self, store: ArrayStore, array: Array, weights: Weights | None, start: int
+    ) -> tuple[Array | ArrayReference, Any]:
+        """References to both arrays, or both arrays if the store cannot take them."""
         stored = None
         try:
-            stored = _stored(self._store, array, first)
-            return stored, None if weights is None else _stored(self._store, weights, first)
+            stored = _stored(store, array, start)
+            if weights is None:
+                return stored, None
+            return stored, _stored(store, weights, start)
         except StoreError as error:
-            self._store.warn(
-                "Request %r has arrays instead of references: %s", self._request_id, error
-            )
+            store.warn("Request %r has arrays instead of references: %s", self._request_id, error)
             if stored is not None:
                 with suppress(StoreError, LookupError):
-                    self._store.delete(stored.reference["id"])
+                    store.delete(stored.reference["id"])
             return array, weights
 
 
 def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReference:
     layers_first = np.ascontiguousarray(array.swapaxes(0, 1))
-    stored, missing = (
-        store.put(layers_first),
-        0 if array.dtype.kind == "u" else count_missing(array),
-    )
+    stored = store.put(layers_first)
+    # unsigned integers have no -1
+    missing = 0 if array.dtype.kind == "u" else count_missing(array)
     where = {"path": stored.place}
     if stored.url is not None:
         where = {"uri": stored.place, "url": stored.url}
@@ -191,8 +213,9 @@ class ArrayCollector(RequestOutputCollector):
         return self._filled() if self._filling.done() else None
 
     def _filled(self) -> Any:
-        filling, self._filling = self._filling, None
+        filling = self._filling
         assert filling is not None
+        self._filling = None
         return filling.result()
 
 
