@@ -4,7 +4,7 @@ Comparing files imports this module without torch.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,16 +112,27 @@ class Reference:
         ids = chosen[0]
         top_k = ids.shape[-1]
         logits = max(floats, key=lambda part: part.shape[-1])
-        scores = logits.float().reshape(-1, logits.shape[-1])
-        for bias in (_bias_of(module), *args[1:], *kwargs.values()):
-            if getattr(bias, "shape", None) == scores.shape[1:]:
-                scores = scores.sigmoid() + bias.float()
-        weights = None
-        for part in floats:
-            if part is not logits and part.shape[-1] == top_k:
-                weights = part.float().reshape(-1, top_k).cpu().numpy()
-                break
+        scores = _scores(logits, (_bias_of(module), *args[1:], *kwargs.values()))
+        weights = _weights([part for part in floats if part is not logits], top_k)
         self._on_router(name, ids.reshape(-1, top_k).cpu().numpy(), scores.cpu().numpy(), weights)
+
+
+def _scores(logits: Any, others: Iterable[Any]) -> Any:
+    """What a router chooses by, [tokens, experts]: its logits; or, if a bias for each expert is
+    among its `others`, their sigmoid with the bias."""
+    scores = logits.float().reshape(-1, logits.shape[-1])
+    for bias in others:
+        if getattr(bias, "shape", None) == scores.shape[1:]:
+            scores = scores.sigmoid() + bias.float()
+    return scores
+
+
+def _weights(tensors: Iterable[Any], top_k: int) -> Scores | None:
+    """The weights of the chosen experts, [tokens, K], if they are among `tensors`."""
+    for tensor in tensors:
+        if tensor.shape[-1] == top_k:
+            return tensor.float().reshape(-1, top_k).cpu().numpy()
+    return None
 
 
 def _bias_of(router: Any) -> Any:
