@@ -72,13 +72,17 @@ def array(name: str, value: Any, kinds: str, shape: str = "") -> NDArray[Any]:
         raise TypeError(f"{expected}, not {shown(value)}: {error}") from None
     is_empty_list = not result.size and not hasattr(value, "dtype")  # of floats for numpy
     if result.dtype.kind not in kinds and not is_empty_list:
-        raise TypeError(
-            f"{expected}, not {shown(value) if result.dtype.kind in 'OUS' else result.dtype}"
-        )
-    least = len(shape.removeprefix("..."))
-    if shape and (result.ndim < least or (result.ndim > least and not shape.startswith("..."))):
+        is_text = result.dtype.kind in "OUS"
+        raise TypeError(f"{expected}, not {shown(value) if is_text else result.dtype}")
+    if shape and not _has_dimensions(result, shape):
         raise ValueError(f"{expected}, not {list(result.shape)}")
     return result
+
+
+def _has_dimensions(values: NDArray[Any], shape: str) -> bool:
+    if shape.startswith("..."):
+        return values.ndim >= len(shape) - len("...")
+    return values.ndim == len(shape)
 
 
 def fitting(name: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from routed_experts.protocol.answers import is_number, num_items, without_envelope
-from routed_experts.protocol.codec import MAX_EXPERTS, MAX_LAYERS, encode
+from routed_experts.protocol.codec import MAX_EXPERTS, MAX_LAYERS, Rows, encode
 from routed_experts.protocol.collect import Collector, RequestValues
 from routed_experts.protocol.routing import Routing, RoutingError, Texts
 from routed_experts.protocol.sse import EventError, EventReader
@@ -341,6 +341,11 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
     # not show it.
     if info.layer_ids is None and rows.shape[2] > 1 and (rows == 0).all(axis=2).any():
         raise RoutingError(DENSE_NEED)
+    _check_fits_model(rows, info)
+    return routing
+
+
+def _check_fits_model(rows: Rows, info: ModelInfo) -> None:
     _, num_layers, top_k = rows.shape
     if info.num_layers not in (None, num_layers):
         raise RoutingError(f"rows of {num_layers} layers, but the model has {info.num_layers}")
@@ -348,7 +353,6 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
         raise RoutingError(f"rows of {top_k} experts, but the model has {info.top_k}")
     if info.num_experts is not None and rows.max() >= info.num_experts:
         raise RoutingError(f"an id is {rows.max()}, but the model has {info.num_experts} experts")
-    return routing
 
 
 # ---- files ----

@@ -1,7 +1,7 @@
 """Sends rows of prompts ahead of the first tokens of their requests, and rows that are needed at
 the end before it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -200,18 +200,25 @@ class OutputQueue:
         )
         outputs: list[EngineCoreOutput] = []
         while entries:
-            before = set(self._entries)
-            sizes = [entry.rows.nbytes for entry in entries]
-            parts = divide(room, sizes, entries[0].rows.row_bytes)
+            parts = divide(
+                room, [entry.rows.nbytes for entry in entries], entries[0].rows.row_bytes
+            )
+            room -= sum(parts)
             for entry, num_bytes in zip(entries, parts, strict=True):
                 if num_bytes:
                     outputs += entry.take(num_bytes)
-            room -= sum(parts)
-            for entry in entries:
-                if not len(entry.rows):
-                    outputs += self._close(entry)
+            before = set(self._entries)
+            outputs += self._close_sent(entries)
             # last outputs that have waited for the rows of their prompt, and now for their own
             entries = [entry for key, entry in self._entries.items() if key not in before]
+        return outputs
+
+    def _close_sent(self, entries: Iterable[_Entry]) -> list[EngineCoreOutput]:
+        """Closes those whose rows are all sent. This may add entries."""
+        outputs: list[EngineCoreOutput] = []
+        for entry in entries:
+            if not len(entry.rows):
+                outputs += self._close(entry)
         return outputs
 
     def _close(self, entry: _Entry) -> list[EngineCoreOutput]:

@@ -150,40 +150,50 @@ def _replaced(router: Any, replaying: "_Router") -> Iterator[None]:
     assert family is not None
     # of accelerate or of parallelism; it hides the class's method
     hook = vars(router).get(family.method)
-    closure = getattr(hook, "__closure__", None) or ()
-    if any(type(cell.cell_contents).__name__ == "EpRouterParallel" for cell in closure):
-        raise ReplayError(
-            "with ep_router, each rank has ids of its own: replay needs an ep_plan without it"
-        )
+    _check_hook(hook)
     replaying_class = _replaying(own_class, family)  # type: ignore[arg-type]
-    # accelerate keeps the class's method on the router, and calls it while the router's offloaded
-    # weights are there.
-    original = getattr(own_class, family.method)
-    inner = [
-        name for name, value in vars(router).items() if getattr(value, "__func__", None) is original
-    ]
-    before: dict[str, Any] = {}  # what is replaced on the router itself
+    methods: dict[str, Any] = {}
     if hook is not None:
-        before = {name: vars(router)[name] for name in inner or [family.method]}
+        methods = _replaying_methods(router, family, hook, replaying_class, replaying)
+    before = {name: vars(router)[name] for name in methods}
     router._replay = replaying
     try:
         if hook is None:
             router.__class__ = replaying_class
-        elif inner:
-            for name in inner:
-                replaying_method = MethodType(getattr(replaying_class, family.method), router)
-                vars(router)[name] = replaying_method
-        else:
-
-            def around(*args: Any, **kwargs: Any) -> Any:
-                return replaying.route(router, family, args, hook(*args, **kwargs))
-
-            setattr(router, family.method, around)
+        vars(router).update(methods)
         yield
     finally:
         del router._replay
         router.__class__ = own_class
         vars(router).update(before)
+
+
+def _check_hook(hook: Any) -> None:
+    closure = getattr(hook, "__closure__", None) or ()
+    if any(type(cell.cell_contents).__name__ == "EpRouterParallel" for cell in closure):
+        raise ReplayError(
+            "with ep_router, each rank has ids of its own: replay needs an ep_plan without it"
+        )
+
+
+def _replaying_methods(
+    router: Any, family: "_Family", hook: Any, replaying_class: type[Any], replaying: "_Router"
+) -> dict[str, Any]:
+    """What takes the place of a router's own attributes, by their names, where a hook hides the
+    method of its class."""
+    # accelerate keeps the class's method on the router, and calls it while the router's offloaded
+    # weights are there.
+    original = getattr(type(router), family.method)
+    inner = [
+        name for name, value in vars(router).items() if getattr(value, "__func__", None) is original
+    ]
+    if inner:
+        return dict.fromkeys(inner, MethodType(getattr(replaying_class, family.method), router))
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return replaying.route(router, family, args, hook(*args, **kwargs))
+
+    return {family.method: around}
 
 
 def _flat_rows(rows: Any, device: torch.device | None = None) -> Tensor:
