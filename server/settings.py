@@ -1,15 +1,11 @@
-"""The settings of a server, or of an engine in a program: keys of vLLM's `additional_config`.
-
-With `routed-experts serve` they come as flags of the same names. They are checked here and nowhere
-else.
-"""
-
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from routed_experts.protocol.buckets import SCHEMES, is_broken_url, is_bucket
 from routed_experts.protocol.models import WEIGHTS, Delivery, FieldError, check_defaults
@@ -29,9 +25,33 @@ class SettingsError(ValueError):
     """A setting has a value that it cannot have. The message says what it must be."""
 
 
+# ---- what values are valid ----
+
+
+def _check_place(place: str | Path) -> str | Path:
+    """A path, or a URL without anything that is secret."""
+    if place == "" or is_broken_url(place):
+        raise ValueError
+    scheme, has_scheme, rest = str(place).partition("://")
+    if not has_scheme:
+        return place
+    if scheme not in ("file", *SCHEMES) or rest == "" or {*"@?#"} & {*rest}:
+        raise ValueError
+    return place
+
+
+Bytes = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=_LONGEST_S)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Place = Annotated[str | Path, AfterValidator(_check_place)]
+
+
+# ---- how they are written ----
+
+
 def json_or_text(text: str) -> Any:
-    """The value of a flag: JSON, or a number as Python reads it, such as `.5`. Its kind refuses
-    other text."""
+    """The value of a flag: JSON, or a number as Python reads it, such as `.5`. Other text is
+    refused as a value of the setting."""
     for read in (json.loads, int, float):
         with suppress(ValueError):
             return read(text)
@@ -40,63 +60,41 @@ def json_or_text(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """What values a setting has."""
+    """How a setting is written, and what errors say that it must be."""
 
     expected: str  # in words
-    is_valid: Callable[[Any], bool]
     metavar: str | None = None  # of the flag; None: a switch
     parse: Callable[[str], Any] = json_or_text  # reads the text of the flag
 
 
-_BYTES = Kind("a positive integer", lambda value: type(value) is int and value > 0, "BYTES")
-_DELIVERIES = get_args(Delivery)
-_DELIVERY = Kind(" or ".join(_DELIVERIES), lambda value: value in _DELIVERIES, "DELIVERY")
-_FIELDS = Kind("a JSON object with routing fields", lambda value: isinstance(value, dict), "JSON")
-_FOLDER = Kind("a path", lambda value: isinstance(value, str | Path) and value != "", "FOLDER", str)
-
-
-def _is_place(value: object) -> bool:
-    """A path, or a URL without anything that is secret."""
-    if not isinstance(value, str | Path) or value == "" or is_broken_url(value):
-        return False
-    scheme, has_scheme, rest = str(value).partition("://")
-    if not has_scheme:
-        return True
-    return scheme in ("file", *SCHEMES) and rest != "" and not {*"@?#"} & {*rest}
-
-
+_BYTES = Kind("a positive integer", "BYTES")
+_DELIVERY = Kind(" or ".join(get_args(Delivery)), "DELIVERY")
+_FIELDS = Kind("a JSON object with routing fields", "JSON")
 _PLACE = Kind(
     "a path, or a URL as text, such as s3://bucket/prefix (also gs://, az://; keys and the endpoint "
     "come from the environment)",
-    _is_place,
     "URL",
     str,
 )
-_SECONDS = Kind(
-    f"a positive number up to {_LONGEST_S:,.0f}",
-    lambda value: type(value) in (int, float) and 0 < value <= _LONGEST_S,
-    "SECONDS",
-)
-_SHARE = Kind(
-    "a number above 0, at most 1",
-    lambda value: type(value) in (int, float) and 0 < value <= 1,
-    metavar="SHARE",
-)
-_SWITCH = Kind("true or false", lambda value: type(value) is bool)
+_SECONDS = Kind(f"a positive number up to {_LONGEST_S:,.0f}", "SECONDS")
+_SHARE = Kind("a number above 0, at most 1", "SHARE")
+_SWITCH = Kind("true or false")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """All settings by their keys. Raises `SettingsError` for values that are not valid."""
+# ---- the settings ----
+
+
+class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
+    """All settings by their keys: the type, the kind and, if there is a flag, its help."""
 
     routed_experts_default: Annotated[
         dict[str, Any],
         _FIELDS,
         "defaults of routing fields, for requests that omit them, for example '{\"return_routed_experts\": true}'",
-    ] = field(default_factory=dict)
-    routed_experts_delivery: Annotated[str, _DELIVERY, None] = "inline"  # of engines in programs
+    ] = Field(default_factory=dict)
+    routed_experts_delivery: Annotated[Delivery, _DELIVERY] = "inline"  # of engines in programs
     routed_experts_max_response_bytes: Annotated[
-        int, _BYTES, "maximum bytes of routing in one response (default: 1 GiB)"
+        Bytes, _BYTES, "maximum bytes of routing in one response (default: 1 GiB)"
     ] = MAX_RESPONSE_BYTES
     routed_experts_page: Annotated[
         bool,
@@ -104,7 +102,7 @@ class Settings:
         "serve a page at /routed_experts that shows the experts of a response while it is generated",
     ] = True
     routed_experts_store: Annotated[
-        str | Path | None,
+        Place | None,
         _PLACE,
         "where arrays are that are returned by reference (routed_experts_delivery): a folder, which servers of one "
         "host may share, or a bucket, s3://BUCKET/PREFIX, gs://…, az://…, which those of many may; keys and endpoint "
@@ -112,12 +110,12 @@ class Settings:
         "process uses it)",
     ] = None
     routed_experts_store_bytes: Annotated[
-        int | None,
+        Bytes | None,
         _BYTES,
         "maximum size of a folder of arrays (default: half of the space that is free there)",
     ] = None
     routed_experts_store_seconds: Annotated[
-        float,
+        Seconds,
         _SECONDS,
         f"time after which stored arrays are deleted (default: {DEFAULT_LIFETIME_S:.0f})",
     ] = DEFAULT_LIFETIME_S
@@ -125,7 +123,7 @@ class Settings:
         bool, _SWITCH, "name the files in references, for clients on the same machine"
     ] = False
     routed_experts_record: Annotated[
-        str | Path | None,
+        Place | None,
         _PLACE,
         "record the routing of what clients ask, whether or not they ask for routing, in files *.jsonl of a folder or "
         "bucket, which export and view read; the files contain the token ids of prompts and answers",
@@ -136,12 +134,12 @@ class Settings:
         "whether recorded files contain token ids; expert ids alone still tell something about a text",
     ] = True
     routed_experts_record_share: Annotated[
-        float,
+        Share,
         _SHARE,
         "share of the prompts to record, above 0 and at most 1 (default: 1), drawn for each",
     ] = 1.0
     routed_experts_record_bytes: Annotated[
-        int,
+        Bytes,
         _BYTES,
         "maximum bytes of all files in the folder, with those found at start (default: 10 GiB), or of those that "
         "are not sent to the bucket yet; then recording stops",
@@ -166,26 +164,30 @@ class Settings:
             **(additional_config if isinstance(additional_config, Mapping) else {}),
             **getattr(args, "__dict__", {}),
         }
-        return cls(**{name: values[name] for name in KINDS if values.get(name) is not None})
+        try:
+            return cls(**{name: values[name] for name in KINDS if values.get(name) is not None})
+        except ValidationError as error:
+            raise _first_of(error) from None
 
-    def __post_init__(self) -> None:
-        for setting in fields(self):
-            kind, value = KINDS[setting.name], getattr(self, setting.name)
-            if value is not setting.default and not kind.is_valid(value):
-                raise SettingsError(f"{setting.name} must be {kind.expected}, not {value!r}.")
-            is_of_record = setting.name.startswith("routed_experts_record_")
-            if is_of_record and value != setting.default and self.routed_experts_record is None:
-                raise SettingsError(f"{setting.name} needs routed_experts_record.")
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        for name, setting in Settings.model_fields.items():
+            is_of_record = name.startswith("routed_experts_record_")
+            is_set = getattr(self, name) != setting.default
+            if is_of_record and is_set and self.routed_experts_record is None:
+                raise SettingsError(f"{name} needs routed_experts_record.")
         if is_bucket(self.routed_experts_store):
             self._check_bucket()
+        self._check_default()
+        return self
+
+    def _check_default(self) -> None:
         try:
             check_defaults(self.routed_experts_default)
         except FieldError as error:
             raise SettingsError(f"routed_experts_default: {error}.") from None
-        if (
-            self.routed_experts_default.get(WEIGHTS)
-            and not self.enable_return_routed_expert_weights
-        ):
+        asks_for_weights = self.routed_experts_default.get(WEIGHTS)
+        if asks_for_weights and not self.enable_return_routed_expert_weights:
             # Else requests that do not name them would be refused.
             raise SettingsError(
                 f"routed_experts_default: {WEIGHTS} needs enable_return_routed_expert_weights."
@@ -204,10 +206,24 @@ class Settings:
             )
 
 
-_SETTINGS: list[tuple[str, Any]] = [(setting.name, setting.type) for setting in fields(Settings)]
-KINDS: dict[str, Kind] = {name: annotated.__metadata__[0] for name, annotated in _SETTINGS}
-HELP: dict[str, str | None] = {name: annotated.__metadata__[1] for name, annotated in _SETTINGS}
+KINDS: dict[str, Kind] = {
+    name: next(part for part in setting.metadata if isinstance(part, Kind))
+    for name, setting in Settings.model_fields.items()
+}
+HELP: dict[str, str | None] = {
+    name: next((part for part in setting.metadata if isinstance(part, str)), None)
+    for name, setting in Settings.model_fields.items()
+}
 """Of the flags; None: a setting has none."""
+
+
+def _first_of(error: ValidationError) -> SettingsError:
+    """What is wrong with the first setting, in our words."""
+    first = error.errors()[0]
+    if not first["loc"]:  # settings that do not go together
+        return SettingsError(str(first["ctx"]["error"]))
+    name = str(first["loc"][0])
+    return SettingsError(f"{name} must be {KINDS[name].expected}, not {first['input']!r}.")
 
 
 def asks_for_every_request(config: Any) -> bool:

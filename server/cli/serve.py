@@ -184,7 +184,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             continue
         options: dict[str, Any] = {"type": kind.parse, "metavar": kind.metavar, "help": help_text}
         if kind.metavar is None:  # a switch
-            default = "on" if getattr(Settings, name) else "off"
+            default = "on" if Settings.model_fields[name].default else "off"
             options = {
                 "action": argparse.BooleanOptionalAction,
                 "help": f"{help_text} (default: {default})",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from copy import copy
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from routed_experts.capture.wire.rows import captures_weights, ids_of, row_shape
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
-from routed_experts.protocol.models import DELIVERY
+from routed_experts.protocol.models import DELIVERY, Delivery
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.outputs.processor import (
@@ -321,10 +321,10 @@ class InProcessCapture:
         """The store for a request that asks for references, by itself (`DELIVERY` in
         `SamplingParams.extra_args`) or by the default of the engine."""
         delivery = (params.extra_args or {}).get(DELIVERY, self._settings.routed_experts_delivery)
-        kind = KINDS[DELIVERY]
-        if not kind.is_valid(delivery):
+        if delivery not in get_args(Delivery):
             raise VLLMValidationError(
-                f"{DELIVERY} must be {kind.expected}, not {delivery!r}", parameter=DELIVERY
+                f"{DELIVERY} must be {KINDS[DELIVERY].expected}, not {delivery!r}",
+                parameter=DELIVERY,
             )
         if delivery == "reference" and self._store is None:
             self._store = store_with(self._settings, default_folder("programs"))
