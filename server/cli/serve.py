@@ -256,8 +256,8 @@ def allow_plugin() -> None:
         raise CommandError(
             f"The package is not installed properly ({why}): reinstall it."
         ) from error
-    given = os.environ.get("VLLM_PLUGINS")
-    names = _loaded_unnamed() if given is None else given.split(",")
+    named = os.environ.get("VLLM_PLUGINS")
+    names = _loaded_unnamed() if named is None else named.split(",")
     others = [name for name in names if name and name != PLUGIN_NAME]
     os.environ["VLLM_PLUGINS"] = ",".join([*others, PLUGIN_NAME])
 

@@ -175,7 +175,7 @@ def _module_of(layer: Middleware) -> str:
 
 async def _endpoints(client: AppClient, args: Namespace, max_model_len: int) -> list[str]:
     """The endpoints of this server that return routing."""
-    found = [_COMPLETIONS, _GENERATE] if scales_out(args) else [_COMPLETIONS]
+    endpoints = [_COMPLETIONS, _GENERATE] if scales_out(args) else [_COMPLETIONS]
     # vLLM's own endpoint tells whether there is a tokenizer and a chat template.
     tokenized = await client.post("/tokenize", messages=_MESSAGES)
     if tokenized.status_code == 200 and tokenized.json()["count"] + _NEW_TOKENS < max_model_len:
@@ -183,8 +183,8 @@ async def _endpoints(client: AppClient, args: Namespace, max_model_len: int) -> 
         # vocabulary lacks.
         plain = await client.post(_CHAT, messages=_MESSAGES, max_tokens=1)
         if plain.status_code == 200:
-            found.append(_CHAT)
-    return found
+            endpoints.append(_CHAT)
+    return endpoints
 
 
 async def _check_endpoints(
@@ -199,13 +199,13 @@ async def _check_endpoints(
         )
     too_late = captured.engine.vllm_config.model_config.max_model_len + 1
     for path in endpoints:
-        asked = {OPT_IN: True, **_BODIES[path]([1], max_tokens=1)}
-        await _check_refusal(client, path, PROMPT_START, **asked, **{PROMPT_START: too_late})
+        body = {OPT_IN: True, **_BODIES[path]([1], max_tokens=1)}
+        await _check_refusal(client, path, PROMPT_START, **body, **{PROMPT_START: too_late})
         await _check_refusal(
-            client, path, prefill_param.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"}
+            client, path, prefill_param.FIELD, **body, kv_transfer_params={ROWS_PARAM: "no rows"}
         )
         if path != _GENERATE:
-            await _check_refusal(client, path, OPT_IN, **asked, use_beam_search=True)
+            await _check_refusal(client, path, OPT_IN, **body, use_beam_search=True)
     for path in others:
         await _check_refusal(client, path, OPT_IN, **{OPT_IN: True})
 
@@ -381,9 +381,9 @@ class _References:
             except StoreError as error:
                 logger.warning("The self-test asked for no reference: %s", error)
                 return
-            told = await self._choice("reference")
-            if told is not None:
-                await self._check_arrays(told, inline)
+            by_reference = await self._choice("reference")
+            if by_reference is not None:
+                await self._check_arrays(by_reference, inline)
 
     async def _choice(self, delivery: str) -> dict[str, Any] | None:
         """The rows of a prompt and of its choice; None if a middleware let no request in."""
@@ -501,8 +501,8 @@ def agreement(some: Rows, others: Rows) -> float:
     if some.shape != others.shape:
         return 0.0
     known = (some != UNKNOWN) & (others != UNKNOWN)
-    found = (some[..., None] == others[..., None, :]).any(axis=3)
-    return float(found[known].mean()) if known.any() else 1.0
+    is_in_other = (some[..., None] == others[..., None, :]).any(axis=3)
+    return float(is_in_other[known].mean()) if known.any() else 1.0
 
 
 def check_weights(rows: Rows, weights: NDArray[np.float32] | None) -> None:

@@ -150,14 +150,15 @@ class RoutedServing:
         options = options_of(request)
         if options is None:
             return
-        asked = OPT_IN if options.rows else HISTOGRAM
+        opt_in_field = OPT_IN if options.rows else HISTOGRAM
         if self.captured is None:
             _reject(
                 "This server does not capture routed experts: start it without --no-enable-return-routed-experts.",
-                asked,
+                opt_in_field,
             )
         if field_of(request, "use_beam_search"):
-            _cannot(request, options, "Routed experts cannot be returned with beam search.", asked)
+            message = "Routed experts cannot be returned with beam search."
+            _cannot(request, options, message, opt_in_field)
         if options.weights and not self.captured.info.weights:
             message = (
                 f"This server does not capture the routers' weights: start it with {WEIGHTS_FLAG}."
@@ -324,16 +325,21 @@ class RoutedServing:
         request: Any,
         results: AsyncIterator[Any],
         num_choices: int,
-        **about: Any,
+        **of_rewriter: Any,
     ) -> AsyncIterator[str]:
-        """The stream that vLLM's generator `make` builds from `results`, with its rows. `about` is
-        `SSERewriter`'s."""
+        """The stream that vLLM's generator `make` builds from `results`, with its rows.
+        `of_rewriter`: further arguments of `SSERewriter`."""
         options = options_of(request)
         if options is None:
             return make(results)
-        about |= {"max_bytes": self._max_bytes, "delivery": self.delivery(request, options)}
         rewriter = SSERewriter(
-            options, Encoder(self.form(options)), num_choices, self._error_event, **about
+            options,
+            Encoder(self.form(options)),
+            num_choices,
+            self._error_event,
+            max_bytes=self._max_bytes,
+            delivery=self.delivery(request, options),
+            **of_rewriter,
         )
         return rewriter.rewrite(make(rewriter.watch(results)))
 
@@ -351,9 +357,9 @@ class RoutedServing:
             return await make(request, results, *args)
         rows = self.rows_of(options)
         response = await make(request, rows.collect_from(results), *args)
-        return (
-            response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
-        )
+        if isinstance(response, ErrorResponse):
+            return response
+        return self.whole(request, response, rows)
 
     def rows_of(self, options: RoutingOptions) -> CollectedRows:
         assert self.captured is not None
@@ -368,16 +374,24 @@ class RoutedServing:
         if options_of(request) is None:
             response.kv_transfer_params = to_wire(response.kv_transfer_params)
             return response
-        encoder, delivery = Encoder(self.form(rows.options)), self.delivery(request, rows.options)
-        return RoutedResponse(response, rows, encoder, is_list, delivery, self._max_bytes)
+        return RoutedResponse(
+            response,
+            rows,
+            Encoder(self.form(rows.options)),
+            is_list,
+            self.delivery(request, rows.options),
+            self._max_bytes,
+        )
 
     def _error_event(self, error: Exception) -> Any:
-        is_told = isinstance(error, LostRowsError | StreamLimitError)
-        text = (
-            str(error) if is_told else "The server failed to encode the routing of this response."
+        text = "The server failed to encode the routing of this response."
+        if isinstance(error, LostRowsError | StreamLimitError):
+            text = str(error)
+        return self.create_streaming_error_response(  # type: ignore[attr-defined]
+            text,
+            err_type="InternalServerError",
+            status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
         )
-        about = {"err_type": "InternalServerError", "status_code": HTTPStatus.INTERNAL_SERVER_ERROR}
-        return self.create_streaming_error_response(text, **about)  # type: ignore[attr-defined]
 
 
 class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):

@@ -231,7 +231,7 @@ class InProcessCapture:
         self._states = processor.request_states
         self._add: Callable[..., None] = processor.add_request
         self._ask: Callable[[], Awaitable[list[Any]]] | None = None
-        self._asked: asyncio.Future[None] | None = None
+        self._learning: asyncio.Future[None] | None = None
         if isinstance(engine, AsyncLLM):
             core = engine.engine_core  # a reference to the engine would keep it alive
             self._ask = lambda: core.collective_rpc_async("routed_experts_info")
@@ -253,15 +253,15 @@ class InProcessCapture:
     async def ready(self) -> None:
         """Waits until the workers have reported the dimensions of rows."""
         if not self.is_ready():
-            assert self._asked is not None
-            await asyncio.shield(self._asked)  # other readers wait for it too
+            assert self._learning is not None
+            await asyncio.shield(self._learning)  # other readers wait for it too
 
     def is_ready(self) -> bool:
         """Whether the workers have reported the dimensions of rows. Asks them if nobody has."""
-        if self._asked is not None and self._asked.done():
-            self._asked.result()  # raises its exception
-        if not self.form.is_known and self._asked is None:
-            self._asked = asyncio.ensure_future(self._learn())
+        if self._learning is not None and self._learning.done():
+            self._learning.result()  # raises its exception
+        if not self.form.is_known and self._learning is None:
+            self._learning = asyncio.ensure_future(self._learn())
         return self.form.is_known
 
     async def _learn(self) -> None:
