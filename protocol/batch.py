@@ -239,22 +239,35 @@ def join_turns(
         raise RoutingError("no turns")
     joined: Routing = turns[0]
     for turn in turns[1:]:
-        if turn.start > joined.end:
-            raise RoutingError(
-                f"a gap: rows up to {joined.end}, and a turn that begins at {turn.start}"
-            )
-        if turn.end < joined.end:
-            raise RoutingError(f"a turn that ends at {turn.end}, after rows up to {joined.end}")
-        _check_same_shape(joined, turn)
-        _check_same_tokens(joined, turn)
-        rows = np.concatenate([joined.rows, turn.rows[joined.end - turn.start :]])
-        weights = None
-        if joined.weights is not None and turn.weights is not None:
-            weights = np.concatenate([joined.weights, turn.weights[joined.end - turn.start :]])
-        elif joined.weights is not turn.weights:
-            raise RoutingError("some turns have weights, others have none")
-        joined = replace(turn, rows=rows, weights=weights, start=joined.start)
-    return replace(joined, prompt_histogram=None, histogram=None) if len(turns) > 1 else joined
+        joined = _continued(joined, turn)
+    return joined
+
+
+def _continued(before: Routing, turn: Routing) -> Routing:
+    """`turn` with the rows before it."""
+    if turn.start > before.end:
+        raise RoutingError(
+            f"a gap: rows up to {before.end}, and a turn that begins at {turn.start}"
+        )
+    if turn.end < before.end:
+        raise RoutingError(f"a turn that ends at {turn.end}, after rows up to {before.end}")
+    _check_same_shape(before, turn)
+    _check_same_tokens(before, turn)
+    overlap = before.end - turn.start
+    rows = np.concatenate([before.rows, turn.rows[overlap:]])
+    weights = None
+    if before.weights is not None and turn.weights is not None:
+        weights = np.concatenate([before.weights, turn.weights[overlap:]])
+    elif before.weights is not turn.weights:
+        raise RoutingError("some turns have weights, others have none")
+    return replace(
+        turn,
+        rows=rows,
+        weights=weights,
+        start=before.start,
+        prompt_histogram=None,
+        histogram=None,
+    )
 
 
 def _join_references(references: Sequence[Mapping[str, Any]]) -> list[Span]:

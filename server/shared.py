@@ -22,10 +22,12 @@ class Shared:
     """Each API process has a copy."""
 
     listening: socket.socket  # of all of them
-    listens: Connection  # which a process closes when it no longer listens
-    none_listens: Connection  # at its end once every process has closed `listens`, or ended
-    may_close: Connection  # which a process closes once the port is another's to close, or closed
-    engines_live: Connection  # at its end once an engine has died, or the first process
+    # These are ends of pipes. A process closes the first and the third; the second and the fourth
+    # are for reading, and come to their end (EOF) when the other end is closed everywhere.
+    listens: Connection  # closed by a process when it no longer listens
+    none_listens: Connection  # ends once every process has closed `listens`, or is gone
+    may_close: Connection  # closed by a process when it has left the port to others, or closed it
+    engines_live: Connection  # ends once an engine has died, or the first process
 
     def stop_listening(self) -> list[socket.socket]:
         """Tells the others that this process no longer listens. The last one closes the port for

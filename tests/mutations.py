@@ -182,7 +182,7 @@ def copy_tree(folder: Path) -> dict[str, str]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs in the copy."""
-    import vllm.entrypoints.openai.api_server
+    import vllm.entrypoints.openai.api_server  # noqa: F401
     import vllm.v1.engine.async_llm  # noqa: F401
 
     assert "routed_experts" not in sys.modules, "each child imports the code with its change"

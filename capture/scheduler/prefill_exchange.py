@@ -58,9 +58,31 @@ class PrefillRowsExchange:
 
         Keeps nothing of the request before `add`, because vLLM may refuse it.
         """
-        params = request.kv_transfer_params
-        if params is None:
+        params = self._without_invalid(request, config)
+        if params is None or PARAM not in params:
             return TakenParams()
+        value = params[PARAM]
+        of_connector = {key: other for key, other in params.items() if key != PARAM}
+        _set_transfer_params(request, of_connector)
+        if self.pulls.lease_s is None:  # no KV connector exchanges rows
+            return TakenParams()
+        if value is True:  # this is a prefill instance
+            opt_in = OptIn.of(request.sampling_params)
+            return TakenParams(asks_for_rows=opt_in is not None and not opt_in.allow_missing)
+        rows = prefill_rows.decode(value)
+        if rows is None or not of_connector.get("do_remote_prefill"):
+            return TakenParams()
+        arrival = self._arrival(request, rows)
+        if arrival is None or arrival.pull is None:
+            _set_transfer_params(request, None)  # so that it computes the prompt
+        return TakenParams(arrival=arrival)
+
+    def _without_invalid(
+        self, request: Request, config: KVTransferConfig | None
+    ) -> dict[str, Any] | None:
+        """The request's `kv_transfer_params`; None if it has none. Takes off those that would end
+        the engine."""
+        params: dict[str, Any] | None = request.kv_transfer_params
         try:
             transfer_params.check(params, config)
         except transfer_params.TransferParamsError as error:
@@ -68,25 +90,8 @@ class PrefillRowsExchange:
                 "Request %r: its kv_transfer_params are ignored: %s.", request.request_id, error
             )
             _set_transfer_params(request, None)
-            return TakenParams()
-        if PARAM not in params:
-            return TakenParams()
-        of_connector = {key: value for key, value in params.items() if key != PARAM}
-        _set_transfer_params(request, of_connector)
-        if self.pulls.lease_s is None:
-            return TakenParams()
-        if params[PARAM] is True:
-            opt_in = OptIn.of(request.sampling_params)
-            return TakenParams(asks_for_rows=opt_in is not None and not opt_in.allow_missing)
-        if not of_connector.get("do_remote_prefill"):
-            return TakenParams()
-        rows = prefill_rows.decode(params[PARAM])
-        if rows is None:
-            return TakenParams()
-        arrival = self._arrival(request, rows)
-        if arrival is None or arrival.pull is None:
-            _set_transfer_params(request, None)  # so that it computes the prompt
-        return TakenParams(arrival=arrival)
+            return None
+        return params
 
     def add(self, request: Request, taken: TakenParams) -> None:
         """Called when vLLM has accepted a request, with what `receive` took off it."""
@@ -99,13 +104,8 @@ class PrefillRowsExchange:
         """What a request may do that came with `rows`; None if it needs weights and they have
         none."""
         opt_in = OptIn.of(request.sampling_params)
-        if (
-            opt_in is not None
-            and opt_in.weights
-            and not opt_in.allow_missing
-            and self._has_weights
-            and not rows.has_weights
-        ):
+        needs_weights = opt_in is not None and opt_in.weights and not opt_in.allow_missing
+        if needs_weights and self._has_weights and not rows.has_weights:
             return None
         # vLLM's name of a prompt's first choice
         is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")

@@ -277,10 +277,7 @@ class _Rank:
         )
         n = sampling.get("n", 1)
         choices = _choices_of(response, path, n)
-        # The body of a chat has no token ids; its response has.
-        prompt = tuple(
-            body.get("prompt") or body.get("token_ids") or choices[0].prompt_token_ids or ()
-        )
+        prompt = _prompt_of(body, choices[0])
         if path == _GENERATE:  # which does not repeat the prompt until vLLM 0.30
             choices = [_with_prompt(choice, prompt) for choice in choices]
         if len(choices) != n or not all(_has_tokens(choice, prompt) for choice in choices):
@@ -302,11 +299,13 @@ class _Rank:
         return fields
 
     def _check_rows(self, choice: Routing) -> None:
-        rows, expected = choice.rows, len(_tokens(choice)) - 1
+        rows = choice.rows
+        num_expected = len(_tokens(choice)) - 1
         if self._loads_lose_rows:
             lost = (rows == UNKNOWN).all(axis=(1, 2))
-            rows, expected = rows[~lost], expected - int(lost.sum())
-        check_rows(rows, expected, self._captured.shape, self._captured.num_experts)
+            rows = rows[~lost]
+            num_expected -= int(lost.sum())
+        check_rows(rows, num_expected, self._captured.shape, self._captured.num_experts)
         if self._captured.info.weights:
             check_weights(choice.rows, choice.weights)
 
@@ -489,6 +488,11 @@ def _with_prompt(choice: Routing, prompt: tuple[int, ...]) -> Routing:
 def _has_tokens(choice: Routing, prompt: tuple[int, ...]) -> bool:
     """Whether a choice has this prompt, and generated tokens."""
     return choice.prompt_token_ids == prompt and bool(choice.token_ids)
+
+
+def _prompt_of(body: dict[str, Any], choice: Routing) -> tuple[int, ...]:
+    """The token ids that were asked for. The body of a chat has none; its response has."""
+    return tuple(body.get("prompt") or body.get("token_ids") or choice.prompt_token_ids or ())
 
 
 def _tokens(choice: Routing) -> list[int]:

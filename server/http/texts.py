@@ -69,9 +69,16 @@ async def _ids_in(raw_request: Request) -> list[int]:
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The second of two equal tokens: many tokenizers drop the space that a text begins with.
+    return [_text_of(tokenizer, token_id) for token_id in ids]
 
-    A model's vocabulary may be padded beyond the tokenizer's, with tokens that have no text.
+
+def _text_of(tokenizer: Any, token_id: int) -> str:
+    """The text of a token, with the space that it may begin with.
+
+    Many tokenizers drop a space at the beginning of a text. So the token is decoded twice in a row,
+    and the second half is its text.
     """
-    pairs = (tokenizer.decode([one, one]) if one <= tokenizer.max_token_id else "" for one in ids)
-    return [pair[len(pair) // 2 :] for pair in pairs]
+    if token_id > tokenizer.max_token_id:
+        return ""  # a model's vocabulary may be padded beyond the tokenizer's
+    text: str = tokenizer.decode([token_id, token_id])
+    return text[len(text) // 2 :]

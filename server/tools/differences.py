@@ -101,6 +101,7 @@ _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 def _tails(values: list[float]) -> dict[str, Any]:
+    """Number, mean and percentiles of `values`; None where there are none."""
     summary: dict[str, Any] = {"tokens": len(values), "mean": None}
     summary |= dict.fromkeys(_PERCENTILES)
     if values:
