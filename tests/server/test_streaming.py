@@ -116,13 +116,13 @@ def generator(
                 note(prompt, index, None)
                 yield event({"choices": [{"index": index, "preface": True}]})
             is_first = False
-            for each in output.outputs:
-                assert each.routed_experts is None, "vLLM would take it for an array"
-                if each.finish_reason or not is_held():
-                    index = prompt * num_choices + each.index
-                    note(prompt, index, each)
+            for completion in output.outputs:
+                assert completion.routed_experts is None, "vLLM would take it for an array"
+                if completion.finish_reason or not is_held():
+                    index = prompt * num_choices + completion.index
+                    note(prompt, index, completion)
                     yield event(
-                        {"choices": [{"index": index, "finish_reason": each.finish_reason}]}
+                        {"choices": [{"index": index, "finish_reason": completion.finish_reason}]}
                     )
         yield USAGE
         yield DONE
@@ -171,6 +171,11 @@ def placed(chunk: Chunk) -> tuple[list[int] | None, list[int] | None]:
     return known  # type: ignore[return-value]
 
 
+def own_start(chunk: Chunk) -> int | None:
+    _, own = arrays_of(chunk)
+    return None if own is None else own["start"]
+
+
 def own_positions(chunks: list[Chunk]) -> list[int]:
     return [position for chunk in chunks for position in placed(chunk)[1] or ()]
 
@@ -216,36 +221,112 @@ class Play:
             generator(holds_back, self.preface, self.num_choices, self._note),
         )
 
-    def _note(self, prompt: int, place: int, each: CompletionOutput | None) -> None:
+    def _note(self, prompt: int, place: int, choice: CompletionOutput | None) -> None:
         engine = self.engines[place]
-        known = (engine.tokens, engine.arrived, each.finish_reason) if each else (0, 0, None)
-        self.made.append(Made(prompt, place, *known))
+        if choice is None:  # of a chunk before the text
+            self.made.append(Made(prompt, place, tokens=0, arrived=0, finish=None))
+        else:
+            made = Made(prompt, place, engine.tokens, engine.arrived, choice.finish_reason)
+            self.made.append(made)
 
     def _results(self) -> Iterator[Result]:
         alive = list(range(len(self.engines)))
         while alive:
-            choices, place = [], self.rng.choice(alive)
+            choices: list[CompletionOutput] = []
+            place = self.rng.choice(alive)
             prompt = place // self.num_choices
-            for each in {
-                place,
-                *(self.rng.choice(alive) for _ in range(self.rng.choice([0, 0, 2]))),
-            }:
+            others = [self.rng.choice(alive) for _ in range(self.rng.choice([0, 0, 2]))]
+            for stepping in {place, *others}:
                 # outputs of one prompt's choices may come together
-                if each // self.num_choices == prompt:
-                    choices += self._step(self.engines[each]).outputs
+                if stepping // self.num_choices == prompt:
+                    choices += self._step(self.engines[stepping]).outputs
                     if choices[-1].finish_reason:
-                        alive.remove(each)
+                        alive.remove(stepping)
             result = output(self.prompt_lens[prompt], *choices)
             yield (prompt, result) if len(self.prompt_lens) > 1 else result
 
     def _step(self, engine: Engine) -> RequestOutput:
         rng = self.rng
-        tokens, ends = rng.choice([1, 1, 1, 2, 3]), engine.tokens > 4 and rng.random() < 0.3
+        tokens = rng.choice([1, 1, 1, 2, 3])
+        ends = engine.tokens > 4 and rng.random() < 0.3
         reason = rng.choice(["stop", "length", "repetition", "abort"]) if ends else None
         if engine.tokens and self.options.get("dtype") != "uint8" and rng.random() < 0.1:
             return engine.lose(tokens, reason, rng.choice([engine.buffer, None]))
         late = int(not ends and engine.tokens > 0 and rng.random() < 0.1)
         return engine.step(tokens, reason, late, rng.choice([0, 2]) if ends else 0)
+
+
+class Counted(NamedTuple):
+    """What a histogram counts: positions of known rows, and the number of all."""
+
+    known: list[int]
+    num_rows: int
+
+
+class Due:
+    """What is due with each chunk of a play, asked for chunk by chunk: positions of rows, -1 for
+    those that were lost; None for no array."""
+
+    def __init__(self, play: Play) -> None:
+        self._play = play
+        self._is_joined = play.options["layout"] == "joined"
+        self._has_rows = play.options["rows"]
+        self._has_histogram = play.options["histogram"]
+        self._sent_prompts: set[int] = set()
+        self._counted_prompts: set[int] = set()
+        self._next_row = [
+            play.start if self._is_joined else engine.prompt_len for engine in play.engines
+        ]
+
+    def _prompt(self, made: Made) -> list[int]:
+        return list(range(self._play.start, self._play.prompt_lens[made.prompt]))
+
+    def _end(self, made: Made) -> int:
+        """The position behind the last row that is due: of a choice that has ended, all rows of its
+        tokens; else those that had arrived."""
+        if not made.tokens:
+            return 0
+        end = self._play.prompt_lens[made.prompt] + made.tokens - 1
+        has_all = made.finish is not None and made.finish != "abort"
+        return end if has_all else min(end, made.arrived)
+
+    def prompt_rows(self, made: Made) -> list[int] | None:
+        """With the first chunk of any of a prompt's choices."""
+        if self._is_joined or not self._has_rows or made.prompt in self._sent_prompts:
+            return None
+        self._sent_prompts.add(made.prompt)
+        return self._prompt(made)
+
+    def first_row(self, made: Made) -> int:
+        return self._next_row[made.choice]
+
+    def own_rows(self, made: Made) -> list[int] | None:
+        first = self._next_row[made.choice]
+        end = self._end(made)
+        self._next_row[made.choice] = max(first, end)
+        if not self._has_rows:
+            return None
+        lost = self._play.engines[made.choice].lost
+        rows = [-1 if position in lost else position for position in range(first, end)]
+        # a joined response without rows has an array
+        is_there = self._is_joined and made.finish is not None and end == self._play.start
+        return rows if rows or is_there else None
+
+    def of_prompt(self, made: Made) -> Counted | None:
+        """With the last chunk of the first choice that ends."""
+        if not self._has_histogram or not made.finish or made.prompt in self._counted_prompts:
+            return None
+        self._counted_prompts.add(made.prompt)
+        prompt = self._prompt(made)
+        return Counted(prompt, len(prompt))
+
+    def of_own(self, made: Made) -> Counted | None:
+        if not self._has_histogram or not made.finish:
+            return None
+        lost = self._play.engines[made.choice].lost
+        generated = range(self._play.prompt_lens[made.prompt], self._end(made))
+        known = [position for position in generated if position not in lost]
+        return Counted(known, len(generated))
 
 
 @pytest.mark.parametrize("layout", ["split", "joined"])
@@ -266,46 +347,22 @@ def test_every_row_once_with_its_tokens(
         options = {"layout": layout, "dtype": dtype, "histogram": histogram, "rows": has_rows}
         play = Play(random.Random(seed), options)
         chunks = play.run()
-        begun, counted_prompts = set(), set()
-        next_row = [
-            play.start if layout == "joined" else engine.prompt_len for engine in play.engines
-        ]
+        due = Due(play)
         for chunk, made in zip(chunks, play.made, strict=True):
-            of_prompt, own = placed(chunk)
-            prompt_len, lost = play.prompt_lens[made.prompt], play.engines[made.choice].lost
-            prompt = list(range(play.start, prompt_len))
-            is_first = has_rows and layout == "split" and made.prompt not in begun
-            assert of_prompt == (prompt if is_first else None)
-            begun.add(made.prompt)
-            end = prompt_len + made.tokens - 1 if made.tokens else 0
-            known = end if made.finish and made.finish != "abort" else min(end, made.arrived)
-            expected = [-1 if at in lost else at for at in range(next_row[made.choice], known)]
-            is_empty = not expected and not (
-                layout == "joined" and made.finish and known == play.start
-            )
-            if is_empty or not has_rows:
-                assert own is None
-            else:
-                assert own == expected
-                assert arrays_of(chunk)[1]["start"] == next_row[made.choice]
-            next_row[made.choice] = max(next_row[made.choice], known)
-            counted = chunk["choices"][0].get("routed_experts_histogram")
-            assert (counted is not None) == (histogram and made.finish is not None)
-            counted_prompt = chunk.get("prompt_routed_experts_histogram")
-            assert (counted_prompt is not None) == (
-                counted is not None and made.prompt not in counted_prompts
-            )
-            if counted is not None:
-                counted_prompts.add(made.prompt)
-                rows = [at for at in range(prompt_len, known) if at not in lost]
-                check_histogram(counted, rows, known - prompt_len)
-            if counted_prompt is not None:
-                check_histogram(counted_prompt, prompt, len(prompt))
+            assert own_start(chunk) in (None, due.first_row(made))
+            assert placed(chunk) == (due.prompt_rows(made), due.own_rows(made))
+            check_histogram(chunk.get("prompt_routed_experts_histogram"), due.of_prompt(made))
+            check_histogram(chunk["choices"][0].get("routed_experts_histogram"), due.of_own(made))
 
 
-def check_histogram(counted: dict[str, Any], known: list[int], num_rows: int) -> None:
-    assert (counted["rows"], counted["missing"]) == (num_rows, num_rows - len(known))
-    assert [np.flatnonzero(layer).tolist() for layer in counted["counts"]] == [known] * L
+def check_histogram(histogram: dict[str, Any] | None, expected: "Counted | None") -> None:
+    if histogram is None or expected is None:
+        assert histogram is expected
+        return
+    num_known = len(expected.known)
+    assert histogram["rows"] == expected.num_rows
+    assert histogram["missing"] == expected.num_rows - num_known
+    assert [np.flatnonzero(layer).tolist() for layer in histogram["counts"]] == [expected.known] * L
 
 
 @pytest.mark.parametrize("histogram", [False, True])
