@@ -27,8 +27,8 @@ from vllm.version import __version__ as VLLM_VERSION
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger below vLLM's, which is the one that its command configures."""
-    return _init_logger(f"vllm.routed_experts.{name}")
+    """The logger of a module, below vLLM's, which is the one that its command configures."""
+    return _init_logger(f"vllm.{name}")
 
 
 def rank_of_process(config: VllmConfig) -> tuple[int, int]:
