@@ -1,7 +1,7 @@
 """References, which stand in a response in place of arrays."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,9 +25,10 @@ AT_ONCE_BYTES = 512 << 10
 between parts."""
 
 T = TypeVar("T")
-Arrays = Iterable[tuple[str, int | None, int, list[Rows]]]
+NamedArray = tuple[str, int | None, int, list[Rows]]
 """The name of an array in the response, the index of its choice (None for a prompt), its first
 position, and its rows."""
+Arrays = Sequence[NamedArray]
 
 
 class Delivery:
@@ -91,37 +92,46 @@ class ReferenceMaker(Delivery):
         wait(prepared)  # they were submitted before this, so each has ended or has a thread
         sent = self.connection.num_sent
         not_told = [key for key, sent_before in self._handed_over.items() if sent == sent_before]
-        self._delete([*self._stored, *not_told])
-
-    def _delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            with suppress(LookupError, StoreError):
-                self.store.delete(key)
+        self.store.run_all(self.store.discard, [*self._stored, *not_told])
 
     def references(
         self, encoder: Encoder, arrays: Arrays
     ) -> tuple[list[dict[str, Any]], StoreError | None]:
-        made: list[dict[str, Any]] = []
-        failure: StoreError | None = None
-        for name, choice, start, rows in arrays:
-            if failure is not None and self.store.bucket is not None:
-                made.append({})  # a bucket that is gone takes seconds for each array
-                continue
-            encoders, references = encoder.named_encoders(name), {}
+        failures: list[StoreError] = []
+
+        def try_to_store(array: NamedArray) -> dict[str, Any]:
+            """The references of an array and its weights, none if they cannot be stored."""
+            if failures and self.store.bucket is not None:
+                return {}  # it would fail as well, after half a minute
             try:
-                for each, by in encoders.items():
-                    references[each] = self._refer(by, rows, start, choice)
+                return self._store_with_weights(encoder, array)
             except StoreError as error:
-                failure = error
+                failures.append(error)
                 count_stored(succeeded=False)
-                self._delete(reference["id"] for reference in references.values())
-                references = {}
+                return {}
+
+        made = self.store.run_all(try_to_store, arrays)
+        for (name, *_), references in zip(arrays, made, strict=True):
+            encoders = encoder.named_encoders(name)
             for each, reference in references.items():
                 encoders[each].count(reference["shape"][0], reference["missing"])
-            made.append(references)
-        if failure is not None:
-            self.store.warn("Routed experts come inline: %s", failure)
-        return made, failure
+        if not failures:
+            return made, None
+        self.store.warn("Routed experts come inline: %s", failures[0])
+        return made, failures[0]
+
+    def _store_with_weights(self, encoder: Encoder, array: NamedArray) -> dict[str, Any]:
+        """Stores an array and its weights, or neither. Raises `StoreError`."""
+        name, choice, start, rows = array
+        references: dict[str, Any] = {}
+        try:
+            for each, by in encoder.named_encoders(name).items():
+                references[each] = self._refer(by, rows, start, choice)
+        except StoreError:
+            for reference in references.values():
+                self.store.discard(reference["id"])
+            raise
+        return references
 
     def _refer(
         self, encoder: Encoder, rows: list[Rows], start: int, choice: int | None

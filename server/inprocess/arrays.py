@@ -4,7 +4,6 @@ program."""
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from copy import copy
 from typing import Any, get_args
 
@@ -164,8 +163,7 @@ class ArrayBuffer(RowBuffer):
         except StoreError as error:
             store.warn("Request %r has arrays instead of references: %s", self._request_id, error)
             if stored is not None:
-                with suppress(StoreError, LookupError):
-                    store.delete(stored.reference["id"])
+                store.discard(stored.reference["id"])
             return array, weights
 
 

@@ -19,14 +19,15 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from io import BytesIO
 from math import ceil
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,14 +40,22 @@ from routed_experts.server.settings import DEFAULT_LIFETIME_S, Settings
 from routed_experts.server.vllm_api import get_logger
 
 logger = get_logger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 
 HEADER_BYTES = 128
 """Of the `.npy` file of an array."""
 
 _ID = re.compile("[0-9a-f]{40}")
-PUTS_AT_ONCE = 16
+ANSWERS_AT_ONCE = 16
 """How many answers write to a bucket at once. Others wait for one of them to end."""
+PUTS_AT_ONCE = 16
+"""How many arrays of these answers are on their way to a bucket at once."""
 READS_AT_ONCE = 16
+_SILENT_S = 5.0
+"""A bucket is gone if a request fails after so long, all tries included: others would as well."""
+_GONE_S = 10.0
+"""How long nothing is written to a bucket that is gone."""
 _COUNT_S = 1.0
 """How old a count of a folder's bytes may be."""
 _COUNT_SHARE = 0.02
@@ -127,10 +136,13 @@ class ArrayStore:
         self._lock = threading.RLock()  # for what stands above; free while arrays are written
         # For a folder, several threads would take twice the CPU time, and keep the event loop
         # waiting for Python's lock. Those of a bucket wait for the network.
-        self.writer = Threads(PUTS_AT_ONCE if self.bucket else 1, "routed-experts-store")
+        self.writer = Threads(ANSWERS_AT_ONCE if self.bucket else 1, "routed-experts-store")
+        # What runs in `writer` waits for these, so they are not the same threads.
+        self._putter = Threads(PUTS_AT_ONCE, "routed-experts-store-puts")
         # for whatever else waits for a disk or a bucket; nothing of the server waits behind it
         self.reader = Threads(READS_AT_ONCE, "routed-experts-store-reads")
         self._next_warning = 0.0
+        self._gone_until = 0.0  # of a bucket, on the monotonic clock
         # `atexit` does nothing in a process of another
         Finalize(None, self.close, exitpriority=0)
 
@@ -171,13 +183,32 @@ class ArrayStore:
     @contextmanager
     def _errors(self, what: str, key: str = "") -> Iterator[None]:
         """Raises the system's errors as those of this module."""
+        began = time.monotonic()
         try:
             yield
+            self._gone_until = 0.0
         except OSError as error:
             if key and isinstance(error, FileNotFoundError):
                 raise ArrayGoneError(key) from None
+            if time.monotonic() - began >= _SILENT_S:
+                self._gone_until = time.monotonic() + _GONE_S
             place = self.bucket.url if self.bucket else self.folder
             raise StoreError(f"{place} {what}: {error.strerror or error}") from error
+
+    def _try_bucket(self) -> None:
+        """Raises `StoreError` if the bucket is gone: all who wait to write to it would wait half a
+        minute, a few at a time."""
+        if self.bucket is not None and time.monotonic() < self._gone_until:
+            raise StoreError(f"{self.bucket.url} does not answer")
+
+    def run_all(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """What `function` returns for each of `items`, which it stores or deletes: in a bucket
+        several at once."""
+        if self.bucket is None:
+            return [function(item) for item in items]
+        running = [self._putter.submit(function, item) for item in items]
+        wait(running)  # all, also if one has failed
+        return [future.result() for future in running]
 
     def close(self) -> None:
         """Ends the use of the folder, which goes if it is not kept and nobody else uses it. Gives
@@ -243,6 +274,7 @@ class ArrayStore:
         size = blocks(len(header) + array.nbytes)
         key, expires = _new_id(self.lifetime_s)
         name = name_of(key)
+        self._try_bucket()
         self._reserve(size)
         try:
             with self._errors("cannot be written to"):
@@ -309,6 +341,16 @@ class ArrayStore:
         with self._errors("cannot be changed", key):
             self._objects.delete(name_of(key))
         self._count_off(blocks(size))
+
+    def discard(self, key: str) -> None:
+        """Deletes an array that no client was told of. If that fails, it goes when it expires."""
+        with suppress(LookupError, StoreError):
+            if self.bucket is None:
+                self.delete(key)
+                return
+            self._try_bucket()
+            with self._errors("cannot be changed"):
+                self.bucket.delete(name_of(key))
 
 
 def _new_id(lifetime_s: float) -> tuple[str, int]:

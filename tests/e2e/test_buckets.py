@@ -7,7 +7,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +229,51 @@ def test_no_reference_leads_to_nothing_whatever_happens_to_the_bucket(
     assert (long.status_code, '"error"' in long.text) == (200 if stream else 507, True)
     for secret in (KEY, SECRET, str(proxy.port)):
         assert secret not in long.text
+
+
+def references_of(store: ArrayStore, num_choices: int) -> "Future[Any]":
+    """An answer that stores an array for each choice."""
+    from routed_experts.server.http.references import ReferenceMaker
+    from tests.contract.test_references import ENCODER, connection_of_nobody
+
+    maker = ReferenceMaker(store, connection_of_nobody())
+    arrays = [("routed_experts", choice, 0, []) for choice in range(num_choices)]
+    return store.writer.submit(maker.references, ENCODER, arrays)
+
+
+def test_the_arrays_of_an_answer_are_stored_beside_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = ArrayStore(f"{URL}-beside")
+    store.open()
+    put = store._objects.put
+    monkeypatch.setattr(store._objects, "put", lambda *args: (time.sleep(0.5), put(*args)))
+    began = time.monotonic()
+    made, failure = references_of(store, num_choices=16).result(60)
+    assert time.monotonic() - began < 4
+    assert failure is None
+    assert [references["routed_experts"]["choice"] for references in made] == [*range(16)]
+
+
+def test_answers_do_not_take_turns_to_wait_for_a_bucket_that_is_gone(
+    s3: Weed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nothing: the first requests end after half a minute, and the others with them."""
+    monkeypatch.setattr(buckets, "REQUEST_S", 2.0)
+    monkeypatch.setattr(buckets, "RETRY_S", 0.1)
+    monkeypatch.setattr(array_store, "_SILENT_S", 1.0)
+    monkeypatch.setattr(array_store, "_GONE_S", 5.0)
+    store = ArrayStore(f"{URL}-many")
+    store.open()
+    with s3.stopped():
+        began = time.monotonic()
+        answers = [references_of(store, num_choices=4) for _ in range(256)]
+        outcomes = [answer.result(60) for answer in answers]
+        assert time.monotonic() - began < 10
+    assert all(failure is not None and not any(made) for made, failure in outcomes)
+    time.sleep(5)
+    made, failure = references_of(store, num_choices=4).result(60)
+    assert (failure, all(made)) == (None, True)
 
 
 def test_arrays_of_a_client_that_left_are_deleted_behind_their_put(
