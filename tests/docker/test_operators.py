@@ -96,12 +96,27 @@ def test_the_base_is_whole() -> None:
     assert (image["name"], image["newTag"]) == (the_container()["image"], version)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def built(name: str) -> list[dict[str, Any]]:
+    """What kubectl makes of a folder."""
+    command = ["kubectl", "kustomize", str(ROOT / "docker" / name)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return list(yaml.safe_load_all(output))
+
+
+def by_kind(name: str) -> dict[str, dict[str, Any]]:
+    """The same, where there is one of each kind."""
+    manifests = built(name)
+    kinds = {manifest["kind"]: manifest for manifest in manifests}
+    assert len(kinds) == len(manifests)
+    return kinds
+
+
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+
+
+@needs_kubectl
 def test_kustomize_builds_the_base() -> None:
-    built = subprocess.run(
-        ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True
-    ).stdout
-    found = {each["kind"]: each for each in yaml.safe_load_all(built)}
+    found = by_kind("kustomize")
     assert found.keys() == MANIFESTS.keys()
     (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == f"{BASE['images'][0]['newName']}:{BASE['images'][0]['newTag']}"
@@ -135,15 +150,12 @@ def test_the_overlay_with_a_bucket_changes_what_the_base_has() -> None:
     kubernetes_validate.validate(merged, "1.37", strict=True)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@needs_kubectl
 @pytest.mark.parametrize("overlay", ["kustomize-s3", "kustomize-tensor-parallel"])
 def test_kustomize_builds_the_overlays(overlay: str) -> None:
     """What kubectl makes of them is of Kubernetes, selects the same pods, and has flags that the
     server takes."""
-    folder = ROOT / "docker" / overlay
-    command = ["kubectl", "kustomize", str(folder)]
-    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {each["kind"]: each for each in yaml.safe_load_all(built)}
+    found = by_kind(overlay)
     assert found.keys() == MANIFESTS.keys()
     kubernetes_validate.validate(found["Deployment"], "1.37", strict=True)
     template = found["Deployment"]["spec"]["template"]
@@ -156,6 +168,96 @@ def test_kustomize_builds_the_overlays(overlay: str) -> None:
     assert container["args"][1:3] == before["args"][1:3]
     assert container["volumeMounts"] == before["volumeMounts"]
     assert {each["name"] for each in container["env"]} == {each["name"] for each in before["env"]}
+
+
+FIRST_POD = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
+
+
+@needs_kubectl
+def test_a_group_of_nodes_is_one_server() -> None:
+    """LeaderWorkerSet has no schema here; its pods are those of a Deployment."""
+    found = by_kind("kustomize-nodes")
+    assert found.keys() == MANIFESTS.keys() - {"Deployment"} | {"LeaderWorkerSet"}
+    for kind in found.keys() - CRDS.keys() - {"LeaderWorkerSet"}:
+        kubernetes_validate.validate(found[kind], "1.37", strict=True)
+    group = found["LeaderWorkerSet"]
+    assert (group["apiVersion"], group["spec"].keys()) == (
+        "leaderworkerset.x-k8s.io/v1",
+        {"leaderWorkerTemplate"},
+    )
+    target = {name: group[name] for name in ("apiVersion", "kind")}
+    target["name"] = group["metadata"]["name"]
+    assert found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"] == target
+    assert found["Service"]["spec"]["selector"] == LABELS | FIRST_POD
+    assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == LABELS | FIRST_POD
+    assert {"from": [{"podSelector": {"matchLabels": LABELS}}]} in (
+        found["NetworkPolicy"]["spec"]["ingress"]
+    )
+
+
+@needs_kubectl
+def test_the_pods_of_a_group_differ_in_what_serves_http() -> None:
+    template = by_kind("kustomize-nodes")["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    pods = [template["leaderTemplate"], template["workerTemplate"]]
+    (first,), (other,) = (pod["spec"].pop("containers") for pod in pods)
+    assert pods[0] == pods[1]
+    assert pods[0]["metadata"]["labels"] == LABELS
+    for name in ("ports", "startupProbe", "readinessProbe", "livenessProbe"):
+        assert first.pop(name) == the_container()[name]
+    variables = {"LWS_GROUP_SIZE": str(template["size"]), "LWS_LEADER_ADDRESS": "first.example"}
+    args = []
+    for index, container in enumerate((first, other)):
+        text = json.dumps(container.pop("args"))
+        for name, value in {**variables, "LWS_WORKER_INDEX": str(index)}.items():
+            text = text.replace(f"$({name})", value)
+        args.append(serve.parse(json.loads(text)))
+    assert first == other
+    assert [(each.node_rank, each.headless) for each in args] == [(0, False), (1, True)]
+    gpus = int(first["resources"]["limits"]["nvidia.com/gpu"])
+    for each in args:
+        parallel = each.tensor_parallel_size * each.pipeline_parallel_size
+        assert parallel == each.nnodes * gpus == template["size"] * gpus
+        assert each.shutdown_timeout < pods[0]["spec"]["terminationGracePeriodSeconds"]
+    container = {**first, "args": [], "ports": the_container()["ports"]}
+    deployment = copy.deepcopy(MANIFESTS["Deployment"])
+    deployment["spec"]["template"] = {
+        **pods[0],
+        "spec": {**pods[0]["spec"], "containers": [container]},
+    }
+    kubernetes_validate.validate(deployment, "1.37", strict=True)
+
+
+@needs_kubectl
+def test_clients_reach_prefill_and_decode_through_a_proxy_only() -> None:
+    manifests = built("kustomize-prefill-decode")
+    for manifest in manifests:
+        if manifest["kind"] not in CRDS:
+            kubernetes_validate.validate(manifest, "1.37", strict=True)
+    (policy,) = [each["spec"] for each in manifests if each["kind"] == "NetworkPolicy"]
+    assert "HTTPRoute" not in {manifest["kind"] for manifest in manifests}
+    assert policy["podSelector"]["matchLabels"] == LABELS
+    assert "gateway" not in json.dumps(policy)
+    for leg in ("prefill", "decode"):
+        own = {
+            manifest["kind"]: manifest["spec"]
+            for manifest in manifests
+            if manifest["metadata"]["name"].endswith(f"-{leg}")
+        }
+        labels = LABELS | {"app.kubernetes.io/component": leg}
+        assert own["Service"]["selector"] == labels
+        assert own["PodMonitor"]["selector"] == {"matchLabels": labels}
+        assert own["Deployment"]["selector"] == {"matchLabels": labels}
+        assert own["HorizontalPodAutoscaler"]["scaleTargetRef"]["name"] == f"{NAME}-{leg}"
+        (container,) = own["Deployment"]["template"]["spec"]["containers"]
+        config = serve.parse(container["args"]).kv_transfer_config
+        assert (config.kv_connector, config.kv_role) == ("NixlConnector", "kv_both")
+        (host,) = [each for each in container["env"] if "SIDE_CHANNEL_HOST" in each["name"]]
+        assert host["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+
+
+def test_all_overlays_have_the_image_of_the_base() -> None:
+    for path in (ROOT / "docker").rglob("kustomization.yaml"):
+        assert yaml.safe_load(path.read_text()).get("images", BASE["images"]) == BASE["images"]
 
 
 def the_container() -> dict[str, Any]:
