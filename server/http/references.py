@@ -62,6 +62,7 @@ class ReferenceMaker(Delivery):
     connection: Connection
     names_files: bool = False  # whether references name the files
     part: str = "generated"  # what a choice's arrays have: "joined" with the prompt's rows
+    about: dict[str, str] = field(default_factory=dict)  # the response; an object says it
     # what prepares arrays, and may still run
     _prepared: list["Future[Any]"] = field(default_factory=list, init=False)
     # ids whose references are not handed over
@@ -141,7 +142,8 @@ class ReferenceMaker(Delivery):
         if choice is not None:
             about = {"part": self.part, "choice": choice}
         facts = {**about, "start": start, "missing": missing}
-        stored = self.store.put(array, **{name: str(fact) for name, fact in facts.items()})
+        facts_of_object = {name: str(fact) for name, fact in facts.items()}
+        stored = self.store.put(array, **facts_of_object, **self.about)
         self._stored.append(stored.id)
         count_stored(succeeded=True)
         if stored.url is not None:

@@ -106,6 +106,7 @@ class RoutedRequest(RoutingFields):
     # None if the request does not ask for routing
     _routing: RoutingOptions | None = PrivateAttr(default=None)
     _connection: Connection = PrivateAttr()  # of a request for routing
+    _client_request_id: str = PrivateAttr("")  # of the same; a part of the response's `id`
     # in an answer, where the client does not limit them
     _most_tokens: int | None = PrivateAttr(default=None)
 

@@ -116,6 +116,9 @@ class RoutedServing:
         """
         if options_of(request) is not None and raw_request is not None:
             request._connection = connection_of(raw_request)
+            request._client_request_id = raw_request.headers.get(
+                "X-Request-Id", getattr(request, "request_id", "")
+            )
         _move_transfer_params(request)
         try:
             transfer_params.check(request.kv_transfer_params, self._kv_transfer_config)
@@ -271,11 +274,16 @@ class RoutedServing:
     def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
         if not options.by_reference or self.server.store is None:
             return Delivery()
+        assert self.captured is not None
         return ReferenceMaker(
             self.server.store,
             request._connection,
             names_files=self.server.settings.routed_experts_store_paths,
             part="joined" if options.layout == "joined" else "generated",
+            about={
+                "request": request._client_request_id,
+                "model": getattr(request, "model", None) or self.captured.info.model,
+            },
         )
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:

@@ -1,16 +1,28 @@
 """Arrays as objects of a bucket, which servers of many hosts share: `PREFIX/HOUR/ID.npy`."""
 
+import string
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from routed_experts.protocol.buckets import bucket_at, told
 from routed_experts.server.outputs.folders import ARRAY, HOUR, hour_of
 
 _SKEW_S = 900.0
 """How far clocks of hosts may be apart: as far as S3 allows."""
+
+
+_METADATA_LENGTH = 256
+"""Of a value. S3 takes 2 KiB for all of an object."""
+_AS_THEY_ARE = string.punctuation.replace("%", "")
+
+
+def _metadata(value: str) -> str:
+    """A value as every store takes it: in ASCII, and percent-encoded as in URLs."""
+    return quote(value[:_METADATA_LENGTH], safe=_AS_THEY_ARE)
 
 
 class Bucket:
@@ -26,9 +38,10 @@ class Bucket:
 
     def put(self, name: str, parts: Iterable[bytes | memoryview], about: dict[str, str]) -> None:
         """Writes an object; returns when all who ask for it get it."""
-        kind = {"Content-Type": "application/octet-stream"}
+        attributes = {"Content-Type": "application/octet-stream"}
+        attributes |= {fact: _metadata(value) for fact, value in about.items()}
         with told(self.url):
-            self._objects.put(name, b"".join(parts), attributes=kind | about)
+            self._objects.put(name, b"".join(parts), attributes=attributes)
 
     def put_file(self, name: str, path: Path) -> None:
         """Writes a file's content."""

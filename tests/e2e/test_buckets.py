@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import numpy as np
@@ -63,13 +64,16 @@ def names_in(url: str) -> list[str]:
 
 def test_an_object_is_a_npy_file_that_says_what_it_is() -> None:
     store = ArrayStore(URL, lifetime_s=3600)
-    stored = store.put(ARRAY, part="generated", choice="0", start="7", missing="0")
+    about = {"request": " ä\n%41" + "x" * 10_000, "model": "org/模型"}
+    stored = store.put(ARRAY, part="generated", choice="0", start="7", missing="0", **about)
     with urllib.request.urlopen(str(stored.url)) as response:
         content = response.read()
         headers = {name.lower(): value for name, value in response.headers.items()}
     assert content[128:] == ARRAY.tobytes()
     assert headers["x-amz-meta-part"] == "generated"
     assert headers["x-amz-meta-start"] == "7"
+    assert unquote(headers["x-amz-meta-request"]) == about["request"][:256]
+    assert unquote(headers["x-amz-meta-model"]) == about["model"]
     assert re.fullmatch(rf"{URL}/\d{{4}}-\d\d-\d\dT\d\d/{stored.id}.npy", str(stored.place))
     assert store.read(stored.id, [(128, 136), (140, 144)]) == content[128:136] + content[140:144]
 
@@ -153,6 +157,9 @@ def test_references_into_a_bucket(api: Server) -> None:
     prompt = prompt_of(20, 17)
     answer = api.complete(prompt=prompt, max_tokens=5, **ASK, **REFERENCE)
     of_prompt, own = answer["prompt_routed_experts"], answer["choices"][0]["routed_experts"]
+    headers = httpx.get(own["url"]).headers
+    assert headers["x-amz-meta-request"] in answer["id"]
+    assert headers["x-amz-meta-model"] == "tiny"
     expected = expected_of(answer, prompt)
     assert own["uri"].startswith(f"{URL}-api/")
     assert (of_prompt["part"], own["part"], own["choice"]) == ("prompt", "generated", 0)
