@@ -8,27 +8,42 @@ from routed_experts.capture.scheduler.message_parts import PART_BYTES, divide, r
 ROW = 6
 PART = 20 * ROW
 SIZES = st.lists(st.integers(1, 60).map(lambda rows: rows * ROW), min_size=1, max_size=8)
+ROOM = st.integers(0, 400 * ROW)
 AT_RANDOM = settings(max_examples=200, deadline=None, database=None, derandomize=True)
 
 
 @AT_RANDOM
-@given(SIZES, st.integers(0, 400 * ROW))
-def test_what_is_divided(sizes: list[int], room: int) -> None:
+@given(SIZES, ROOM)
+def test_whole_rows_fill_the_room(sizes: list[int], room: int) -> None:
     parts = divide(room, sizes, ROW)
     assert all(part % ROW == 0 and part <= size for part, size in zip(parts, sizes, strict=True))
-    # no more than there is room for, and nothing is left out for which there is room
-    assert sum(parts) <= room
-    assert parts == sizes or room - sum(parts) < ROW
-    # The first never waits for those that came later.
-    half = room // 2 if len(sizes) > 1 else room
-    assert parts[0] >= min(sizes[0], half // ROW * ROW)
-    # Whoever gets something was not longer than another that waits, nor came after it if it was as
-    # long. The first gets more than half only where no other waits.
-    later = list(zip(sizes, range(len(sizes)), parts, strict=True))[1:]
-    for size, index, part in later:
-        if part < size:
-            assert not any(other > 0 for *longer, other in later if longer > [size, index])
-            assert parts[0] <= half
+    left = room - sum(parts)
+    assert left >= 0
+    assert parts == sizes or left < ROW
+
+
+@AT_RANDOM
+@given(SIZES, ROOM)
+def test_the_first_gets_half_of_the_room(sizes: list[int], room: int) -> None:
+    """So it never waits for those that came later."""
+    parts = divide(room, sizes, ROW)
+    share = room // 2 if len(sizes) > 1 else room
+    assert parts[0] >= min(sizes[0], share // ROW * ROW)
+
+
+@AT_RANDOM
+@given(SIZES, ROOM)
+def test_of_those_that_came_later_the_shortest_go_first(sizes: list[int], room: int) -> None:
+    """If two are as long, the one that came first. Until all are sent, the first gets no more than
+    half."""
+    parts = divide(room, sizes, ROW)
+    in_order = sorted(range(1, len(sizes)), key=lambda index: (sizes[index], index))
+    is_cut = [parts[index] < sizes[index] for index in in_order]
+    if not any(is_cut):
+        return
+    behind = in_order[is_cut.index(True) + 1 :]
+    assert [parts[index] for index in behind] == [0] * len(behind)
+    assert parts[0] <= room // 2
 
 
 @AT_RANDOM

@@ -187,10 +187,9 @@ def info_of(spec: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("path", GENERATING)
-def test_requests_and_answers_of_an_endpoint(spec: dict[str, Any], path: str) -> None:
-    """Every field of a request is there, an example has all its rows, and its stream is the same
-    answer."""
-    (model, start), operation = GENERATING[path], spec["paths"][path]["post"]
+def test_every_field_of_a_request_is_described(spec: dict[str, Any], path: str) -> None:
+    model, _ = GENERATING[path]
+    operation = spec["paths"][path]["post"]
     properties = spec["components"]["schemas"][model.__name__]["properties"]
     assert set(properties) == set(model.model_fields)
     for name, field in RoutingFields.model_fields.items():
@@ -199,34 +198,45 @@ def test_requests_and_answers_of_an_endpoint(spec: dict[str, Any], path: str) ->
     model.model_validate(request)
     assert parse_options(request) is not None
 
-    responses = dict(operation["responses"])
-    content = responses.pop("200")["content"]
-    assert {"400", "404", "500", "501"} <= set(responses)
-    for response in responses.values():  # vLLM's errors, not FastAPI's
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_errors_of_an_endpoint_are_vllms_not_fastapis(spec: dict[str, Any], path: str) -> None:
+    responses = spec["paths"][path]["post"]["responses"]
+    errors = {status: response for status, response in responses.items() if status != "200"}
+    assert {"400", "404", "500", "501"} <= set(errors)
+    for response in errors.values():
         assert response["content"][JSON]["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
 
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_an_example_has_all_its_rows_and_its_stream_is_the_same_answer(
+    spec: dict[str, Any], path: str
+) -> None:
+    _, start = GENERATING[path]
+    content = spec["paths"][path]["post"]["responses"]["200"]["content"]
     answer = content[JSON]["example"]
-    whole, prompt_tokens = answer["choices"][0]["routed_experts"], answer["usage"]["prompt_tokens"]
-    assert len(rows_of(spec, answer["prompt_routed_experts"], start)) == prompt_tokens - start
-    rows = rows_of(spec, whole, prompt_tokens)
+    of_prompt = answer["prompt_routed_experts"]
+    own = answer["choices"][0]["routed_experts"]
+    prompt_tokens = answer["usage"]["prompt_tokens"]
+    assert len(rows_of(spec, of_prompt, start)) == prompt_tokens - start
+    rows = rows_of(spec, own, prompt_tokens)
     assert len(rows) == answer["usage"]["completion_tokens"] - 1
 
-    events = content["text/event-stream"]["example"].split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    chunks = [orjson.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    assert [chunk.get("prompt_routed_experts") for chunk in chunks[1:]] == [None] * (
-        len(chunks) - 1
-    )
-    assert chunks[0]["prompt_routed_experts"] == answer["prompt_routed_experts"]
-    arrays = [
-        chunk["choices"][0]["routed_experts"]
-        for chunk in chunks
-        if "routed_experts" in chunk["choices"][0]
-    ]
-    assert arrays[0]["start"] == whole["start"]
-    assert np.array_equal(
-        np.concatenate([rows_of(spec, array, array["start"]) for array in arrays]), rows
-    )
+    chunks = chunks_of(content["text/event-stream"]["example"])
+    prompts = [chunk.get("prompt_routed_experts") for chunk in chunks]
+    assert prompts == [of_prompt, *[None] * (len(chunks) - 1)]
+    arrays = [chunk["choices"][0].get("routed_experts") for chunk in chunks]
+    arrays = [array for array in arrays if array is not None]
+    assert arrays[0]["start"] == own["start"]
+    streamed = [rows_of(spec, array, array["start"]) for array in arrays]
+    assert np.array_equal(np.concatenate(streamed), rows)
+
+
+def chunks_of(stream: str) -> list[dict[str, Any]]:
+    """The chunks of a whole stream."""
+    *events, done, rest = stream.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [orjson.loads(event.removeprefix("data: ")) for event in events]
 
 
 def rows_of(spec: dict[str, Any], array: dict[str, Any], start: int) -> np.ndarray:

@@ -84,19 +84,22 @@ def test_round_trip(rows: np.ndarray, fmt: Format, dtype: str, start: int) -> No
     if dtype == "uint8" and (missing or rows.max(initial=0) > 255):
         return
     value = json.loads(json.dumps(encode(rows, fmt=fmt, dtype=dtype, start=start)))
-    for back in (
-        decode(value, dtype=dtype, num_layers=rows.shape[1], top_k=rows.shape[2]),
-        numpy_decode(value, fmt, dtype, rows.shape),
-    ):
+    decoded = decode(value, dtype=dtype, num_layers=rows.shape[1], top_k=rows.shape[2])
+    for back in (decoded, numpy_decode(value, fmt, dtype, rows.shape)):
         assert np.array_equal(back, rows)
         assert back.shape == rows.shape
         assert fmt == "list" or back.dtype == np.dtype(dtype)
     if fmt in ("object", "npy"):
         assert decode(value).shape == rows.shape
-    if fmt == "object":
-        assert [*value.items()] == [*codec.encode(rows.astype(dtype), start).items()]
-        assert (value["shape"], value["dtype"]) == ([*rows.shape], dtype)
-        assert (value["start"], value["missing"]) == (start, missing)
+
+
+@SETTINGS
+@given(arrays(), st.sampled_from(["int16", "int32"]), st.integers(0, 1 << 40))
+def test_an_object_says_what_it_is(rows: np.ndarray, dtype: str, start: int) -> None:
+    value = json.loads(json.dumps(encode(rows, fmt="object", dtype=dtype, start=start)))
+    assert [*value.items()] == [*codec.encode(rows.astype(dtype), start).items()]
+    assert (value["shape"], value["dtype"]) == ([*rows.shape], dtype)
+    assert (value["start"], value["missing"]) == (start, codec.count_missing(rows))
 
 
 BITS = np.array([0x7FC00001, -(1 << 31), 0x3F000000, 1, -65536, -1], np.int32).view(np.float32)

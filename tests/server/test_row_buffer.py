@@ -217,41 +217,60 @@ def test_nothing_is_left_behind(how: str) -> None:
     assert buffer() is None
 
 
-def test_pushes_and_takes_in_any_order() -> None:
-    """Arrays with gaps, overlaps and unknown rows: what came first is kept, at its position, and
-    taken once."""
-    for seed in range(300):
-        rng, buffer = random.Random(seed), RowBuffer()
-        known: dict[int, int] = {}
-        end = taken_to = start = rng.choice([0, 3])
-        assert buffer.take(start, start + 5) == []
-        num_lost = 0
-        for step in range(rng.randrange(1, 12)):
-            first = start if step == 0 else max(end + rng.choice([0, 0, 0, 0, -2, -1, 1, 3]), start)
-            values = [
-                at + 100 * step if rng.random() < 0.9 else -1
-                for at in range(first, first + rng.randrange(1, 5))
-            ]
-            rows = np.repeat(np.array(values, dtype=np.int16), L * K).reshape(-1, L, K)
-            buffer.push(first, rows)
-            num_lost += max(first - end, 0)
-            for at, value in enumerate(values, first):
-                if at >= end:
-                    known[at] = value
-            end = max(end, first + len(values))
-            assert buffer.num_lost == num_lost
-            if rng.random() < 0.5:
-                first = taken_to + rng.choice([0, 0, 1])  # what lies before is dropped
-                last = rng.choice([first - 1, first, first + 2, 99])
-                assert positions(buffer.take(first, last)) == [
-                    known.get(at, -1) for at in range(first, min(last, end))
-                ]
-                taken_to = max(min(last, end), first)
-        last = end + rng.choice([0, 2])
-        if taken_to <= end:
-            expected = [known.get(at, -1) for at in range(taken_to, last)]
-            assert positions(buffer.take(taken_to, last, (L, K))) == expected
-            assert buffer.num_lost == num_lost + last - end
+class RandomRows:
+    """Pushes arrays with gaps, overlaps and unknown rows, and knows what a buffer has then."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.buffer = RowBuffer()
+        self.start = self.rng.choice([0, 3])
+        self.end = self.start  # behind the last row that was pushed
+        self.num_lost = 0  # in gaps
+        self._values: dict[int, int] = {}  # by position: what came first stays
+        self._num_pushed = 0
+
+    def expected(self, first: int, end: int) -> list[int]:
+        return [self._values.get(position, -1) for position in range(first, end)]
+
+    def push(self) -> None:
+        first = self.start
+        if self._num_pushed:
+            first = max(self.end + self.rng.choice([0, 0, 0, 0, -2, -1, 1, 3]), self.start)
+        values = [self._value(first + index) for index in range(self.rng.randrange(1, 5))]
+        rows = np.repeat(np.array(values, dtype=np.int16), L * K).reshape(-1, L, K)
+        self.buffer.push(first, rows)
+        self._num_pushed += 1
+        self.num_lost += max(first - self.end, 0)
+        for position, value in enumerate(values, first):
+            if position >= self.end:
+                self._values[position] = value
+        self.end = max(self.end, first + len(values))
+
+    def _value(self, position: int) -> int:
+        """Another one in each array."""
+        return position + 100 * self._num_pushed if self.rng.random() < 0.9 else -1
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_pushes_and_takes_in_any_order(seed: int) -> None:
+    """What came first is kept, at its position, and taken once."""
+    rows = RandomRows(seed)
+    taken_to = rows.start
+    assert rows.buffer.take(taken_to, taken_to + 5) == []
+    for _ in range(rows.rng.randrange(1, 12)):
+        rows.push()
+        assert rows.buffer.num_lost == rows.num_lost
+        if rows.rng.random() < 0.5:
+            first = taken_to + rows.rng.choice([0, 0, 1])  # what lies before is dropped
+            last = rows.rng.choice([first - 1, first, first + 2, 99])
+            taken_to = max(min(last, rows.end), first)
+            taken = rows.buffer.take(first, last)
+            assert positions(taken) == rows.expected(first, min(last, rows.end))
+    if taken_to <= rows.end:
+        last = rows.end + rows.rng.choice([0, 2])
+        taken = rows.buffer.take(taken_to, last, (L, K))
+        assert positions(taken) == rows.expected(taken_to, last)
+        assert rows.buffer.num_lost == rows.num_lost + last - rows.end
 
 
 # ---- a prompt's rows, which come on outputs of their own ----
