@@ -61,12 +61,12 @@ def bucket_at(url: str) -> Any:
         "timeout": timedelta(seconds=REQUEST_S),
     }
     retries: Any = {"max_retries": 10, "retry_timeout": timedelta(seconds=RETRY_S)}
-    with told(url):
+    with bucket_errors(url):
         return from_url(url, client_options=client, retry_config=retries)
 
 
 @contextmanager
-def told(url: str) -> Iterator[None]:
+def bucket_errors(url: str) -> Iterator[None]:
     """Raises errors of obstore as OSError that names the bucket and says why, without the endpoint,
     keys and signed URLs. What is not there stays a FileNotFoundError."""
     from obstore.exceptions import BaseError

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol import arguments
-from routed_experts.protocol.buckets import bucket_at, told
+from routed_experts.protocol.buckets import bucket_at, bucket_errors
 from routed_experts.protocol.codec import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -284,7 +284,7 @@ def _read_object(reference: Mapping[str, Any], ranges: Sequence[Range]) -> bytes
         return b""
     try:
         objects = bucket_at(place)
-        with told(uri):
+        with bucket_errors(uri):
             starts, ends = zip(*filled, strict=True)
             return b"".join(objects.get_ranges(name, starts=starts, ends=ends))
     except OSError as error:

@@ -22,7 +22,7 @@ class FormNames:
     form with. It keeps no more than the headers of one part."""
 
     def __init__(self, content_type: str) -> None:
-        self._found: list[str] = []
+        self._names: list[str] = []
         self._header_name = b""
         self._header_value = b""
         self._disposition = b""  # a part's last, as FastAPI takes it
@@ -46,13 +46,13 @@ class FormNames:
 
     def read(self, chunk: bytes) -> list[str]:
         """The names whose headers end in the next bytes of the body."""
-        self._found = []
+        self._names = []
         if self._parser is not None:
             try:
                 self._parser.write(chunk)
             except FormParserError:  # which FastAPI reports
                 self._parser = None
-        return self._found
+        return self._names
 
     def _begin_part(self) -> None:
         self._disposition = b""
@@ -71,7 +71,7 @@ class FormNames:
 
     def _end_headers(self) -> None:
         name = parse_options_header(self._disposition)[1].get(b"name", b"")
-        self._found.append(name.decode("utf-8", "replace"))
+        self._names.append(name.decode("utf-8", "replace"))
 
 
 class CheckedForm:

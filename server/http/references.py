@@ -62,7 +62,7 @@ class ReferenceMaker(Delivery):
     connection: Connection
     names_files: bool = False  # whether references name the files
     part: str = "generated"  # what a choice's arrays have: "joined" with the prompt's rows
-    about: dict[str, str] = field(default_factory=dict)  # the response; an object says it
+    metadata: dict[str, str] = field(default_factory=dict)  # of objects: what the response is
     # what prepares arrays, and may still run
     _prepared: list["Future[Any]"] = field(default_factory=list, init=False)
     # ids whose references are not handed over
@@ -114,8 +114,8 @@ class ReferenceMaker(Delivery):
         made = self.store.run_all(try_to_store, arrays)
         for (name, *_), references in zip(arrays, made, strict=True):
             encoders = encoder.named_encoders(name)
-            for each, reference in references.items():
-                encoders[each].count(reference["shape"][0], reference["missing"])
+            for array_name, reference in references.items():
+                encoders[array_name].count(reference["shape"][0], reference["missing"])
         if not failures:
             return made, None
         self.store.warn("Routed experts come inline: %s", failures[0])
@@ -126,8 +126,8 @@ class ReferenceMaker(Delivery):
         name, choice, start, rows = array
         references: dict[str, Any] = {}
         try:
-            for each, by in encoder.named_encoders(name).items():
-                references[each] = self._refer(by, rows, start, choice)
+            for array_name, of_array in encoder.named_encoders(name).items():
+                references[array_name] = self._refer(of_array, rows, start, choice)
         except StoreError:
             for reference in references.values():
                 self.store.discard(reference["id"])
@@ -138,21 +138,21 @@ class ReferenceMaker(Delivery):
         self, encoder: Encoder, rows: list[Rows], start: int, choice: int | None
     ) -> dict[str, Any]:
         array, missing = encoder.layers_first(rows)
-        about: dict[str, Any] = {"part": "prompt"}
+        facts: dict[str, Any] = {"part": "prompt"}
         if choice is not None:
-            about = {"part": self.part, "choice": choice}
-        facts = {**about, "start": start, "missing": missing}
-        facts_of_object = {name: str(fact) for name, fact in facts.items()}
-        stored = self.store.put(array, **facts_of_object, **self.about)
+            facts = {"part": self.part, "choice": choice}
+        of_object = {**facts, "start": start, "missing": missing}
+        metadata = {name: str(fact) for name, fact in of_object.items()}
+        stored = self.store.put(array, **metadata, **self.metadata)
         self._stored.append(stored.id)
         count_stored(succeeded=True)
         if stored.url is not None:
-            about |= {"uri": stored.place}
+            facts |= {"uri": stored.place}
         elif self.names_files:
-            about |= {"path": stored.place}
+            facts |= {"path": stored.place}
         # The URL of what is in a folder is relative to the API's base.
         url = stored.url or f"{_ROWS}/{stored.id}"
-        return stored.reference(array, start, missing, url=url, **about)
+        return stored.reference(array, start, missing, url=url, **facts)
 
 
 def cannot_store(error: StoreError) -> HTTPException:

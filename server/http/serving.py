@@ -280,7 +280,7 @@ class RoutedServing:
             request._connection,
             names_files=self.server.settings.routed_experts_store_paths,
             part="joined" if options.layout == "joined" else "generated",
-            about={
+            metadata={
                 "request": request._client_request_id,
                 "model": getattr(request, "model", None) or self.captured.info.model,
             },

@@ -125,25 +125,24 @@ async def stored_array(
         part = await _run(store, _Part, store, key, layers, tokens)
     if not _is_wanted(request, part.tag):
         return Response(status_code=304, headers=part.headers)
-    first, end, status, headers = 0, part.nbytes, 200, part.headers
-    asked, is_get = request.headers.get("range", ""), request.method == "GET"
-    if (
-        is_get
-        and request.headers.get("if-range", part.tag) == part.tag
-        and (span := _byte_range(asked, end))
-    ):
-        first, end, status = *span, 206
+    status = 200
+    first = 0
+    end = part.nbytes
+    headers = part.headers
+    byte_range = _wanted_range(request, part.tag, part.nbytes)
+    if byte_range is not None:
+        status = 206
+        first, end = byte_range
         if first >= end:
-            message, status = (
+            return error_response(
                 "The range begins behind the end.",
                 HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
-            )
-            return error_response(
-                message, status, {"Content-Range": f"bytes */{part.nbytes}"}, param="Range"
+                {"Content-Range": f"bytes */{part.nbytes}"},
+                param="Range",
             )
         headers["Content-Range"] = f"bytes {first}-{end - 1}/{part.nbytes}"
     headers["Content-Length"] = str(end - first)
-    if not is_get:
+    if request.method != "GET":
         return Response(headers=headers, media_type=_BYTES)
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -233,15 +232,17 @@ def _is_wanted(request: Request, tag: str) -> bool:
         _TAG.findall(",".join(request.headers.getlist(name)))
         for name in ("if-match", "if-none-match")
     )
-    has_it = "*" in known or tag in [each.removeprefix("W/") for each in known]
+    has_it = "*" in known or tag in [known_tag.removeprefix("W/") for known_tag in known]
     if ("if-match" in request.headers and not {"*", tag} & {*must}) or (has_it and not is_read):
         raise HTTPException(412, "This is not the array that If-Match or If-None-Match names.")
     return not has_it
 
 
 def _span(text: str | None, size: int, name: str) -> tuple[int, int]:
-    if found := _SPAN.fullmatch(":" if text is None else text):
-        begin, end = int(found[1] or 0), int(found[2] or size)
+    match = _SPAN.fullmatch(":" if text is None else text)
+    if match is not None:
+        begin = int(match[1] or 0)
+        end = int(match[2] or size)
         if begin <= end <= size:
             return begin, end
     raise VLLMValidationError(
@@ -250,16 +251,29 @@ def _span(text: str | None, size: int, name: str) -> tuple[int, int]:
     )
 
 
+def _wanted_range(request: Request, tag: str, size: int) -> tuple[int, int] | None:
+    """The bytes of the array that a request is for; None for all of them."""
+    if request.method != "GET" or request.headers.get("if-range", tag) != tag:
+        return None
+    return _byte_range(request.headers.get("range", ""), size)
+
+
 def _byte_range(text: str, size: int) -> tuple[int, int] | None:
     """First byte, and the one after the last, of a `Range` with one range; None for others (RFC
     9110, 14.2)."""
-    found = _RANGE.fullmatch(text)
-    if found is None or not (found[1] or found[2]):
+    match = _RANGE.fullmatch(text)
+    if match is None:
         return None
-    if not found[1]:
-        return max(size - int(found[2]), 0), size
-    first, last = int(found[1]), int(found[2] or size)
-    return (first, min(last + 1, size)) if first <= last or not found[2] else None
+    first, last = match.groups()
+    if not first and not last:
+        return None
+    if not first:  # so many bytes at the end
+        return max(size - int(last), 0), size
+    if not last:
+        return int(first), size
+    if int(first) > int(last):
+        return None
+    return int(first), min(int(last) + 1, size)
 
 
 def error_response(

@@ -96,13 +96,16 @@ class StoredArray(NamedTuple):
         """What a reference says of `array` [layers, n, K], which is stored here and begins at
         position `start`."""
         num_layers, num_rows, top_k = array.shape
-        about = {
+        return {
+            "id": self.id,
+            **more,
             "shape": [num_rows, num_layers, top_k],
             "dtype": array.dtype.name,
             "start": start,
             "missing": missing,
+            "bytes": array.nbytes,
+            "expires": self.expires,
         }
-        return {"id": self.id, **more, **about, "bytes": array.nbytes, "expires": self.expires}
 
 
 class ArrayStore:
@@ -266,9 +269,9 @@ class ArrayStore:
             if at_once or time.monotonic() >= self._count_again:
                 self.sweep()
 
-    def put(self, array: NDArray[Any], **about: str) -> StoredArray:
-        """Stores `array`, which must be C-contiguous; an object of a bucket says what it is
-        `about`. Raises `StoreError` if it does not fit or cannot be written."""
+    def put(self, array: NDArray[Any], **metadata: str) -> StoredArray:
+        """Stores `array`, which must be C-contiguous; an object of a bucket also has the
+        `metadata`. Raises `StoreError` if it does not fit or cannot be written."""
         header = npy_header(array.dtype.str, array.shape)
         parts: list[bytes | memoryview] = [header, array.reshape(-1).view(np.uint8).data]
         size = blocks(len(header) + array.nbytes)
@@ -278,7 +281,7 @@ class ArrayStore:
         self._reserve(size)
         try:
             with self._errors("cannot be written to"):
-                self._objects.put(name, parts, about)
+                self._objects.put(name, parts, metadata)
                 if self.bucket is None:
                     return StoredArray(key, expires, f"{self.folder}/{name}")
                 try:

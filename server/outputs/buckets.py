@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from routed_experts.protocol.buckets import bucket_at, told
+from routed_experts.protocol.buckets import bucket_at, bucket_errors
 from routed_experts.server.outputs.folders import ARRAY, HOUR, hour_of
 
 _SKEW_S = 900.0
@@ -36,48 +36,48 @@ class Bucket:
         """Reads the environment."""
         self._objects = bucket_at(self.url)
 
-    def put(self, name: str, parts: Iterable[bytes | memoryview], about: dict[str, str]) -> None:
+    def put(self, name: str, parts: Iterable[bytes | memoryview], metadata: dict[str, str]) -> None:
         """Writes an object; returns when all who ask for it get it."""
         attributes = {"Content-Type": "application/octet-stream"}
-        attributes |= {fact: _metadata(value) for fact, value in about.items()}
-        with told(self.url):
+        attributes |= {fact: _metadata(value) for fact, value in metadata.items()}
+        with bucket_errors(self.url):
             self._objects.put(name, b"".join(parts), attributes=attributes)
 
     def put_file(self, name: str, path: Path) -> None:
         """Writes a file's content."""
-        with told(self.url):
+        with bucket_errors(self.url):
             self._objects.put(name, path, attributes={"Content-Type": "application/jsonl"})
 
     def size(self, name: str) -> int:
-        with told(self.url):
+        with bucket_errors(self.url):
             size: int = self._objects.head(name)["size"]
             return size
 
     def read(self, name: str, spans: Iterable[tuple[int, int]]) -> bytes:
         """The bytes of `spans`, each of which is the first byte and the one after the last."""
         starts, ends = zip(*spans, strict=True)
-        with told(self.url):
+        with bucket_errors(self.url):
             return b"".join(self._objects.get_ranges(name, starts=starts, ends=ends))
 
     def delete(self, name: str) -> None:
-        with told(self.url):
+        with bucket_errors(self.url):
             self._objects.delete(name)
 
     def sign(self, name: str, method: str, seconds: float) -> str:
         """A URL for whoever has no keys."""
         import obstore
 
-        with told(self.url):
+        with bucket_errors(self.url):
             return str(obstore.sign(self._objects, method, name, timedelta(seconds=seconds)))
 
     def sweep(self, now: float) -> int:
         """Deletes the hours that have passed, which a rule of the bucket may have done before.
         Returns 0: a bucket counts its bytes itself."""
-        with told(self.url):
+        with bucket_errors(self.url):
             for hour in self._objects.list_with_delimiter()["common_prefixes"]:
                 if HOUR.fullmatch(hour) and hour < hour_of(now - _SKEW_S):
                     for objects in self._objects.list(hour):
-                        names = [each["path"] for each in objects]
+                        names = [entry["path"] for entry in objects]
                         ours = [name for name in names if ARRAY.fullmatch(name[len(hour) + 1 :])]
                         if ours:
                             with suppress(FileNotFoundError):  # another server was faster

@@ -39,8 +39,8 @@ def private_folder(folder: Path) -> None:
     OSError."""
     with suppress(FileExistsError):  # unlike `exist_ok`, if another process removes it just then
         folder.mkdir(mode=0o700, parents=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PermissionError(
             errno.EPERM, "it must be a folder of this user that nobody else may write to"
         )
@@ -124,8 +124,8 @@ class Folder:
         disk = os.statvfs(self.path)
         return disk.f_bavail * disk.f_frsize
 
-    def put(self, name: str, parts: Iterable[bytes | memoryview], about: dict[str, str]) -> None:
-        """Writes a file, which says nothing `about` itself."""
+    def put(self, name: str, parts: Iterable[bytes | memoryview], metadata: dict[str, str]) -> None:
+        """Writes a file, which has no `metadata`."""
         path = self.path / name
         for left in reversed(range(_TRIES)):
             try:
@@ -147,10 +147,10 @@ class Folder:
             raise
 
     def size(self, name: str) -> int:
-        about = (self.path / name).lstat()
-        if not stat.S_ISREG(about.st_mode):
+        status = (self.path / name).lstat()
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no file")
-        return about.st_size
+        return status.st_size
 
     def read(self, name: str, spans: Iterable[tuple[int, int]]) -> bytes:
         """The bytes of `spans`, each of which is the first byte and the one after the last."""

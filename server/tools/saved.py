@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TextIO
 
-from routed_experts.protocol.buckets import bucket_at, is_broken_url, is_bucket, told
+from routed_experts.protocol.buckets import bucket_at, bucket_errors, is_broken_url, is_bucket
 from routed_experts.protocol.codec import MAX_EXPERTS
 from routed_experts.protocol.files import open_file
 from routed_experts.protocol.saved import ModelInfo
@@ -66,7 +66,7 @@ def _copy_of(uri: str) -> Iterator[TextIO]:
     with TemporaryFile() as file:
         try:
             objects = bucket_at(place)
-            with told(uri):
+            with bucket_errors(uri):
                 for part in objects.get(name).stream():
                     file.write(part)
         except OSError as error:
@@ -83,7 +83,7 @@ def _objects_in(url: str) -> list[str]:
     place = url.rstrip("/")
     try:
         objects = bucket_at(place)
-        with told(url):
+        with bucket_errors(url):
             listed = [entry for part in objects.list() for entry in part]
     except OSError as error:
         raise CommandError(f"{url} cannot be read: {error.strerror or error}.") from error
