@@ -211,7 +211,8 @@ def fetch_spans(
 
     def read(span: Span, begin: int) -> None:
         """The rows of a span that begins at row `begin` of the sequence."""
-        lower, upper = max(first - begin, 0), min(end - begin, span.end - span.first)
+        lower = max(first - begin, 0)
+        upper = min(end - begin, span.end - span.first)
         if lower < upper:
             rows[:, begin + lower - first : begin + upper - first] = fetch(
                 span.reference,

@@ -20,7 +20,9 @@ from transformers import (
 from routed_experts.server.cli.console import Parser, hide_transformers_progress, say
 
 _SEED = 20261120
-_END, _IM_START, _IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_END = "<|endoftext|>"
+_IM_START = "<|im_start|>"
+_IM_END = "<|im_end|>"
 
 _CHAT_TEMPLATE = """\
 {%- if tools %}

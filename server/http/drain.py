@@ -162,7 +162,8 @@ class Drain:
     def _answer_when_dead(self, engine: AsyncLLM) -> None:
         """Replaces what tells requests that the engine is dead. vLLM has them answer 500, and log a
         traceback each."""
-        add_request, propagate_error = engine.add_request, engine.output_processor.propagate_error
+        add_request = engine.add_request
+        propagate_error = engine.output_processor.propagate_error
 
         async def add_request_or_refuse(*args: Any, **kwargs: Any) -> Any:
             try:

@@ -20,11 +20,14 @@ from routed_experts.server.outputs.processor import RowBuffers
 from routed_experts.server.outputs.row_buffer import Causes
 from routed_experts.server.vllm_api import VLLM_VERSION
 
-_NOT_CAPTURED, _NOT_ARRIVED = "not_captured", "not_arrived"
-_STORED, _FAILED = "stored", "failed"
+_NOT_CAPTURED = "not_captured"
+_NOT_ARRIVED = "not_arrived"
+_STORED = "stored"
+_FAILED = "failed"
 _SETTINGS = {cause: cause.name.lower() for cause in (Cause.KV_STORE, Cause.KV_TRANSFER)}
 """Reasons that follow from settings. The others are faults."""
-_MODEL, _ENGINE = "model_name", "engine"  # as vLLM labels its metrics
+_MODEL = "model_name"  # as vLLM labels its metrics
+_ENGINE = "engine"
 
 
 class NotRecorded(StrEnum):

@@ -129,7 +129,8 @@ class RoutedExpertsPlugin:
         else:
             ours.store.open()
         await probe(self._app, captured, ours.store, args, model)
-        ours.settings, ours.generate_returns_rows = settings, asks_for_every_request(config)
+        ours.settings = settings
+        ours.generate_returns_rows = asks_for_every_request(config)
         seconds = min(
             max(ours.store.lifetime_s / 4, 1), _SWEEP_S if ours.store.folder else _SWEEP_BUCKET_S
         )

@@ -63,7 +63,9 @@ changes a few."""
 _IN_A_BUCKET = 307
 """Where an array is not in a folder, its route leads to the bucket."""
 _MESSAGES = [{"role": "user", "content": "Which experts?"}]
-_COMPLETIONS, _CHAT, _GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+_COMPLETIONS = "/v1/completions"
+_CHAT = "/v1/chat/completions"
+_GENERATE = "/inference/v1/generate"
 _BODIES: dict[str, Callable[..., dict[str, Any]]] = {
     _COMPLETIONS: lambda prompt, **sampling: {"prompt": prompt, **sampling},
     _GENERATE: lambda prompt, **sampling: {"token_ids": prompt, "sampling_params": sampling},
@@ -238,7 +240,8 @@ class _Rank:
     async def check(self) -> None:
         """Raises `SelfTestError` unless all endpoints return the same experts for the same
         tokens."""
-        short, long = self._prompt(_SHORT), self._prompt(self._long())
+        short = self._prompt(_SHORT)
+        long = self._prompt(self._long())
         several = {"n": self._n, "temperature": 1.0}
         for path in self._endpoints:
             body = _BODIES[path]

@@ -74,10 +74,12 @@ def options_of(request: Any) -> RoutingOptions | None:
 
 def _move_transfer_params(request: Any) -> None:
     """Moves `kv_transfer_params` from vLLM's extra arguments to the field of that name."""
-    sampling, name = field_of(request, "sampling_params"), "vllm_xargs"
+    sampling = field_of(request, "sampling_params")
+    name = "vllm_xargs"
     extra = field_of(request, name)
     if sampling is not None:
-        extra, name = sampling.extra_args, "sampling_params.extra_args"
+        extra = sampling.extra_args
+        name = "sampling_params.extra_args"
     if not isinstance(extra, dict) or extra.get(TRANSFER_PARAMS) is None:
         return
     if not isinstance(extra[TRANSFER_PARAMS], dict):
@@ -294,7 +296,8 @@ class RoutedServing:
 
     def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
         """Raises `VLLMValidationError` if `num_rows` rows exceed the maximum size of a response."""
-        num_bytes, limit = self.form(options).text_bytes(num_rows), self._max_bytes
+        num_bytes = self.form(options).text_bytes(num_rows)
+        limit = self._max_bytes
         if num_bytes > limit:
             _cannot(
                 request,

@@ -27,7 +27,8 @@ from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationErro
 
 logger = get_logger(__name__)
 
-STALLED_S, _LEAST_BYTES = 30.0, 64 << 10
+STALLED_S = 30.0
+_LEAST_BYTES = 64 << 10
 """A connection ends whose client takes less of an array in so many seconds."""
 PATIENCE_S = 30.0
 """How long a client waits for a disk or a bucket, its turn included."""
@@ -58,7 +59,9 @@ class _Part:
         begin, end = _span(layers, num_layers, "layers")
         first, last = _span(tokens, num_tokens, "tokens")
         row = top_k * dtype.itemsize
-        self._store, self._key, self._layer = store, key, num_tokens * row
+        self._store = store
+        self._key = key
+        self._layer = num_tokens * row
         self._first = HEADER_BYTES + begin * self._layer + first * row
         self.nbytes = (end - begin) * (last - first) * row
         self._piece = self.nbytes if last - first == num_tokens else (last - first) * row

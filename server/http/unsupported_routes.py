@@ -192,7 +192,8 @@ def _dispatching(vllms: Any) -> Any:
     @standards.stateful_session_manager()
     @standards.inject_adapter_id(adapter_path="model")  # the adapter comes in a header
     async def routed(raw_request: Request) -> Response:
-        routing, body = await routing_of(raw_request), await raw_request.json()
+        routing = await routing_of(raw_request)
+        body = await raw_request.json()
         try:
             if body.get("messages") is not None:
                 chat = RoutedChatRequest.model_validate(body)

@@ -123,7 +123,8 @@ class ArrayStore:
             raise ValueError(f"{place}: pass a URL as text, with both slashes, not as a Path")
         self.bucket = Bucket(str(place)) if is_bucket(place) else None
         self.folder = None if self.bucket else Path(str(place).removeprefix("file://"))
-        self.lifetime_s, self.max_bytes = lifetime_s, max_bytes
+        self.lifetime_s = lifetime_s
+        self.max_bytes = max_bytes
         self._objects = self.bucket or Folder(Path(self.folder or ""), keeps)
         self._keeps = keeps
         self._is_open = False

@@ -162,7 +162,8 @@ class Folder:
 
     def sweep(self, now: float) -> int:
         """Removes what has expired. Returns the bytes of the other arrays."""
-        used, this_hour = 0, hour_of(now)
+        used = 0
+        this_hour = hour_of(now)
         for hour in _entries(self.path, HOUR):
             for file in _entries(hour.path, ARRAY):
                 with suppress(OSError):  # somebody else removed it

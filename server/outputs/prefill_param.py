@@ -57,7 +57,8 @@ class PrefillRowsParam:
     def parse(self, shape: tuple[int, int], num_experts: int, with_weights: bool = False) -> None:
         """Decodes and checks the rows for a model with `shape` (L, K). Drops weights if the server
         captures none."""
-        value, self._value = self._value, None
+        value = self._value
+        self._value = None
         if not isinstance(value, Mapping):
             raise PrefillRowsError(
                 f"{FIELD} must be an object with data (base64), dtype, shape and until"

@@ -302,7 +302,8 @@ def refuse_used_ids(engine: LLMEngine | AsyncLLM) -> None:
     rows of its end. This is the last place before vLLM adds choices one by one: if one of several
     is refused, it aborts all of that id, and so the request that runs.
     """
-    inputs, outputs = engine.input_processor, engine.output_processor
+    inputs = engine.input_processor
+    outputs = engine.output_processor
     if "assign_request_id" in vars(inputs):
         return
     assign: Callable[[EngineCoreRequest], None] = inputs.assign_request_id
@@ -322,7 +323,8 @@ def refuse_used_ids(engine: LLMEngine | AsyncLLM) -> None:
 
 def _names_of(request: EngineCoreRequest) -> list[str]:
     """The id of a request, and those that vLLM gives its choices if there are several."""
-    request_id, params = request.request_id, request.sampling_params
+    request_id = request.request_id
+    params = request.sampling_params
     count = 1 if params is None else params.n
     choices = [f"{index}_{request_id}" for index in range(count)] if count > 1 else []
     return [request_id, *choices]

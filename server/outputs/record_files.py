@@ -45,7 +45,8 @@ def prepare(place: str | Path) -> None:
     Tries whether a bucket can be written to. Raises OSError."""
     folder = folder_of(place)
     if is_bucket(place):
-        bucket, trial = Bucket(str(place)), f"{secrets.token_hex(8)}.trial"
+        bucket = Bucket(str(place))
+        trial = f"{secrets.token_hex(8)}.trial"
         bucket.open()
         bucket.put(trial, [b"trial"], {})
         bucket.delete(trial)
@@ -121,7 +122,8 @@ class RecordFiles:
         while not is_mine:
             began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
             name = f"{began}-{self._process}-{next(self._numbers)}.jsonl{PART}"
-            self._path, self._begun = self._folder / name, time.monotonic()
+            self._path = self._folder / name
+            self._begun = time.monotonic()
             # they tell texts, whatever the folder allows
             file = FileIO(self._path, "x", opener=open_private)
             is_mine = True
@@ -149,7 +151,8 @@ class RecordFiles:
             at_once or file.tell() >= FILE_BYTES or time.monotonic() - self._begun >= FILE_S
         ):
             return
-        self._file, size = None, file.tell()
+        self._file = None
+        size = file.tell()
         file.close()
         _complete(self._path, size)
         if size:
