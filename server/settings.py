@@ -151,6 +151,13 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
         "times the memory for rows",
     ] = False
 
+    def __init__(self, **values: Any) -> None:
+        """Raises `SettingsError`."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _first_of(error) from None
+
     @classmethod
     def of(cls, additional_config: object, args: object = None) -> "Settings":
         """The settings in an `additional_config`, or, before that, in the arguments of
@@ -164,10 +171,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
             **(additional_config if isinstance(additional_config, Mapping) else {}),
             **getattr(args, "__dict__", {}),
         }
-        try:
-            return cls(**{name: values[name] for name in KINDS if values.get(name) is not None})
-        except ValidationError as error:
-            raise _first_of(error) from None
+        return cls(**{name: values[name] for name in KINDS if values.get(name) is not None})
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -223,6 +227,8 @@ def _first_of(error: ValidationError) -> SettingsError:
     if not first["loc"]:  # settings that do not go together
         return SettingsError(str(first["ctx"]["error"]))
     name = str(first["loc"][0])
+    if name not in KINDS:
+        return SettingsError(f"{name} is no setting.")
     return SettingsError(f"{name} must be {KINDS[name].expected}, not {first['input']!r}.")
 
 

@@ -148,6 +148,13 @@ def test_settings_that_do_not_go_together(given: dict[str, Any], message: str) -
         Settings.of(given)
 
 
+def test_what_is_made_without_a_configuration_is_checked_too() -> None:
+    with pytest.raises(SettingsError, match="routed_experts_page must be true or false"):
+        Settings(routed_experts_page=1)
+    with pytest.raises(SettingsError, match="routed_experts_size is no setting"):
+        Settings(routed_experts_size=1)
+
+
 def test_the_help_and_the_page_say_how_long_arrays_are_stored_by_default() -> None:
     (seconds,) = re.findall(r"default: (\d+)", str(HELP["routed_experts_store_seconds"]))
     assert float(seconds) == DEFAULT_LIFETIME_S
