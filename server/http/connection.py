@@ -5,6 +5,7 @@ then a route is done long before the first byte leaves.
 """
 
 import asyncio
+import inspect
 import select
 from collections.abc import Callable
 
@@ -27,9 +28,7 @@ class Connection:
         self._receive = receive
         self._send = send
         self._is_disconnected = False  # as `receive` said
-        # uvicorn's object for a request, which knows at once that the client has left. `receive`
-        # says so only to a task that waits for it, and in a later turn of the event loop.
-        self._cycle = getattr(receive, "__self__", None)
+        self._cycle = _uvicorns(receive)
         self._at_end: set[Callable[[], None]] = set()
         self._counts_sent = False
         self._has_ended = False
@@ -82,6 +81,18 @@ class Connection:
         self._has_ended = True
         for function in self._at_end:
             function()
+
+
+def _uvicorns(receive: Receive) -> object | None:
+    """uvicorn's object for a request, which knows at once that the client has left. `receive` says
+    so only to a task that waits for it, and in a later turn of the event loop.
+
+    At its log level trace, uvicorn puts a function of its own around `receive`.
+    """
+    inner: object = receive
+    while inspect.isfunction(inner):
+        inner = inspect.getclosurevars(inner).nonlocals.get("receive")
+    return getattr(inner, "__self__", None)
 
 
 def _was_closed_by_peer(descriptor: int) -> bool:

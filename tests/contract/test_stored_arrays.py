@@ -39,8 +39,8 @@ LIMIT = 5 * ARRAY.nbytes
 
 
 @contextmanager
-def running(app: FastAPI) -> Iterator[uvicorn.Server]:
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+def running(app: FastAPI, log_level: str = "warning") -> Iterator[uvicorn.Server]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level=log_level))
     thread = Thread(target=server.run)
     thread.start()
     try:
@@ -338,10 +338,12 @@ def ask_and_leave(
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("log_level", ["warning", "trace"])
 def test_a_client_whose_leaving_the_event_loop_has_not_read(
-    folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, stream: bool, log_level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connection takes what is sent, and nobody reads it."""
+    """Its connection takes what is sent, and nobody reads it. At its level trace, uvicorn stands
+    between the connection and the application."""
     edge, is_ready, has_left = Edge(40, folder), Event(), Event()
     hand_over = ReferenceMaker.hand_over
 
@@ -351,7 +353,7 @@ def test_a_client_whose_leaving_the_event_loop_has_not_read(
         hand_over(maker)
 
     monkeypatch.setattr(ReferenceMaker, "hand_over", hand_over_late)
-    with running(edge.app()) as server:
+    with running(edge.app(), log_level) as server:
         assert b'"url"' not in ask_and_leave(server, stream, is_ready.wait)
         has_left.set()
     edge.store.writer.submit(lambda: None).result(60)
