@@ -6,7 +6,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 
-from anyio import CapacityLimiter, Lock, fail_after, move_on_after
+from anyio import (
+    CancelScope,
+    CapacityLimiter,
+    Event,
+    Lock,
+    create_task_group,
+    fail_after,
+    move_on_after,
+)
 from anyio.to_thread import run_sync
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -35,7 +43,7 @@ class Reading:
     def __init__(self) -> None:
         self.turn = Lock()
         self.thread = CapacityLimiter(1)  # apart from the threads that other routes share
-        self._num_bytes = 0
+        self.num_bytes = 0  # of all bodies
 
     @classmethod
     def of(cls, state: State) -> "Reading":
@@ -53,10 +61,10 @@ class Reading:
         finally:
             body.drop()
 
-    def reserve(self, num_bytes: int) -> bool:
+    def reserve(self, more: int) -> bool:
         """Counts bytes (or fewer, if negative), unless there are too many."""
-        fits = self._num_bytes + num_bytes <= MAX_WAITING_BYTES
-        self._num_bytes += num_bytes if fits else 0
+        fits = self.num_bytes + more <= MAX_WAITING_BYTES
+        self.num_bytes += more if fits else 0
         return fits
 
 
@@ -91,9 +99,30 @@ class Body:
         return map(str.encode, read_saved(self._bytes))
 
 
+class Client:
+    """Whether the client of a request whose body has come is still there."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.has_left = False
+        self._receive = receive
+        self._left = Event()
+
+    async def cancel_when_left(self, scope: CancelScope) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.has_left = True  # for the thread, which nothing else stops
+        self._left.set()
+        scope.cancel()
+
+    async def receive(self) -> Message:
+        """For a response, which must not receive beside this object."""
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+
 class FilesResponse(Response):
     """Receives a request with files, waits for its turn, and sends a line for each response in
-    them."""
+    them. Nothing is kept of a client that leaves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -106,44 +135,54 @@ class FilesResponse(Response):
             if refusal is not None:
                 await refusal(scope, receive, send)
                 return
-            with move_on_after(WAIT_S) as waited:
-                await reading.turn.acquire()
-            if waited.cancelled_caught:
-                await busy_response()(scope, receive, send)
-                return
-            try:
-                response = await _response_to(body, reading.thread)
-                await response(scope, receive, _in_time(send))
-            except TimeoutError:
-                return  # uvicorn closes the connection, as the response is not whole
-            finally:
-                reading.turn.release()
+            client = Client(receive)
+            async with create_task_group() as tasks:
+                tasks.start_soon(client.cancel_when_left, tasks.cancel_scope)
+                await _answer(body, reading, client, scope, send)
+                tasks.cancel_scope.cancel()
 
 
-async def _response_to(body: Body, thread: CapacityLimiter) -> Response:
+async def _answer(body: Body, reading: Reading, client: Client, scope: Scope, send: Send) -> None:
+    with move_on_after(WAIT_S) as waited:
+        await reading.turn.acquire()
+    if waited.cancelled_caught:
+        await busy_response()(scope, client.receive, send)
+        return
+    try:
+        response = await _response_to(body, reading.thread, client)
+        await response(scope, client.receive, _in_time(send))
+    except (TimeoutError, ClientDisconnect):
+        return  # uvicorn closes the connection, as the response is not whole
+    finally:
+        reading.turn.release()
+
+
+async def _response_to(body: Body, thread: CapacityLimiter, client: Client) -> Response:
     try:
         lines = await run_sync(body.lines, limiter=thread)
     except ValueError as error:
         return error_response(str(error), HTTPStatus.BAD_REQUEST)
     return StreamingResponse(
-        _pieces(lines, thread), media_type="application/jsonl", headers=HEADERS
+        _pieces(lines, thread, client), media_type="application/jsonl", headers=HEADERS
     )
 
 
-async def _pieces(lines: Iterator[bytes], thread: CapacityLimiter) -> AsyncIterator[bytes]:
-    while text := await run_sync(_some_of, lines, limiter=thread):
+async def _pieces(
+    lines: Iterator[bytes], thread: CapacityLimiter, client: Client
+) -> AsyncIterator[bytes]:
+    while text := await run_sync(some_of, lines, client, limiter=thread):
         for first in range(0, len(text), _PIECE_BYTES):
             yield text[first : first + _PIECE_BYTES]
 
 
-def _some_of(lines: Iterator[bytes]) -> bytes:
+def some_of(lines: Iterator[bytes], client: Client) -> bytes:
     """The next lines, as many as make a piece: to go to the thread for each line takes longer than
-    a line."""
+    a line. None after the client has left."""
     text = bytearray()
     for line in lines:
         text += line
         time.sleep(_PAUSE_S)
-        if len(text) >= _PIECE_BYTES:
+        if len(text) >= _PIECE_BYTES or client.has_left:
             break
     return bytes(text)
 

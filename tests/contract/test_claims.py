@@ -4,6 +4,7 @@ requests nothing."""
 import gc
 import json
 import os
+import socket
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -14,10 +15,15 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from routed_experts.server.page import MAX_BYTES, READ_PATH, reading
+from routed_experts.server.page.reading import Reading
+from routed_experts.server.page.routes import page_router
 from tests.contract.served import serving
-from tests.e2e.harness import ONE_PROCESS, SMALL_KV, Server
+from tests.contract.test_stored_arrays import running
+from tests.e2e.harness import ONE_PROCESS, SMALL_KV, Server, wait_until
 from tests.e2e.harness import serving as serving_processes
 from tests.server.test_saved import CLAIM
 
@@ -114,6 +120,62 @@ def test_a_request_waits_for_its_turn_no_longer_than_a_minute(
     monkeypatch.setattr(reading, "read_saved", lambda _: time.sleep(1) or iter(()))
     statuses = [response.status_code for response in at_once(server, "")[0]]
     assert sorted(set(statuses)) == [200, 503]
+
+
+# ---- who leaves ----
+
+
+@pytest.fixture
+def page() -> Iterator[tuple[uvicorn.Server, Reading]]:
+    """The page's routes behind real sockets, and what they read."""
+    app = FastAPI()
+    app.include_router(page_router)
+    with running(app) as server:
+        yield server, Reading.of(app.state)
+
+
+def upload(server: uvicorn.Server, files: list[list[str]]) -> socket.socket:
+    """The connection of a client that has sent files."""
+    body = json.dumps(files).encode()
+    sock = socket.create_connection(server.servers[0].sockets[0].getsockname())
+    head = f"POST {READ_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    sock.sendall(head.encode() + body)
+    return sock
+
+
+def test_clients_that_leave_before_their_answer_leave_nothing(
+    page: tuple[uvicorn.Server, Reading],
+) -> None:
+    """Neither the one that has its turn and takes nothing, nor the one that waits for it."""
+    server, files_read = page
+    line = json.dumps({"choices": [{"index": 0, "text": "a" * 1000}]})
+    reads_nothing = upload(server, [["f", f"{line}\n" * 20_000]])
+    wait_until(lambda: files_read.thread.borrowed_tokens, "the first has no turn", 30)
+    first_bytes = files_read.num_bytes
+    waits = upload(server, [["f", "x" * (4 << 20)]])
+    wait_until(
+        lambda: files_read.num_bytes > first_bytes + (4 << 20), "the second is not there", 30
+    )
+    waits.close()
+    wait_until(lambda: files_read.num_bytes == first_bytes, "the body of who left is kept", 5)
+    reads_nothing.close()
+    wait_until(lambda: files_read.num_bytes == 0, "the body of who left is kept", 5)
+    assert not files_read.turn.locked()
+    assert files_read.thread.borrowed_tokens == 0
+
+
+def test_a_thread_reads_no_further_line_for_a_client_that_left() -> None:
+    def lines() -> Iterator[bytes]:
+        yield b"first"
+        client.has_left = True
+        yield b"second"
+        pytest.fail("a third line was read")
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is received")
+
+    client = reading.Client(receive)
+    assert reading.some_of(lines(), client) == b"firstsecond"
 
 
 # ---- everything that a body can say ----
