@@ -63,11 +63,17 @@ def weed(folder: Path) -> Iterator[Weed]:
     user = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
     user |= {"actions": ["Admin", "Read", "Write", "List"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [user]}))
-    s3, master, volume, filer = free_ports(4)
+    ports = free_ports(8)
+    s3 = ports[0]
     flags = ["-ip", "127.0.0.1", "-dir", folder, "-s3", "-s3.config", folder / "s3.json"]
-    ports = ["-s3.port", s3, "-master.port", master, "-volume.port", volume, "-filer.port", filer]
+    # By default the last four are 10,000 behind the others, which may be no ports.
+    names = ["s3.port", "master.port", "volume.port", "filer.port"]
+    names += [f"{name}.grpc" for name in names]
+    for name, port in zip(names, ports, strict=True):
+        flags += [f"-{name}", port]
+    flags += ["-s3.port.iceberg", 0, "-s3.port.lance", 0]  # which several servers would share
     with (folder / "log").open("w") as log:
-        command = [binary, "server", *flags, *ports, "-volume.max", 20]
+        command = [binary, "server", *flags, "-volume.max", 20]
         server = subprocess.Popen([*map(str, command)], stdout=log, stderr=subprocess.STDOUT)
     try:
         wait_until_writable(s3, folder / "log")
