@@ -151,7 +151,7 @@ def _check_log_prefix(value: str) -> None:
         raise ValueError("it is no format of log records: write a percent sign as %%") from None
 
 
-def check_log_file(value: str | None) -> None:
+def _check_log_file(value: str) -> None:
     """Raises `ValueError` for a file with the log's configuration that vLLM cannot read. What it
     says is checked when it is used."""
     if not value:  # which vLLM takes for none
@@ -170,7 +170,7 @@ _CHECKS_OF_LOG: dict[str, Callable[[str], None]] = {
     "VLLM_LOGGING_LEVEL": _check_log_level,
     "VLLM_LOGGING_STREAM": _check_log_stream,
     "VLLM_LOGGING_PREFIX": _check_log_prefix,
-    _LOG_FILE: check_log_file,
+    _LOG_FILE: _check_log_file,
 }
 """vLLM takes these as they are. What is wrong with one ends in a trace when the log is set up,
 which vLLM does until 0.30 when it is imported, or at each line of the log."""

@@ -37,7 +37,7 @@ from routed_experts.protocol.models import parse_options
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, guess, say
-from routed_experts.server.cli.preflight import check_address, check_log_file, sentence_of
+from routed_experts.server.cli.preflight import check_address, sentence_of
 from routed_experts.server.http.seams import cli_env_setup, configure_logging_from_args
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.inprocess import plugin as program_plugin
@@ -146,21 +146,17 @@ def _parser_for(argv: list[str]) -> _Parser:
 
 
 def _configure_log(args: argparse.Namespace) -> None:
-    config = getattr(args, "logging_config", None)
-    of_flags = (
-        getattr(args, "log_config_file", None),
-        getattr(config, "pylogging_config_file", None),
-    )
-    for file in of_flags:
-        try:
-            check_log_file(file)
-        except ValueError as error:
-            raise CommandError(f"The log cannot be configured as {file} says: {error}.") from None
     try:
         configure_logging_from_args(args)
-    except Exception as error:  # whatever Python's logging raises for what the file says
-        why = str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
-        raise CommandError(f"The log cannot be configured: {why}.") from error
+    except Exception as error:  # whatever Python's logging raises for what a file says
+        raise CommandError(f"The log cannot be configured: {_reason_of_log(error)}.") from error
+
+
+def _reason_of_log(error: Exception) -> str:
+    text, *values = error.args or ("",)
+    if values and "%s" in str(text):  # vLLM raises some errors as it would log them
+        return str(text) % tuple(values)
+    return str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
 
 
 def _refuse_other_front_ends(args: argparse.Namespace) -> None:

@@ -38,7 +38,7 @@ from routed_experts.server.http.vllm_http import (
     GenerateRequest,
     VLLMClientError,
 )
-from routed_experts.server.outputs.processor import opt_in
+from routed_experts.server.outputs.processor import TokenBudget, opt_in
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 
@@ -107,8 +107,9 @@ class RoutedRequest(RoutingFields):
     _routing: RoutingOptions | None = PrivateAttr(default=None)
     _connection: Connection = PrivateAttr()  # of a request for routing
     _client_request_id: str = PrivateAttr("")  # of the same; a part of the response's `id`
-    # in an answer, where the client does not limit them
+    # in a choice, where the client does not limit them
     _most_tokens: int | None = PrivateAttr(default=None)
+    _budget: TokenBudget | None = PrivateAttr(default=None)  # of all choices, if they are several
 
     @model_validator(mode="wrap")
     @classmethod
@@ -141,6 +142,7 @@ class RoutedRequest(RoutingFields):
                 self._routing.prompt_start,
                 weights=self._routing.weights,
                 at_end=at_end,
+                budget=self._budget,
             )
             if self._most_tokens is not None and params.max_tokens is not None:
                 params.max_tokens = min(params.max_tokens, self._most_tokens)

@@ -40,6 +40,7 @@ from routed_experts.server.outputs.prefill_param import (
     PrefillRowsParam,
     to_wire,
 )
+from routed_experts.server.outputs.processor import TokenBudget
 from routed_experts.server.vllm_api import (
     VLLM_VERSION,
     RequestOutput,
@@ -230,11 +231,11 @@ class RoutedServing:
             known_tokens = max(max_tokens or min_tokens, 1)
             self.check_size(request, options, prompt_rows + num_answers * (known_tokens - 1))
             if max_tokens is None:
-                self.end_at_limit(request, prompt_rows)
+                self.end_at_limit(request, prompt_rows, num_answers)
 
-    def end_at_limit(self, request: Any, prompt_rows: int) -> None:
-        """Has a request that says no `max_tokens` end where its rows surely exceed the maximum size
-        of a response.
+    def end_at_limit(self, request: Any, prompt_rows: int, num_answers: int) -> None:
+        """Has a request that says no `max_tokens` end where the rows of its choices together surely
+        exceed the maximum size of a response.
 
         What vLLM then allows, the rest of the context, says nothing of how long an answer will be,
         so that nothing can be refused before. But nothing is generated for a response that cannot
@@ -247,8 +248,12 @@ class RoutedServing:
         if options.format == "list" and getattr(request, "stream", False):
             # its text is shorter than `text_bytes` says; the stream ends where it becomes too long
             return
-        # The last token has no row.
-        request._most_tokens = self.form(options).rows_beyond(self._max_bytes) - prompt_rows + 1
+        beyond = self.form(options).rows_beyond(self._max_bytes)
+        most_rows = beyond - prompt_rows
+        request._most_tokens = most_rows + 1  # the last has no row
+        if num_answers > 1:
+            error = VLLMValidationError(self.too_large(options, beyond), parameter=OPT_IN)
+            request._budget = TokenBudget(most_rows + num_answers, error)
 
     async def check_store_capacity(
         self, request: Any, options: RoutingOptions, num_rows: int
@@ -296,18 +301,17 @@ class RoutedServing:
 
     def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
         """Raises `VLLMValidationError` if `num_rows` rows exceed the maximum size of a response."""
-        num_bytes = self.form(options).text_bytes(num_rows)
-        limit = self._max_bytes
-        if num_bytes > limit:
-            _cannot(
-                request,
-                options,
-                f"The routing of {num_rows} tokens would take {num_bytes} bytes, and the limit of this server is "
-                f"{limit} (--routed-experts-max-response-bytes): ask for fewer tokens, a higher "
-                "routed_experts_prompt_start or a narrower routed_experts_dtype"
-                + (f", or leave out {WEIGHTS}" if options.weights else ""),
-                OPT_IN,
-            )
+        if self.form(options).text_bytes(num_rows) > self._max_bytes:
+            _cannot(request, options, self.too_large(options, num_rows), OPT_IN)
+
+    def too_large(self, options: RoutingOptions, num_rows: int) -> str:
+        """The message for rows that exceed the maximum size of a response."""
+        return (
+            f"The routing of {num_rows} tokens would take {self.form(options).text_bytes(num_rows)} bytes, "
+            f"and the limit of this server is {self._max_bytes} (--routed-experts-max-response-bytes): "
+            "ask for fewer tokens, a higher routed_experts_prompt_start or a narrower routed_experts_dtype"
+            + (f", or leave out {WEIGHTS}" if options.weights else "")
+        )
 
     def form(self, options: RoutingOptions) -> WireForm:
         """The form of the arrays that the options ask for."""

@@ -297,6 +297,17 @@ def test_an_answer_without_a_limit_ends_where_its_rows_are_too_many(tiny_model: 
                 in server.stream(CHAT, **chat, **ASKS, routed_experts_stream=stream_time)[-1]
             )
             assert 20 < generated() - before < 110
+        # All choices of an answer together have the limit.
+        several = {"n": 4, "temperature": 1}
+        sampling = {**tokens["sampling_params"], **several}
+        for path, body in (
+            (CHAT, {**chat, **several}),
+            (GENERATE, {**tokens, "sampling_params": sampling}),
+        ):
+            before = generated()
+            message = refused(server, path, "return_routed_experts", **body, **form)
+            assert "--routed-experts-max-response-bytes" in message
+            assert 40 < generated() - before < 130
         stopped = server.chat(**chat, **ASKS, stop_token_ids=[*range(40)])
         assert stopped["choices"][0]["finish_reason"] == "stop"
         before = generated()

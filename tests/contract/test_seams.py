@@ -234,6 +234,8 @@ def test_every_attribute_of_vllms_that_is_read_with_a_default_is_listed() -> Non
 OTHERS = {
     "routed_experts_record",
     "final_only",
+    "budget",
+    "write",
     "allow_untested_vllm",
     "routed_experts_on_load",
     "__dict__",

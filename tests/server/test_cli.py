@@ -208,7 +208,7 @@ SERVE = "serve MODEL --port PORT"
         (f"{SERVE} --config /nonexistent.yaml", "/nonexistent.yaml"),
         (
             f"{SERVE} --log-config-file /nowhere",
-            "The log cannot be configured as /nowhere says: No such file or directory.",
+            "The log cannot be configured: Could not load logging config. File does not exist: /nowhere.",
         ),
         (f"{SERVE} --no-such-flag", "unrecognized arguments: --no-such-flag"),
         (f"{SERVE} --dtype float99", "argument --dtype: invalid choice: 'float99'"),
