@@ -85,6 +85,11 @@ def run_example(name: str, *args: str) -> str:
 
 def test_the_examples(server: Server) -> None:
     assert "(4, 26, 5, 4) int16" in run_example("rollout.py", "--url", server.url)
+    ranks = run_example("dataset.py", "--url", server.url).splitlines()
+    assert ranks == [
+        "rank 0, layers 0 to 1: [3, 2, 64, 4]",
+        "rank 1, layers 2 to 4: [3, 3, 64, 4]",
+    ]
     out = run_example("conversation.py", "--url", server.url)
     assert out.startswith("turn 1: 21 new rows of 21\n")
     total = re.search(r"rows \((\d+), 5, 4\) of (\d+) tokens, 0 missing", out)
