@@ -137,7 +137,8 @@ class ReferenceMaker(Delivery):
     def _refer(
         self, encoder: Encoder, rows: list[Rows], start: int, choice: int | None
     ) -> dict[str, Any]:
-        array, missing = encoder.layers_first(rows)
+        with self.store.copying:
+            array, missing = encoder.layers_first(rows)
         facts: dict[str, Any] = {"part": "prompt"}
         if choice is not None:
             facts = {"part": self.part, "choice": choice}

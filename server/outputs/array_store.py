@@ -143,6 +143,9 @@ class ArrayStore:
         self.writer = Threads(ANSWERS_AT_ONCE if self.bucket else 1, "routed-experts-store")
         # What runs in `writer` waits for these, so they are not the same threads.
         self._putter = Threads(PUTS_AT_ONCE, "routed-experts-store-puts")
+        # Copies of large arrays keep Python's lock for milliseconds, and many at once would keep the
+        # event loop waiting for all of them.
+        self.copying = threading.Lock()
         # for whatever else waits for a disk or a bucket; nothing of the server waits behind it
         self.reader = Threads(READS_AT_ONCE, "routed-experts-store-reads")
         self._next_warning = 0.0
