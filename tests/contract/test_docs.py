@@ -83,6 +83,7 @@ def test_flags_exist() -> None:
         *ROOT.glob("bench/*.py"),
         *ROOT.glob("examples/*.py"),
         *ROOT.glob("tests/e2e/torture.py"),
+        *ROOT.glob("tests/mutations.py"),
     ):
         known.update(re.findall(r'"(--[a-z][\w-]*)"', path.read_text(encoding="utf-8")))
     texts = [*SPANS, *((block.where, block.text) for block in BLOCKS if block.language == "sh")]
