@@ -317,6 +317,17 @@ def test_an_answer_without_a_limit_ends_where_its_rows_are_too_many(tiny_model: 
         assert len(post(server, GENERATE, **tokens).json()["choices"][0]["token_ids"]) > 200
 
 
+def test_a_long_choice_beside_a_short_one_may_take_what_that_leaves(tiny_model: Path) -> None:
+    """The limit is the answer's, and no choice has a part of it: 51 rows of the prompt leave 49."""
+    row = 4 * -(-L * K * 2 // 3)
+    flags = ("--routed-experts-max-response-bytes", str(100 * row), "--max-model-len", "84")
+    chat = {**MESSAGES, "n": 2, "stop_token_ids": [1, 2], "return_token_ids": True}
+    with serving(tiny_model, *flags) as server:
+        answer = server.chat(**chat, temperature=1, **ASKS)
+    lengths = sorted(len(choice["token_ids"]) for choice in answer["choices"])
+    assert (len(answer["prompt_token_ids"]), lengths) == (51, [15, 84 - 51])
+
+
 def test_a_default_start_behind_a_prompt(tiny_model: Path) -> None:
     default = '{"return_routed_experts": true, "routed_experts_prompt_start": 20}'
     with serving(tiny_model, "--routed-experts-default", default) as server:
