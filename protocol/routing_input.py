@@ -1,0 +1,429 @@
+"""What a request says about the experts of its own tokens.
+
+Imports numpy and the standard library only. In a program:
+`SamplingParams(extra_args=routing_args(rows=rows))`.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.protocol import arguments
+from routed_experts.protocol.codec import MAX_EXPERTS, MAX_LAYERS, UNKNOWN, Rows
+
+INPUT_ARG = "routed_experts.input"
+"""Key in `SamplingParams.extra_args`; its value is `RoutingInput.encode()`."""
+
+_VERSION = 1
+_HEADER = struct.Struct("<B32sq5I")  # the version, the digest, the start, the shapes of both arrays
+_DIGEST = slice(1, 33)
+
+MAX_BIAS = 10_000.0
+"""Finite values of a bias are at most this, so that a sum with a logit stays finite."""
+
+Bias = NDArray[np.float32]
+"""[L, E]: what is added to the router's logits. -inf: the expert is never chosen; +inf: always."""
+
+Pair = tuple[int, int]
+"""A decoder layer, and an expert of it."""
+
+
+class RoutingInputError(ValueError):
+    """A request says something about its routing that is impossible.
+
+    Attributes:
+        field: which argument: `rows`, `start`, `bias`, `activate` or `deactivate`.
+        problem: the rest of the sentence that begins with the field.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.problem)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How a router limits its choice to some groups of experts."""
+
+    count: int = 1
+    """Groups of equal size, of neighbouring experts."""
+    chosen: int = 1
+    """How many groups a token's experts come from."""
+    summed: int = 1
+    """A group is as good as the sum of so many of its best experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedInput:
+    """An encoded `RoutingInput`, of up to some 25 MB. Logs and dumps of a request show its size
+    only.
+
+    A dataclass, and no `bytes`, whose subclasses MessagePack refuses. On the engine's side it is
+    `{"data": bytes}`, which JSON cannot have: so clients that fill `extra_args` cannot forge it.
+    """
+
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"<routing input of {len(self.data)} bytes>"
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def digest(self) -> bytes:
+        """From the header: equal only for equal inputs."""
+        return self.data[_DIGEST]
+
+    @classmethod
+    def of(cls, params: Any) -> "EncodedInput | None":
+        """What a request with these `SamplingParams` says; None if it says nothing."""
+        if params is None or not params.extra_args:
+            return None
+        value = params.extra_args.get(INPUT_ARG)
+        if isinstance(value, Mapping):
+            value = value.get("data")
+            return cls(value) if isinstance(value, bytes) else None
+        return value if isinstance(value, cls) else None
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingInput:
+    """What a request says about the experts of its tokens.
+
+    The model has L MoE layers with E experts, of which K are chosen for a token. Layers are counted
+    as in rows: MoE layers only.
+
+    Attributes:
+        rows: int16 [n, L, K], the experts of the prompt's tokens from `start` on. The router
+            chooses where a layer of a row has a -1.
+        start: position of the first row.
+        bias: float32 [L, E], for all tokens of the request. A layer of zeros stays the router's own.
+
+    Raises:
+        TypeError: an argument has another type.
+        RoutingInputError: an argument is impossible with any model.
+    """
+
+    rows: Rows | None = None
+    start: int = 0
+    bias: Bias | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", _start(self.start))
+        if self.rows is not None:
+            object.__setattr__(self, "rows", _rows(self.rows))
+        if self.bias is not None:
+            object.__setattr__(self, "bias", _bias(self.bias))
+        if self.rows is None and self.bias is None:
+            raise RoutingInputError("rows", "and bias are both missing: give one of them")
+        if self.rows is None and self.start:
+            raise RoutingInputError("start", "is the position of the first row: give rows, too")
+        _check_rows_are_allowed(self.rows, self.bias)
+
+    def encode(self) -> EncodedInput:
+        """As bytes, with a digest in their header, so that the engine need not hash them."""
+        rows = np.zeros((0, 0, 0), "<i2") if self.rows is None else self.rows.astype("<i2")
+        bias = np.zeros((0, 0), "<f4") if self.bias is None else self.bias.astype("<f4")
+        payload = rows.tobytes() + bias.tobytes()
+        place = struct.pack("<q5I", self.start, *rows.shape, *bias.shape)
+        digest = hashlib.sha256(place)
+        digest.update(payload)
+        header = _HEADER.pack(_VERSION, digest.digest(), self.start, *rows.shape, *bias.shape)
+        return EncodedInput(header + payload)
+
+    @classmethod
+    def decode(cls, encoded: EncodedInput) -> "RoutingInput":
+        """What `encode` made into bytes. The arrays are views of them, and are not checked again.
+
+        Raises:
+            ValueError: `encode` did not make them.
+        """
+        data = encoded.data
+        if len(data) < _HEADER.size or data[0] != _VERSION:
+            raise ValueError("these bytes are no routing input: make them with RoutingInput.encode")
+        _, _, start, *shapes = _HEADER.unpack_from(data)
+        rows_shape = tuple(shapes[:3])
+        bias_shape = tuple(shapes[3:])
+        num_ids = math.prod(rows_shape)
+        num_values = math.prod(bias_shape)
+        if len(data) != _HEADER.size + 2 * num_ids + 4 * num_values:
+            raise ValueError("these bytes are a routing input that was cut or joined")
+        rows = np.frombuffer(data, "<i2", num_ids, _HEADER.size)
+        bias = np.frombuffer(data, "<f4", num_values, _HEADER.size + 2 * num_ids)
+        decoded = object.__new__(cls)
+        object.__setattr__(decoded, "rows", rows.reshape(rows_shape) if num_ids else None)
+        object.__setattr__(decoded, "start", start)
+        object.__setattr__(decoded, "bias", bias.reshape(bias_shape) if num_values else None)
+        return decoded
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.start + (0 if self.rows is None else len(self.rows))
+
+    def check(
+        self,
+        *,
+        num_layers: int,
+        top_k: int,
+        num_experts: int,
+        num_prompt_tokens: int | None = None,
+        groups: Groups | None = None,
+    ) -> None:
+        """Raises `RoutingInputError` for what this model, or this prompt, cannot have."""
+        if self.rows is not None:
+            if self.rows.shape[1:] != (num_layers, top_k):
+                raise RoutingInputError(
+                    "rows",
+                    f"must have {num_layers} layers and {top_k} experts per token, as this model "
+                    f"has, not {self.rows.shape[1]} and {self.rows.shape[2]}",
+                )
+            largest = int(self.rows.max())
+            if largest >= num_experts:
+                raise RoutingInputError(
+                    "rows", f"have expert {largest}, but the model's are 0 to {num_experts - 1}"
+                )
+            if num_prompt_tokens is not None and self.end > num_prompt_tokens:
+                raise RoutingInputError(
+                    "rows",
+                    f"must be of the prompt's {num_prompt_tokens} tokens, but they end at "
+                    f"position {self.end}: to set experts of an answer, send it in the prompt",
+                )
+        if self.bias is not None:
+            if self.bias.shape != (num_layers, num_experts):
+                raise RoutingInputError(
+                    "bias",
+                    f"must have {num_layers} layers and {num_experts} experts, as this model has, "
+                    f"not {self.bias.shape[0]} and {self.bias.shape[1]}",
+                )
+            for layer, of_layer in enumerate(self.bias):
+                _check_choice(layer, of_layer, top_k, groups or Groups())
+
+
+def routing_args(
+    *,
+    rows: Any = None,
+    start: int = 0,
+    activate: Iterable[Pair] = (),
+    deactivate: Iterable[Pair] = (),
+    bias: Any = None,
+    info: Mapping[str, Any] | None = None,
+) -> dict[str, EncodedInput]:
+    """For `SamplingParams(extra_args=routing_args(…))`, with the capture in the program's engine.
+
+    Args:
+        rows: [n, L, K] experts of the prompt's tokens; -1 in a layer: the router chooses.
+        start: position of the first row.
+        activate: (decoder layer, expert) of those that are chosen for every token.
+        deactivate: (decoder layer, expert) of those that are never chosen.
+        bias: float32 [L, E], added to the router's logits.
+        info: what the engine's `collective_rpc("routed_experts_info")[0]` or
+            `GET /v1/routed_experts` returned; needed with `activate` and `deactivate`.
+
+    Raises:
+        TypeError, RoutingInputError: an argument is impossible.
+    """
+    activated = list(activate)
+    deactivated = list(deactivate)
+    if activated or deactivated:
+        if info is None:
+            raise RoutingInputError(
+                "activate" if activated else "deactivate", "needs info, which names the layers"
+            )
+        bias = steering_bias(
+            layer_ids=info["layer_ids"],
+            num_experts=info["num_experts"],
+            activate=activated,
+            deactivate=deactivated,
+            bias=bias,
+        )
+    return {INPUT_ARG: RoutingInput(rows=rows, start=start, bias=bias).encode()}
+
+
+def steering_bias(
+    *,
+    layer_ids: Sequence[int],
+    num_experts: int,
+    activate: Iterable[Pair] = (),
+    deactivate: Iterable[Pair] = (),
+    bias: Any = None,
+) -> Bias:
+    """float32 [L, E]: `bias`, or zeros, with +inf for activated and -inf for deactivated experts.
+
+    Raises `RoutingInputError` for a layer or an expert that the model does not have, and for an
+    expert that is to be chosen always and never.
+    """
+    shape = (len(layer_ids), num_experts)
+    result = np.zeros(shape, np.float32) if bias is None else _bias(bias).copy()
+    if result.shape != shape:
+        raise RoutingInputError(
+            "bias", f"must have the shape {list(shape)}, not {list(result.shape)}"
+        )
+    index_of_layer = {layer: index for index, layer in enumerate(layer_ids)}
+    for field, pairs, value in (
+        ("activate", activate, np.inf),
+        ("deactivate", deactivate, -np.inf),
+    ):
+        for layer, expert in pairs:
+            if layer not in index_of_layer:
+                raise RoutingInputError(
+                    field,
+                    f"has decoder layer {layer}, which has no experts: those with experts are "
+                    f"{_listed(layer_ids)}",
+                )
+            if not 0 <= expert < num_experts:
+                raise RoutingInputError(
+                    field,
+                    f"has expert {expert} of decoder layer {layer}, but the model's are 0 to "
+                    f"{num_experts - 1}",
+                )
+            place = (index_of_layer[layer], expert)
+            if result[place] == -value:
+                raise RoutingInputError(
+                    field,
+                    f"has expert {expert} of decoder layer {layer}, which another field says to "
+                    f"choose {'never' if value > 0 else 'always'}",
+                )
+            result[place] = value
+    return result
+
+
+def _start(value: Any) -> int:
+    try:
+        return arguments.integer("start", value, most=np.iinfo(np.int64).max >> 1)
+    except ValueError as error:
+        raise RoutingInputError("start", str(error).removeprefix("start ")) from None
+
+
+def _rows(value: Any) -> Rows:
+    rows = arguments.array("rows", value, "iu")
+    if rows.ndim != 3 or 0 in rows.shape:
+        raise RoutingInputError(
+            "rows",
+            f"must have the shape [tokens, layers, experts per token], not {list(rows.shape)}",
+        )
+    if rows.shape[1] > MAX_LAYERS:
+        raise RoutingInputError("rows", f"must have at most {MAX_LAYERS} layers")
+    smallest = int(rows.min())
+    largest = int(rows.max())
+    if smallest < UNKNOWN or largest >= MAX_EXPERTS:
+        wrong = smallest if smallest < UNKNOWN else largest
+        raise RoutingInputError(
+            "rows", f"must be ids of experts, or -1 where the router chooses, not {wrong}"
+        )
+    result = np.ascontiguousarray(rows, dtype=np.int16)
+    _check_distinct(result)
+    return result
+
+
+def _check_distinct(rows: Rows) -> None:
+    for apart in range(1, rows.shape[2]):
+        twice = (rows[..., apart:] == rows[..., :-apart]) & (rows[..., apart:] >= 0)
+        if twice.any():
+            token, layer, _ = (int(index) for index in np.argwhere(twice)[0])
+            raise RoutingInputError(
+                "rows",
+                f"have an expert twice in layer {layer} of row {token}: "
+                f"{_listed(rows[token, layer].tolist())}; an unknown row has -1 everywhere",
+            )
+
+
+def _bias(value: Any) -> Bias:
+    bias = arguments.array("bias", value, "iuf")
+    if bias.ndim != 2 or 0 in bias.shape:
+        raise RoutingInputError(
+            "bias", f"must have the shape [layers, experts], not {list(bias.shape)}"
+        )
+    if bias.shape[0] > MAX_LAYERS or bias.shape[1] > MAX_EXPERTS:
+        raise RoutingInputError("bias", f"of the shape {list(bias.shape)} fits no model")
+    if np.isnan(bias).any():
+        raise RoutingInputError("bias", "must be numbers, but it has NaN")
+    if (np.isfinite(bias) & (np.abs(bias) > MAX_BIAS)).any():
+        raise RoutingInputError(
+            "bias",
+            f"must be at most {MAX_BIAS:.0f} from 0; -inf stands for never, inf for always",
+        )
+    return np.ascontiguousarray(bias, dtype=np.float32)
+
+
+def _check_rows_are_allowed(rows: Rows | None, bias: Bias | None) -> None:
+    """Refuses a row with an expert that is never to be chosen."""
+    if rows is None or bias is None or rows.shape[1] != bias.shape[0]:
+        return
+    for layer, of_layer in enumerate(bias):
+        never = np.flatnonzero(of_layer == -np.inf)
+        ids = rows[:, layer]
+        is_wrong = np.isin(ids, never)
+        if is_wrong.any():
+            token, slot = (int(index) for index in np.argwhere(is_wrong)[0])
+            raise RoutingInputError(
+                "rows",
+                f"have expert {int(ids[token, slot])} in layer {layer} of row {token}, which is "
+                "never to be chosen there",
+            )
+
+
+def _check_choice(layer: int, bias: Bias, top_k: int, groups: Groups) -> None:
+    """Refuses a layer's bias `[E]` that leaves the router no choice of K experts."""
+    always = bias == np.inf
+    num_always = int(always.sum())
+    if num_always > top_k:
+        raise RoutingInputError(
+            "activate",
+            f"has {num_always} experts of layer {layer}, but {top_k} are chosen for a token",
+        )
+    num_left = int((bias > -np.inf).sum())
+    if num_left < top_k:
+        raise RoutingInputError(
+            "deactivate",
+            f"leaves {num_left} experts in layer {layer}, but {top_k} are chosen for a token",
+        )
+    if groups.count == 1:
+        return
+    always_of_group = always.reshape(groups.count, -1).any(axis=1)
+    if always_of_group.sum() > groups.chosen:
+        raise RoutingInputError(
+            "activate",
+            f"has experts in {int(always_of_group.sum())} groups of layer {layer}, but a token's "
+            f"experts are of {groups.chosen}",
+        )
+    left_of_group = (bias > -np.inf).reshape(groups.count, -1).sum(axis=1)
+    worst = _fewest_left(left_of_group, always_of_group, groups)
+    if worst < top_k:
+        raise RoutingInputError(
+            "deactivate",
+            f"may leave {worst} experts in the {groups.chosen} groups of layer {layer} that are "
+            f"chosen for a token, which has {top_k}",
+        )
+
+
+def _fewest_left(
+    left_of_group: NDArray[np.int64], always_of_group: NDArray[np.bool_], groups: Groups
+) -> int:
+    """How many experts are left, at worst, in the groups that a token's experts may come from.
+
+    Groups with an expert that is always chosen come first. Of the others, those come last that have
+    fewer experts left than a group's score has summands.
+    """
+    others = sorted(
+        left_of_group[~always_of_group].tolist(),
+        key=lambda left: (-min(left, groups.summed), left),
+    )
+    num_others = groups.chosen - int(always_of_group.sum())
+    return int(left_of_group[always_of_group].sum()) + sum(others[:num_others])
+
+
+def _listed(values: Sequence[int]) -> str:
+    shown = ", ".join(map(str, values[:16]))
+    return f"{shown} and others" if len(values) > 16 else shown
