@@ -63,6 +63,9 @@ class Groups:
     """A group is as good as the sum of so many of its best experts."""
 
 
+ONE_GROUP = Groups()
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedInput:
     """An encoded `RoutingInput`, of up to some 25 MB. Logs and dumps of a request show its size
@@ -208,7 +211,7 @@ class RoutingInput:
                     f"not {self.bias.shape[0]} and {self.bias.shape[1]}",
                 )
             for layer, of_layer in enumerate(self.bias):
-                _check_choice(layer, of_layer, top_k, groups or Groups())
+                _check_choice(layer, of_layer, top_k, groups or ONE_GROUP)
 
 
 def routing_args(

@@ -150,6 +150,12 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
         "capture the routers' weights beside the ids, for requests with return_routed_expert_weights; takes three "
         "times the memory for rows",
     ] = False
+    enable_routed_experts_input: Annotated[
+        bool,
+        _SWITCH,
+        "let requests say which experts their tokens take, with routed_experts_replay, routed_experts_activate, "
+        "routed_experts_deactivate and routed_experts_bias",
+    ] = False
 
     def __init__(self, **values: Any) -> None:
         """Raises `SettingsError`."""

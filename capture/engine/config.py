@@ -24,6 +24,7 @@ from routed_experts.capture.engine.connectors import (
     ON_LOAD_FLAG,
     ON_LOAD_VARIABLE,
     RECOMPUTE,
+    KVSource,
     num_transfers,
     on_load,
     used_by,
@@ -31,6 +32,7 @@ from routed_experts.capture.engine.connectors import (
 from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
 from routed_experts.capture.seams import engine as seams
 from routed_experts.capture.seams.arguments import has_other_outputs, vllm_captures
+from routed_experts.capture.wire.rows import INPUT_FLAG, takes_input
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,11 @@ if not seams.HAS_SINK:  # until 0.32
             "With microbatches this server needs vLLM 0.32 or later: install it, or remove --enable-dbo and "
             "--ubatch-size.",
         ),
+        Refusal(
+            "routing as an input on vLLM 0.31 or older",
+            takes_input,
+            f"{INPUT_FLAG} needs vLLM 0.32 or later: install it, or remove {INPUT_FLAG}.",
+        ),
     )
 if not seams.KNOWS_STALE_STEPS:  # until 0.27.1
     REFUSALS += (
@@ -189,6 +196,29 @@ if not seams.KNOWS_STALE_STEPS:  # until 0.27.1
             "1, or install vLLM 0.27.1 or later.",
         ),
     )
+
+# What cannot be exact where requests say which experts their tokens take.
+REFUSALS += (
+    Refusal(
+        "routing as an input with KV of other instances",
+        lambda c: (
+            takes_input(c)
+            and c.kv_transfer_config is not None
+            and any(
+                known is None or known.source is not KVSource.OFFLOAD
+                for known in used_by(c.kv_transfer_config)
+            )
+        ),
+        "KV of another instance or of a store may be that of other experts than a request says: remove "
+        f"--kv-transfer-config, use OffloadingConnector, or remove {INPUT_FLAG}.",
+    ),
+    Refusal(
+        "routing as an input with microbatches",
+        lambda c: takes_input(c) and c.parallel_config.use_ubatching,
+        "In microbatches a router does not know which tokens of a step it sees: remove --enable-dbo and --ubatch-size, "
+        f"or remove {INPUT_FLAG}.",
+    ),
+)
 
 BOUNDED_REPLAY = (
     "The model runs some layers only on the last tokens of a prompt (bounded replay), so other tokens have no routing "

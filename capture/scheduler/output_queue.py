@@ -118,8 +118,8 @@ class OutputQueue:
         self.send_last(request, rows)
 
     def refuse(self, request_id: str, client: int) -> None:
-        """Queues an error for a request whose id is that of a running one. It waits for nothing:
-        what waits here by this id is the other's."""
+        """Queues an error for a request that cannot run. It waits for nothing: what waits here by
+        its id may be another request's, which runs."""
         output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
         self._refused.append((client, output))
 

@@ -22,6 +22,7 @@ from routed_experts.capture.scheduler.distributor import RowDistributor
 from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.scheduler.kv.tracker import ExternalKVTracker, LocalHit, NoExternalKV
 from routed_experts.capture.scheduler.prefill_exchange import PrefillRowsExchange
+from routed_experts.capture.scheduler.router_inputs import RouterInputs, check_told
 from routed_experts.capture.scheduler.row_source import RowSource
 from routed_experts.capture.scheduler.step import Step
 from routed_experts.capture.seams.aux_output import AuxOutputHooks
@@ -29,7 +30,7 @@ from routed_experts.capture.seams.engine import HookedScheduler
 from routed_experts.capture.seams.required import SCHEDULER
 from routed_experts.capture.wire.envelope import ENVELOPE_ID, Notes, pack
 from routed_experts.capture.wire.message import OptIn
-from routed_experts.capture.wire.rows import captures_weights
+from routed_experts.capture.wire.rows import captures_weights, takes_input
 from routed_experts.capture.wire.stats import StatsRecorder
 from routed_experts.capture.wire.transport import detach
 
@@ -52,6 +53,7 @@ class SchedulerHooks(AuxOutputHooks):
             scheduler, source, has_drafts=config.speculative_config is not None
         )
         self.output_queue = self.distributor.queue
+        self.router_inputs = RouterInputs(is_on=takes_input(config))
         self._stats = StatsRecorder(config.parallel_config.data_parallel_index)
         self._steps: dict[int, Step] = {}  # in flight
         self._num_steps = 0
@@ -80,11 +82,13 @@ class SchedulerHooks(AuxOutputHooks):
             if request.request_id in step.scheduled.num_scheduled_tokens:
                 step.reused_ids.add(request.request_id)
         self.distributor.add(request, OptIn.of(request.sampling_params))
+        self.router_inputs.add(request)
 
     def request_finished(self, request: Request, *more: Any, **options: Any) -> None:
         """Called when a request ends, and when it is preempted, which restarts its prefill."""
         if request.is_finished():
             self.distributor.finish(request)
+            self.router_inputs.forget(request.request_id)
             self.prefill_rows.pulls.forget(request.request_id)
         else:
             self.distributor.prefill_again(request)
@@ -106,6 +110,7 @@ class SchedulerHooks(AuxOutputHooks):
         step = Step(scheduler_output, self.distributor.schedule(scheduler_output, requests))
         step.loads = self.external_kv.pop_loads(scheduler_output, requests)
         step.stores = self.external_kv.pop_stores(scheduler_output)
+        step.inputs = self.router_inputs.of_requests(scheduler_output.num_scheduled_tokens)
         self._num_steps += 1
         self._steps[self._num_steps] = step
         return self._num_steps
@@ -144,7 +149,10 @@ class SchedulerHooks(AuxOutputHooks):
             # 5. The step's own rows: it computed its tokens on top of all of the above.
             self.cache.write(captured.slots, captured.rows)
             step.arrive(captured, output.req_id_to_index)
-            self._stats.count_step(self.cache.ids(captured.rows), captured.waited_s)
+            ids = self.cache.ids(captured.rows)
+            if step.inputs:
+                check_told(step, ids)
+            self._stats.count_step(ids, captured.waited_s)
             # 6. Late loads, again: they run beside steps, so they may overwrite what this one wrote.
             for load in step.loads:
                 if load.ends_late:
@@ -243,6 +251,16 @@ class SchedulerCapture(HookedScheduler):
             )
             hooks.output_queue.refuse(request.request_id, request.client_index)
             return
+        reason = hooks.router_inputs.refusal(request)
+        if reason is not None:
+            logger.error(
+                "Request %r says which experts its tokens take, which cannot be done, as %s: it ends with an error.",
+                request.request_id,
+                reason,
+            )
+            hooks.output_queue.refuse(request.request_id, request.client_index)
+            return
+        hooks.router_inputs.salt(request)
         continues_prompt = running is not None  # which is streamed in
         taken_params = hooks.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
@@ -282,6 +300,7 @@ class SchedulerCapture(HookedScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         hooks = self.aux_output_connector
         step = hooks.receive(scheduler_output, model_runner_output)
+        self._end_unfit(step)
         kv_output = model_runner_output.kv_connector_output
         if kv_output is not None:
             hooks.prefill_rows.fail_late_pulls(kv_output)
@@ -292,6 +311,16 @@ class SchedulerCapture(HookedScheduler):
         messages = super().update_from_output(scheduler_output, model_runner_output)
         hooks.distribute(step, messages, is_idle=not self.requests)
         return messages
+
+    def _end_unfit(self, step: Step) -> None:
+        """Ends requests whose input the workers could not follow: no API process had checked it."""
+        if not step.inputs or not step.captured.told.unfit:
+            return
+        running = [
+            request_id for request_id in step.captured.told.unfit if request_id in self.requests
+        ]
+        for request in self.finish_requests(running, RequestStatus.FINISHED_ERROR):
+            self.aux_output_connector.output_queue.refuse(request.request_id, request.client_index)
 
     def has_requests(self) -> bool:
         """True also while rows are pending, so that vLLM runs another step, even an empty one, to

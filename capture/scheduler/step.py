@@ -13,6 +13,7 @@ from routed_experts.capture.scheduler.kv.children import Load
 from routed_experts.capture.scheduler.kv.offloading import OffloadStore
 from routed_experts.capture.wire.transport import StepRows
 from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.routing_input import RoutingInput
 
 BlockTable = Sequence[Any]
 """The KV blocks of a sequence: vLLM's `KVCacheBlock`s. Objects, since few callers need the ids."""
@@ -39,6 +40,8 @@ class Step:
     # Ids that are other requests' by now: the requests that it ran were aborted, and the ids have
     # come again.
     reused_ids: set[str] = field(default_factory=set)
+    # what requests say about their experts, by their ids
+    inputs: Mapping[str, RoutingInput] = field(default_factory=dict)
     _captured: StepRows | None = None
     _batch_index: _OfStep = field(default_factory=_OfStep)  # of each request
 
@@ -67,9 +70,13 @@ class Step:
     def rows_of(self, request_id: str) -> Rows:
         """The rows [n, L, K] (with weights [n, 3L, K]) of a request, from the position on at which
         the step began; a view."""
+        return self.part_of(request_id, self.captured.rows)
+
+    def part_of(self, request_id: str, of_step: Rows) -> Rows:
+        """A request's part of an array that has a row for each token of the step; a view."""
         index = self._batch_index[request_id]
         offsets = self.captured.offsets
-        return self.captured.rows[offsets[index] : offsets[index + 1]]
+        return of_step[offsets[index] : offsets[index + 1]]
 
     def starts_of(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
         """`starts` of these requests: [n]."""

@@ -117,7 +117,7 @@ _EXPERTS = f"{_FUSED_MOE}.routed_experts:RoutedExperts"
 WORKER: tuple[Name, ...] = (
     *_of(_WORKER, "load_model", "initialize_from_config", "compile_or_warm_up_model", "wake_up"),
     *_of(_WORKER, "execute_model", "sample_tokens", "_maybe_get_memory_pool_context"),
-    *_of("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "execute_model"),
+    *_of("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "execute_model", "_model_forward"),
     *_of("vllm.v1.outputs:AsyncModelRunnerOutput", "get_output"),
     *_of("vllm.v1.outputs:AsyncModelRunnerOutput", "get_kv_connector_output", since="0.33.0"),
     *_of("vllm.v1.outputs:ModelRunnerOutput", "aux_output_connector_output", since="0.31.0"),
@@ -125,6 +125,23 @@ WORKER: tuple[Name, ...] = (
     *_of(f"{_FUSED_MOE}.layer", "MoERunner"),
     *_of(f"{_FUSED_MOE}.router.zero_expert_router", "ZeroExpertRouter"),
     *_of(_ROUTER, "set_capture_fn", "_compute_routing", "select_experts"),
+    # Routing as an input needs vLLM 0.32.
+    *_of(
+        f"{_FUSED_MOE}.router.fused_topk_bias_router:FusedTopKBiasRouter",
+        *("scoring_func", "e_score_correction_bias", "_hash_indices_table", "bias_vl"),
+        since="0.32.0",
+    ),
+    *_of(
+        f"{_FUSED_MOE}.router.grouped_topk_router:GroupedTopKRouter",
+        *("num_expert_group", "topk_group"),
+        since="0.32.0",
+    ),
+    *_of(
+        f"{_FUSED_MOE}.router.cpu_router:CPURouter",
+        *("use_grouped_topk", "custom_routing_function"),
+        since="0.32.0",
+    ),
+    *_of(f"{_FUSED_MOE}.layer:MoERunner", "do_naive_dispatch_combine", since="0.32.0"),
     *_of(_EXPERTS, "forward_modular", "forward_monolithic"),
     *_of(
         f"{_FUSED_MOE}.expert_substitution:SubstitutedRoutedExperts",

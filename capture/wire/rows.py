@@ -18,6 +18,11 @@ WEIGHTS_KEY = "enable_return_routed_expert_weights"
 """In `VllmConfig.additional_config`, which every process of an engine has: true to capture the
 routers' weights too."""
 
+INPUT_FLAG = "--enable-routed-experts-input"
+INPUT_KEY = "enable_routed_experts_input"
+"""In `VllmConfig.additional_config`, likewise: true if requests may say which experts their tokens
+take."""
+
 _WEIGHT_WORDS = 2  # of a float32
 _PLANES = 1 + _WEIGHT_WORDS
 
@@ -26,6 +31,12 @@ def captures_weights(config: Any) -> bool:
     """Whether rows of an engine have weights; `config` is its `VllmConfig`."""
     additional = config.additional_config
     return isinstance(additional, dict) and bool(additional.get(WEIGHTS_KEY))
+
+
+def takes_input(config: Any) -> bool:
+    """Whether requests of an engine may say which experts their tokens take."""
+    additional = config.additional_config
+    return isinstance(additional, dict) and bool(additional.get(INPUT_KEY))
 
 
 def row_shape(num_layers: int, top_k: int, with_weights: bool) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 executor."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,17 @@ from vllm.v1.outputs import ModelRunnerOutput
 _STEP = "step"
 """vLLM's type maps request ids to outputs, and its Ray executor copies the `rows` of each. Here one
 key stands for all requests of a step: one array is cheaper than one per request."""
+
+
+class Told(NamedTuple):
+    """What the routers were told in one forward pass."""
+
+    num_rows: int = 0  # tokens whose experts their requests give
+    num_steered: int = 0  # requests that have a bias
+    unfit: tuple[str, ...] = ()  # requests whose input does not fit the model
+
+
+TOLD_NOTHING = Told()
 
 
 @dataclass
@@ -23,6 +35,7 @@ class StepRows:
     # [requests + 1], where each request's rows begin, in the order of the batch
     offsets: NDArray[np.int64]
     waited_s: float = 0.0  # seconds that the step's output waited for them
+    told: Told = TOLD_NOTHING
 
 
 def as_connector_output(step: StepRows) -> dict[str, StepRows]:

@@ -1,6 +1,6 @@
 """Binds the model's MoE layers to the device cache."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +40,23 @@ class _Ranks:
         return local_token_slice(self.dp_rank, self.tp_rank, sp_size)
 
 
-def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> None:
+RewriteBehind = Callable[[MoERunner, int], None]
+"""Puts itself behind the router of the layer at an index of a row, and changes what it returns."""
+
+
+def change_nothing(runner: MoERunner, row: int) -> None:
+    """A `RewriteBehind`, where requests say nothing."""
+
+
+def bind(
+    layers: MoELayers,
+    capturer: Capturer,
+    dp_rank: int,
+    dp_size: int,
+    rewrite_behind: RewriteBehind = change_nothing,
+) -> None:
     """Makes every layer write its logical expert ids into its view of the device cache, and their
-    weights if captured.
+    weights if captured: those that `rewrite_behind` leaves.
 
     This happens inside the opaque MoE operator, so that it works under torch.compile and is
     recorded by graph capture.
@@ -52,10 +66,16 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
     for row, layer in enumerate(layers.fused):
         layer.capture_fn = capturer.sink(row, ranks.own_tokens(sp_size=1))
     for row, runner in enumerate(layers.runners):
-        _bind_runner(runner, row, capturer, ranks)
+        _bind_runner(runner, row, capturer, ranks, rewrite_behind)
 
 
-def _bind_runner(runner: MoERunner, row: int, capturer: Capturer, ranks: _Ranks) -> None:
+def _bind_runner(
+    runner: MoERunner,
+    row: int,
+    capturer: Capturer,
+    ranks: _Ranks,
+    rewrite_behind: RewriteBehind,
+) -> None:
     """Binds the layer at index `row` of a row."""
     view, weights_view = capturer.cache.views(row)
     sp_size = int(runner.moe_config.sp_size)
@@ -66,7 +86,12 @@ def _bind_runner(runner: MoERunner, row: int, capturer: Capturer, ranks: _Ranks)
         check_weights_are_kept(runner)  # they are read after the experts' kernel
     if is_direct:
         write_directly(runner.router, view, weights_view)
-    elif sp_size == 1 and ranks.tp_rank > 0:
+    # Behind the kernel that writes directly, which replaces the router's method: the device cache is
+    # rewritten. Before everything else that captures.
+    rewrite_behind(runner, row)
+    if is_direct:
+        return
+    if sp_size == 1 and ranks.tp_rank > 0:
         # All ranks route all tokens, and their ids are joined: those of rank 0 are enough.
         _send_choices(runner, ignore, with_weights=weights_view is not None)
     else:

@@ -8,6 +8,7 @@ import torch
 
 from routed_experts.capture.worker.device_cache import DeviceCache
 from routed_experts.capture.worker.pipeline import Pipeline
+from routed_experts.protocol.routing_input import ONE_GROUP, Groups
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class RowShape:
     weights_scale: tuple[float, ...] = ()
     # whether weights multiply what goes into the experts, and not what comes out
     weights_on_input: bool = False
+    # of the routers; known where requests may say which experts their tokens take
+    groups: Groups = ONE_GROUP
 
     @classmethod
     def of_stages(cls, stages: Sequence["RowShape"]) -> "RowShape":
@@ -28,7 +31,8 @@ class RowShape:
 
         Raises `ValueError` if no stage has MoE layers, or if stages differ.
         """
-        sizes = {(stage.num_experts, stage.top_k) for stage in stages if stage.layer_ids}
+        stages_with_layers = [stage for stage in stages if stage.layer_ids]
+        sizes = {(stage.num_experts, stage.top_k) for stage in stages_with_layers}
         if not sizes:
             raise ValueError("no MoE layer was found in the model")
         if len(sizes) != 1:
@@ -42,7 +46,10 @@ class RowShape:
             layer_ids += stage.layer_ids
             weights_scale += stage.weights_scale
         weights_on_input = any(stage.weights_on_input for stage in stages)
-        return cls(layer_ids, num_experts, top_k, weights_scale, weights_on_input)
+        groups = stages_with_layers[0].groups
+        if any(stage.groups != groups for stage in stages_with_layers):
+            raise ValueError("the routers of a model must agree in their groups of experts")
+        return cls(layer_ids, num_experts, top_k, weights_scale, weights_on_input, groups)
 
 
 LocalTokenSlice = Callable[[torch.Tensor], tuple[int, torch.Tensor]]

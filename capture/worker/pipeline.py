@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from routed_experts.capture.wire.rows import row_shape
-from routed_experts.capture.wire.transport import StepRows
+from routed_experts.capture.wire.transport import TOLD_NOTHING, StepRows, Told
 from routed_experts.capture.worker.device_cache import DeviceCache
 
 _SLOT_WORDS = 4  # int16 words in one int64 slot number
@@ -117,14 +117,19 @@ class Pipeline:
         self.pinned_bytes = self._copier.pinned_bytes  # on the host
 
     def submit(
-        self, slots: torch.Tensor, offsets: NDArray[np.int64], upstream: torch.Tensor | None = None
+        self,
+        slots: torch.Tensor,
+        offsets: NDArray[np.int64],
+        upstream: torch.Tensor | None = None,
+        told: Told = TOLD_NOTHING,
     ) -> PendingStep:
         """Takes the step that has just been launched. Returns at once.
 
         `slots` ([>= n] int64, on the device) are the KV slots of the batch's tokens, and `offsets`
         ([requests + 1]) as in `StepRows`, the last being n. `upstream` ([>= n, layers, K] int32, 2K
-        with weights) has the layers of earlier pipeline stages. Raises if it is missing, or if
-        there are more tokens than the device cache has rows.
+        with weights) has the layers of earlier pipeline stages. `told` is what its routers were told.
+        Raises if `upstream` is missing, or if there are more tokens than the device cache has
+        rows.
         """
         cache = self._cache
         n = int(offsets[-1])
@@ -138,7 +143,7 @@ class Pipeline:
         staging = self._copier.staging(n * self._words_per_token)
         staging[: n * _SLOT_WORDS].view(torch.int64).copy_(slots[:n])
         self._pack_rows(staging[n * _SLOT_WORDS :].view(n, *self._row_shape), upstream)
-        return partial(self._result, self._copier.start(), offsets)
+        return partial(self._result, self._copier.start(), offsets, told)
 
     def _pack_rows(self, rows: torch.Tensor, upstream: torch.Tensor | None) -> None:
         """Fills `rows` ([n, L, K] int16, [n, 3L, K] with weights) with those of earlier stages and
@@ -161,11 +166,11 @@ class Pipeline:
         if upstream is not None:
             weights[:, :first].copy_(upstream[:n, :, cache.top_k :].view(torch.int16))
 
-    def _result(self, copy: Copy, offsets: NDArray[np.int64]) -> StepRows:
+    def _result(self, copy: Copy, offsets: NDArray[np.int64], told: Told) -> StepRows:
         began = time.perf_counter()
         words = copy()
         waited_s = time.perf_counter() - began
         n = int(offsets[-1])
         slots = words[: n * _SLOT_WORDS].view(np.int64)  # [n]
         rows = words[n * _SLOT_WORDS :].reshape(n, *self._row_shape)  # [n, L, K] or [n, 3L, K]
-        return StepRows(rows, slots, offsets, waited_s)
+        return StepRows(rows, slots, offsets, waited_s, told)

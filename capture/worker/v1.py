@@ -13,6 +13,7 @@ from routed_experts.capture.seams.engine import v2_batch
 from routed_experts.capture.wire.transport import attach
 from routed_experts.capture.worker.capturer import Capturer
 from routed_experts.capture.worker.pipeline import PendingStep
+from routed_experts.capture.worker.router_input.filling import RouterInput
 from routed_experts.capture.worker.stage import PipelineStage, is_output_rank
 
 
@@ -20,11 +21,17 @@ class V1Adapter:
     """Takes each step's rows after its forward pass and puts them on its output."""
 
     def __init__(
-        self, runner: GPUModelRunner, capturer: Capturer, kv_group: int, runner_is_v2: bool
+        self,
+        runner: GPUModelRunner,
+        capturer: Capturer,
+        router_input: RouterInput,
+        kv_group: int,
+        runner_is_v2: bool,
     ) -> None:
         self._runner = runner
         self._runner_is_v2 = runner_is_v2
         self._capturer = capturer
+        self._router_input = router_input
         self._kv_group = kv_group
         self._stage = PipelineStage(runner, capturer)
         self._sends = is_output_rank(runner.parallel_config)
@@ -42,7 +49,8 @@ class V1Adapter:
             # The runner's own: of drafts that the GPU has found, it may run fewer than the
             # scheduler has counted.
             offsets = self._runner.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
-        self._pending = self._capturer.pipeline.submit(slots, offsets, self._stage.upstream)
+        told = self._router_input.take_told()
+        self._pending = self._capturer.pipeline.submit(slots, offsets, self._stage.upstream, told)
 
     def post_sample(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput

@@ -10,15 +10,23 @@ from routed_experts.capture.seams.aux_output import AuxOutputHooks
 from routed_experts.capture.wire.transport import StepRows, as_connector_output
 from routed_experts.capture.worker.capturer import Capturer
 from routed_experts.capture.worker.pipeline import PendingStep
+from routed_experts.capture.worker.router_input.filling import RouterInput
 from routed_experts.capture.worker.stage import PipelineStage, is_output_rank
 
 
 class V2Adapter(AuxOutputHooks):
     """In vLLM's `model_runner.aux_output_connector`. Takes each step's rows after sampling."""
 
-    def __init__(self, runner: GPUModelRunner, capturer: Capturer, kv_group: int) -> None:
+    def __init__(
+        self,
+        runner: GPUModelRunner,
+        capturer: Capturer,
+        router_input: RouterInput,
+        kv_group: int,
+    ) -> None:
         self._runner = runner
         self._capturer = capturer
+        self._router_input = router_input
         self._kv_group = kv_group
         self._stage = PipelineStage(runner, capturer)
         self._sends = is_output_rank(runner.parallel_config)
@@ -35,7 +43,9 @@ class V2Adapter(AuxOutputHooks):
             return None
         offsets = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].astype(np.int64)
         slots = self._runner.block_tables.slot_mappings[self._kv_group]
-        return V2Pending(self._capturer.pipeline.submit(slots, offsets, self._stage.upstream))
+        told = self._router_input.take_told()
+        pending = self._capturer.pipeline.submit(slots, offsets, self._stage.upstream, told)
+        return V2Pending(pending)
 
     def close(self, *more: Any, **options: Any) -> None:
         """Called when the worker shuts down. The buffers go with the capturer."""

@@ -1,5 +1,6 @@
 """The worker classes given to vLLM as `worker_cls`, one for each device."""
 
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +16,20 @@ from routed_experts.capture.engine.config import check_engine_config, full_atten
 from routed_experts.capture.engine.versions import check_vllm_has
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.capture.seams.required import WORKER
-from routed_experts.capture.wire.rows import captures_weights
+from routed_experts.capture.wire.rows import captures_weights, takes_input
 from routed_experts.capture.worker.binding import bind, storing_after_forward
 from routed_experts.capture.worker.capturer import Capturer, RowShape
 from routed_experts.capture.worker.moe_layers import find_moe_layers, has_parts
+from routed_experts.capture.worker.router_input.family import Family
+from routed_experts.capture.worker.router_input.filling import (
+    NoRouterInput,
+    RouterInput,
+    RouterInputOfTables,
+)
+from routed_experts.capture.worker.router_input.refusals import check_input_layers
+from routed_experts.capture.worker.router_input.rewriting import common_groups, families_of
+from routed_experts.capture.worker.router_input.running import Model, RunningInputs
+from routed_experts.capture.worker.router_input.tables import Tables
 from routed_experts.capture.worker.stage import gather_stages, join_cache
 from routed_experts.capture.worker.v1 import V1Adapter
 from routed_experts.capture.worker.weights import check_weights
@@ -40,6 +51,7 @@ class WorkerCapture(Worker):
     """Adds the capture to vLLM's workers, or to a program's own."""
 
     _capturer: Capturer
+    _router_input: RouterInput
     _v1: V1Adapter | None = None
     _kv_slots = 0
 
@@ -51,7 +63,13 @@ class WorkerCapture(Worker):
         with_weights = captures_weights(self.vllm_config)
         if with_weights:
             check_weights(layers, is_eager=self.model_config.enforce_eager)
-        stages = gather_stages(layers.shape)
+        families: list[Family] | None = None
+        own_shape = layers.shape
+        if takes_input(self.vllm_config):
+            check_input_layers(layers)
+            families = families_of(layers.runners, layers.shape.top_k)
+            own_shape = replace(own_shape, groups=common_groups(families))
+        stages = gather_stages(own_shape)
         parallel = self.vllm_config.parallel_config
         # Allocated here, so that memory profiling counts the buffers and CUDA graphs are captured
         # with them. The pool frees its memory while the engine sleeps, at any level, and restores
@@ -67,10 +85,38 @@ class WorkerCapture(Worker):
                 device=torch.device(self.device),
                 with_weights=with_weights,
             )
-        bind(layers, self._capturer, parallel.data_parallel_rank, parallel.data_parallel_size)
+        self._router_input = NoRouterInput()
+        if families is not None:
+            self._router_input = self._make_router_input(families, stages)
+        bind(
+            layers,
+            self._capturer,
+            parallel.data_parallel_rank,
+            parallel.data_parallel_size,
+            self._router_input.rewrite_behind,
+        )
         if has_parts(layers.runners):
             # So that memory profiling also counts what NCCL allocates for its first call.
             join_cache(self._capturer.cache, 1)
+
+    def _make_router_input(
+        self, families: list[Family], stages: list[RowShape]
+    ) -> RouterInputOfTables:
+        shape = self._capturer.shape
+        stage_before = stages[: get_pp_group().rank_in_group]
+        first_layer = sum(len(stage.layer_ids) for stage in stage_before)
+        tables = Tables(
+            len(families),
+            max_tokens=self.model_runner.max_num_tokens,
+            top_k=shape.top_k,
+            num_experts=shape.num_experts,
+            max_requests=self.scheduler_config.max_num_seqs,
+            max_steps_in_flight=self.vllm_config.max_concurrent_batches,
+            device=torch.device(self.device),
+        )
+        model = Model(len(shape.layer_ids), shape.top_k, shape.num_experts, shape.groups)
+        own_layers = slice(first_layer, first_layer + len(families))
+        return RouterInputOfTables(RunningInputs(model, own_layers), tables, families)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -84,10 +130,17 @@ class WorkerCapture(Worker):
             from routed_experts.capture.worker.v2 import V2Adapter
 
             self.model_runner.aux_output_connector = V2Adapter(
-                self.model_runner, self._capturer, group
+                self.model_runner, self._capturer, self._router_input, group
             )
         else:
-            self._v1 = V1Adapter(self.model_runner, self._capturer, group, self.use_v2_model_runner)
+            self._v1 = V1Adapter(
+                self.model_runner,
+                self._capturer,
+                self._router_input,
+                group,
+                self.use_v2_model_runner,
+            )
+        self._router_input.fill_before_forward(self.model_runner, self.use_v2_model_runner)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         with storing_after_forward(self.model_runner.get_model(), self._capturer):
@@ -99,6 +152,7 @@ class WorkerCapture(Worker):
         # On all ranks: each tensor-parallel rank sends a part of a pipeline stage's output to the
         # next stage.
         self._capturer.cache.reset_rows(scheduler_output.total_num_scheduled_tokens)
+        self._router_input.begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)
         if self._v1 is not None:
             self._v1.post_forward(scheduler_output)
@@ -129,8 +183,10 @@ class WorkerCapture(Worker):
             "runner": "v2" if self.use_v2_model_runner else "v1",
             "device": torch.device(self.device).type,
             "kv_slots": self._kv_slots,
-            "device_bytes": self._capturer.pipeline.device_bytes,
-            "pinned_bytes": self._capturer.pipeline.pinned_bytes,
+            "input": takes_input(self.vllm_config),
+            "groups": list(astuple(shape.groups)),
+            "device_bytes": self._capturer.pipeline.device_bytes + self._router_input.device_bytes,
+            "pinned_bytes": self._capturer.pipeline.pinned_bytes + self._router_input.pinned_bytes,
         }
 
 

@@ -34,6 +34,7 @@ from routed_experts.capture.engine.config import (
     full_attention_group,
 )
 from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, used_by
+from routed_experts.capture.wire.rows import INPUT_KEY
 from routed_experts.capture.worker.moe_layers import find_moe_layers
 from routed_experts.server.cli import serve
 
@@ -62,6 +63,7 @@ DRAFTS = {
 EXPERT_PARALLEL = {"enable_expert_parallel": True, "data_parallel_size": 2}
 MICROBATCHES = {**EXPERT_PARALLEL, "ubatch_size": 2, "all2all_backend": "deepep_low_latency"}
 EXTERNAL = {"distributed_executor_backend": "external_launcher", "pipeline_parallel_size": 2}
+INPUT = {"additional_config": {INPUT_KEY: True}}
 ENCODER = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_producer")
 OTHER_OUTPUTS = {
     "enabled": True,
@@ -112,6 +114,17 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     # Needs expert load balancing, which needs CUDA.
     ("elastic expert parallelism", EXPERT_PARALLEL, {"parallel_config.enable_elastic_ep": True}),
+    (
+        "routing as an input with KV of other instances",
+        {**INPUT, **kv_transfer("NixlConnector")},
+        {},
+    ),
+    # Needs CUDA.
+    (
+        "routing as an input with microbatches",
+        {**INPUT, **EXPERT_PARALLEL, "all2all_backend": "deepep_low_latency"},
+        {"VLLM_USE_V2_MODEL_RUNNER": "1", "parallel_config.enable_dbo": True},
+    ),
     # Needs a multimodal model, whose class does not load there.
     ("encoder-only instance", {}, {"ec_transfer_config": ENCODER}),
     (
@@ -173,6 +186,7 @@ NOT_IMPORTED = ("LMCacheMPConnector", "MoRIIOConnector")
         DRAFTS,
         {**EXPERT_PARALLEL, "all2all_backend": "flashinfer_nvlink_two_sided"},
         {"kv_offloading_size": 1},
+        {"kv_offloading_size": 1, **INPUT},
         kv_transfer("NixlConnector", "OffloadingConnector"),
         *(kv_transfer(connector) for connector in CONNECTORS if connector not in NOT_IMPORTED),
     ],

@@ -18,7 +18,13 @@ MAY_IMPORT = {
     "capture/engine": {
         *("capture", "capture/wire", "capture/seams", "capture/scheduler", "capture/worker"),
     },
-    "capture/worker": {"protocol", "capture/wire", "capture/engine", "capture/seams"},
+    "capture/worker": {
+        *("protocol", "capture/wire", "capture/engine", "capture/seams"),
+        "capture/worker/router_input",
+    },
+    "capture/worker/router_input": {
+        *("protocol", "capture/wire", "capture/engine", "capture/worker"),
+    },
     "capture/scheduler": {
         *("protocol", "capture/wire", "capture/engine", "capture/seams", "capture/scheduler/kv"),
     },
@@ -47,6 +53,7 @@ MAY_IMPORT_VLLM = (
         for name in (
             *("moe_layers", "refusals", "weights", "binding", "direct_writes", "token_slices"),
             *("stage", "v1", "v2", "worker"),
+            *("router_input/rewriting", "router_input/refusals", "router_input/kernel"),
         )
     ),
     *(f"capture/scheduler/{name}.py" for name in ("distributor", "output_queue", "scheduler")),

@@ -1,0 +1,117 @@
+"""What running requests say about their experts: keeps it out of others' prefix cache, and checks
+that it was done in each step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from routed_experts.capture.scheduler.step import Step
+from routed_experts.capture.wire.rows import INPUT_FLAG
+from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput, RoutingInput
+
+
+class RouterInputs:
+    """The inputs of running requests, by their ids."""
+
+    def __init__(self, is_on: bool) -> None:
+        self._is_on = is_on
+        self._running: dict[str, RoutingInput] = {}
+
+    def refusal(self, request: Any) -> str | None:
+        """Why a new request cannot run; None if it can. API processes say so earlier, and better."""
+        encoded = EncodedInput.of(request.sampling_params)
+        if encoded is None:
+            return None
+        if not self._is_on:
+            return f"the engine runs without {INPUT_FLAG}"
+        if request.resumable:
+            return "its prompt is streamed in"
+        try:
+            RoutingInput.decode(encoded)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def salt(self, request: Any) -> None:
+        """Gives a new request's KV a name of its own: that of these tokens under this routing is
+        not that of the same tokens under another.
+
+        Here, because every request comes here, whoever made it.
+        """
+        encoded = EncodedInput.of(request.sampling_params)
+        if encoded is None:
+            return
+        # It comes as plain bytes, which a log or a dump of the request would print.
+        request.sampling_params.extra_args[INPUT_ARG] = encoded
+        own_salt = request.cache_salt or ""
+        request.cache_salt = f"{own_salt}/routed_experts:{encoded.digest.hex()}"
+        # A request hashes its blocks when it is made. Each block's hash contains the one before,
+        # so the first block's salt is enough.
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def add(self, request: Any) -> None:
+        """Called when vLLM has accepted a request."""
+        encoded = EncodedInput.of(request.sampling_params)
+        if encoded is not None:
+            self._running[request.request_id] = RoutingInput.decode(encoded)
+
+    def forget(self, request_id: str) -> None:
+        """Called when a request has ended."""
+        self._running.pop(request_id, None)
+
+    def of_requests(self, request_ids: Mapping[str, int]) -> dict[str, RoutingInput]:
+        """Of the requests of a step, those that have an input."""
+        if not self._running:
+            return {}
+        return {
+            request_id: self._running[request_id]
+            for request_id in request_ids
+            if request_id in self._running
+        }
+
+
+def check_told(step: Step, ids: Rows) -> None:
+    """Raises `RuntimeError` unless a step that has arrived did what its requests say. `ids`
+    ([n, L, K]) are those of its rows.
+
+    Else a name that vLLM has changed would make the worker follow nothing, and nobody would know.
+    """
+    told = step.captured.told
+    inputs = {
+        request_id: routing_input
+        for request_id, routing_input in step.inputs.items()
+        if request_id not in told.unfit
+    }
+    num_steered = sum(routing_input.bias is not None for routing_input in inputs.values())
+    num_rows = 0
+    wrong: list[str] = []
+    for request_id, routing_input in inputs.items():
+        start = step.starts[request_id]
+        captured = step.part_of(request_id, ids)
+        first = max(start, routing_input.start)
+        end = min(start + len(captured), routing_input.end)
+        if routing_input.rows is None or first >= end:
+            continue
+        num_rows += end - first
+        given = routing_input.rows[first - routing_input.start : end - routing_input.start]
+        if not _was_followed(given, captured[first - start : end - start]):
+            wrong.append(request_id)
+    if wrong or (told.num_rows, told.num_steered) != (num_rows, num_steered):
+        raise RuntimeError(
+            f"a step of requests {list(step.scheduled.num_scheduled_tokens)}: expected that the "
+            f"routers are told the experts of {num_rows} tokens and the biases of {num_steered} "
+            f"requests, actually of {told.num_rows} and {told.num_steered}; requests that got "
+            f"other experts: {wrong}. Please report this message, and start without {INPUT_FLAG}"
+        )
+
+
+def _was_followed(given: Rows, captured: Rows) -> bool:
+    """Whether these rows [n, L, K] are those that were given, where a layer has no -1."""
+    if np.array_equal(given, captured):
+        return True
+    is_given = (given >= 0).all(axis=2)
+    differs = (given != captured).any(axis=2)
+    return not bool((is_given & differs).any())
