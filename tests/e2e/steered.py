@@ -67,6 +67,7 @@ class Program:
                 ignore_eos=True,
                 prompt_logprobs=0 if with_prompt_logprobs else None,
                 logprobs=0,
+                detokenize=False,
             )
             if routing_input is not None:
                 each.extra_args = {INPUT_ARG: routing_input.encode()}

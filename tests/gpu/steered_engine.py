@@ -1,0 +1,332 @@
+"""An engine in bfloat16 on a GPU whose requests say which experts they take: what it did, as JSON.
+
+    python -m tests.gpu.steered_engine SHAPE MODE
+
+Against the same requests that say nothing, and against the rows themselves: nothing else agrees
+bit for bit in 16 bits. Prints a line for each claim, and whether it holds.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.shapes import GROUPED_256, QWEN3_30B_A3B
+from routed_experts.protocol.routing_input import RoutingInput
+from tests.e2e.harness import NGRAM
+from tests.e2e.steered import INPUT, Answered, Program
+
+Claims = dict[str, bool]
+
+SMALL = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 2048,
+    "num_hidden_layers": 6,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "softmax, renormalised": {**QWEN3_30B_A3B, **SMALL, "num_experts": 64},
+    "softmax": {
+        **QWEN3_30B_A3B,
+        **SMALL,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+    },
+    "sigmoid in groups": {
+        **GROUPED_256,
+        **SMALL,
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+}
+
+GRAPH_SIZES = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}}
+
+MODES: dict[str, dict[str, Any]] = {
+    "graphs": GRAPH_SIZES,
+    "V1 runner": GRAPH_SIZES,
+    "weights captured": GRAPH_SIZES,
+    "eager": {"enforce_eager": True},
+    "sleep": {"enforce_eager": True, "enable_sleep_mode": True},
+    "preemption": {**GRAPH_SIZES, "num_gpu_blocks_override": 150},
+    "drafts": {**GRAPH_SIZES, "speculative_config": NGRAM},
+    "engine process": GRAPH_SIZES,
+    "tensor parallel": {**GRAPH_SIZES, "tensor_parallel_size": 2},
+    "pipeline parallel": {**GRAPH_SIZES, "pipeline_parallel_size": 2},
+    "expert load balancing": {
+        **GRAPH_SIZES,
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": {"window_size": 8, "step_interval": 16, "num_redundant_experts": 2},
+    },
+}
+
+IN_MOTION = ("preemption", "drafts", "engine process", *list(MODES)[-3:])
+"""Modes in which requests come and go together; in the others, each claim has requests of its
+own."""
+
+
+def engine(shape: str, mode: str, folder: Path) -> Program:
+    from vllm import LLM
+
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    additional = dict(INPUT)
+    if mode == "weights captured":
+        additional["enable_return_routed_expert_weights"] = True
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=1 << 28,
+        gpu_memory_utilization=0.05,
+        enable_return_routed_experts=True,
+        disable_log_stats=False,
+        additional_config=additional,
+        **MODES[mode],
+    )
+    llm.apply_model(initialise)
+    return Program(llm)
+
+
+def initialise(model: torch.nn.Module) -> None:
+    """Weights with which experts and tokens differ."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(1)
+        elif "correction_bias" in name:
+            parameter.data.normal_(0, 0.1, generator=generator)
+        elif parameter.dim() < 2:
+            parameter.data.zero_()
+        else:
+            spread = 2.0 if ".gate." in name else 3.0 if "lm_head" in name else 1.0
+            width = 1.0 if "embed" in name else parameter.shape[-1] ** -0.5
+            parameter.data.normal_(0, spread * width, generator=generator)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(1000 + seed).integers(1, 2047, length).tolist()
+
+
+def steering(running: Program) -> RoutingInput:
+    """Expert 0 is never chosen, two others always in one layer each."""
+    bias = running.zero_bias()
+    bias[:, 0] = -np.inf
+    bias[0, 2] = np.inf
+    bias[-1, 3] = np.inf
+    return RoutingInput(bias=bias)
+
+
+def is_steered(rows: np.ndarray) -> bool:
+    never = not (rows == 0).any()
+    always = (rows[:, 0] == 2).any(axis=1).all() and (rows[:, -1] == 3).any(axis=1).all()
+    return bool(never and always)
+
+
+def claims_of_prompt(running: Program, length: int) -> Iterator[tuple[str, bool]]:
+    tokens = prompt(length, seed=1)
+    new = 64
+
+    def run(said: RoutingInput | None = None) -> Answered:
+        return running.one(tokens, said, max_tokens=new)
+
+    natural = run()
+    rows = natural.rows[:length]
+    yield "the same request twice, bit for bit", run().is_same(natural)
+    yield "own rows, bit for bit", run(RoutingInput(rows=rows)).is_same(natural)
+    zero = RoutingInput(bias=running.zero_bias())
+    yield "a bias of zeros, bit for bit", run(zero).is_same(natural)
+
+    given = running.random_rows(length)
+    forced = run(RoutingInput(rows=given))
+    yield "random rows are captured as given", np.array_equal(forced.rows[:length], given)
+    moved = np.abs(forced.prompt_logprobs - natural.prompt_logprobs).mean()
+    yield "random rows move log-probabilities", bool(moved > 0.1)
+
+    partly = given.copy()
+    partly[::3] = -1
+    partly[:, 0] = -1
+    captured = run(RoutingInput(rows=partly)).rows[:length]
+    is_given = partly >= 0
+    yield (
+        "rows beside -1 are captured as given",
+        np.array_equal(captured[is_given], partly[is_given]),
+    )
+    yield "layers before a given one are natural", np.array_equal(captured[:, 0], rows[:, 0])
+    late = run(RoutingInput(rows=given[50:120], start=50)).rows[:length]
+    yield "rows of positions are captured there", np.array_equal(late[50:120], given[50:120])
+    yield "positions before are natural", np.array_equal(late[:50], rows[:50])
+
+    steered = run(steering(running))
+    yield "the natural request takes what is banned", bool((natural.rows == 0).any())
+    yield "bans and activations hold in prompt and answer", is_steered(steered.rows)
+
+    last = running.zero_bias()
+    last[-1] = np.random.default_rng(0).standard_normal(running.num_experts)
+    biased = run(RoutingInput(bias=last)).rows[:length]
+    yield "layers without a bias are natural", np.array_equal(biased[:, :-1], rows[:, :-1])
+    yield "the layer with one is not", not np.array_equal(biased[:, -1], rows[:, -1])
+
+
+def claims_of_neighbours(running: Program) -> Iterator[tuple[str, bool]]:
+    prompts = [prompt(length, seed=length) for length in (90, 120, 33)]
+    quiet = running.run(prompts, max_tokens=64)
+    for name, said in (
+        ("a forced one", RoutingInput(rows=running.random_rows(120))),
+        ("a steered one", steering(running)),
+    ):
+        loud = running.run(prompts, [None, said, None], max_tokens=64)
+        yield (
+            f"neighbours of {name}, bit for bit",
+            loud[0].is_same(quiet[0]) and loud[2].is_same(quiet[2]),
+        )
+        yield f"{name} is not as before", not loud[1].is_same(quiet[1])
+    after = running.run(prompts, max_tokens=64)
+    yield "all are natural afterwards", all(map(Answered.is_same, after, quiet))
+
+
+def claims_of_prefix_cache(running: Program) -> Iterator[tuple[str, bool]]:
+    tokens = prompt(256, seed=21)
+    given = running.random_rows(256)
+    said = RoutingInput(rows=given)
+    other = RoutingInput(rows=given[::-1])
+    answers = [
+        running.one(tokens, each, max_tokens=8, with_prompt_logprobs=False)
+        for each in (said, None, None, said, other)
+    ]
+    is_hit = [answer.num_cached > 0 for answer in answers]
+    yield "equal inputs alone hit the prefix cache", is_hit == [False, False, True, True, False]
+    yield "a hit returns the rows given", np.array_equal(answers[3].rows[:256], given)
+
+
+def claims_in_motion(running: Program, repeats_itself: bool) -> Iterator[tuple[str, bool]]:
+    """Many requests at once: a third natural, a third forced, a third steered."""
+    lengths = np.random.default_rng(3).integers(30, 700, 40).tolist()
+    prompts = [prompt(length, seed=500 + index) for index, length in enumerate(lengths)]
+    if repeats_itself:  # for drafts to find
+        prompts = [
+            list(range(40 + index % 7, 60)) * (length // 10) for index, length in enumerate(lengths)
+        ]
+        prompts = [each[:length] for each, length in zip(prompts, lengths, strict=True)]
+    said: list[RoutingInput | None] = []
+    for index, tokens in enumerate(prompts):
+        forced = RoutingInput(rows=running.random_rows(len(tokens), seed=index))
+        said.append((None, forced, steering(running))[index % 3])
+    answers = running.run(prompts, said, max_tokens=48, with_prompt_logprobs=False)
+    yield (
+        "forced rows are captured as given",
+        all(
+            np.array_equal(answer.rows[: len(tokens)], each.rows)
+            for answer, tokens, each in zip(answers[1::3], prompts[1::3], said[1::3], strict=True)
+            if each is not None
+        ),
+    )
+    yield "bans and activations hold", all(is_steered(answer.rows) for answer in answers[2::3])
+
+
+def claims_of_graphs(running: Program) -> Iterator[tuple[str, bool]]:
+    """Steps that a graph replays run no Python of a router."""
+    from routed_experts.capture.worker.router_input.rewriting import Rewriter
+
+    calls = 0
+    call: Callable[..., None] = Rewriter.__call__
+
+    def counted(self: Rewriter, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        call(self, *args)
+
+    Rewriter.__call__ = counted  # type: ignore[method-assign]
+    try:
+        running.one(prompt(200, seed=2), steering(running), max_tokens=64)
+    finally:
+        Rewriter.__call__ = call  # type: ignore[method-assign]
+    yield "graphs rewrite 63 steps without Python", calls <= running.num_layers
+
+
+def claims_of_sleep(running: Program) -> Iterator[tuple[str, bool]]:
+    tokens = prompt(200, seed=1)
+    said = [RoutingInput(rows=running.random_rows(200)), steering(running), None]
+    before = running.run([tokens] * 3, said, max_tokens=32)
+    running.llm.sleep(level=1)
+    running.llm.wake_up()
+    after = running.run([tokens] * 3, said, max_tokens=32)
+    yield "as before after sleep", all(map(Answered.is_same, before, after))
+
+
+def claims(running: Program, mode: str) -> Iterator[tuple[str, bool]]:
+    if mode in IN_MOTION:
+        for turn in ("first", "again"):
+            for name, holds in claims_in_motion(running, repeats_itself=mode == "drafts"):
+                yield f"{turn}: {name}", holds
+        if mode in ("preemption", "drafts"):
+            yield f"there was {mode}", provoked(running, mode) > 0
+        return
+    if mode == "sleep":
+        yield from claims_of_sleep(running)
+        return
+    for length in (200, 1500):
+        yield from (
+            (f"{length} tokens: {name}", holds) for name, holds in claims_of_prompt(running, length)
+        )
+    yield from claims_of_neighbours(running)
+    yield from claims_of_prefix_cache(running)
+    yield from claims_in_motion(running, repeats_itself=False)
+    if mode == "graphs":
+        yield from claims_of_graphs(running)
+
+
+def provoked(running: Program, mode: str) -> int:
+    name = {
+        "preemption": "vllm:num_preemptions",
+        "drafts": "vllm:spec_decode_num_accepted_tokens",
+    }[mode]
+    return sum(metric.value for metric in running.llm.get_metrics() if metric.name == name)
+
+
+def main(shape: str, mode: str) -> None:
+    has_process = mode in IN_MOTION[2:]
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(has_process))
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `initialise`
+    if mode == "V1 runner":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    with tempfile.TemporaryDirectory() as folder:
+        running = engine(shape, mode, Path(folder))
+        config = running.llm.llm_engine.vllm_config
+        print(
+            f"ENGINE runner {running.info['runner']}, {config.compilation_config.cudagraph_mode}, "
+            f"asynchronous {config.scheduler_config.async_scheduling}, "
+            f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}"
+        )
+        for name, holds in claims(running, mode):
+            print(f"CLAIM {json.dumps([name, bool(holds)])}", flush=True)
+        print("DONE", flush=True)
+        running.llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,120 @@
+"""Routing as an input on a GPU: the kernel against plain torch, and engines in bfloat16 with CUDA
+graphs.
+
+Run by hand, as `tests/gpu/test_engines.py`. All engines start at once: they are small, and what
+takes time is their start.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from routed_experts.capture.worker.router_input.formula import Routing, rewritten
+from tests.capture.router_input import FAMILIES, LAYER, Sized, case_of
+from tests.e2e.harness import ROOT
+from tests.gpu.steered_engine import MODES, SHAPES
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs an NVIDIA GPU")]
+
+WEIGHTS_OFF = 1e-6
+"""What two computations of a weight, divided by the router's scale, may differ by."""
+
+
+@pytest.mark.parametrize("tokens_of_program", [1, 4, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sized", FAMILIES, ids=[sized.name for sized in FAMILIES])
+def test_the_kernel_does_what_the_formula_says(
+    sized: Sized, dtype: torch.dtype, tokens_of_program: int | None
+) -> None:
+    from routed_experts.capture.worker.router_input import kernel
+
+    case = case_of(sized, dtype, torch.device("cuda"), num_tokens=1500)
+    expected = rewritten(case.tables, LAYER, case.family, case.routing, case.logits)
+    result = Routing(case.routing.weights.clone(), case.routing.ids.clone())
+    kernel.rewrite(case.tables, LAYER, case.family, result, case.logits, tokens_of_program)
+    kept = ~case.is_told
+    assert torch.equal(result.ids[kept], case.routing.ids[kept])
+    assert torch.equal(result.weights[kept], case.routing.weights[kept])
+    # Experts of equal scores, which in 16 bits are many, may be chosen in another order.
+    off = (result.weights.sort(1).values - expected.weights.sort(1).values).abs().max()
+    assert off <= WEIGHTS_OFF * case.family.scale
+    if dtype == torch.float32:
+        assert torch.equal(result.ids, expected.ids)
+
+
+@dataclass
+class Engine:
+    """A program that runs, and writes its claims into a file."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def claims(self) -> dict[str, bool]:
+        code = self.process.wait(480)
+        text = self.log.read_text()
+        assert code == 0, text[-3000:]
+        assert "\nDONE\n" in text, text[-3000:]
+        print(*[line for line in text.splitlines() if line.startswith("ENGINE ")])
+        lines = [line for line in text.splitlines() if line.startswith("CLAIM ")]
+        return dict(json.loads(line.removeprefix("CLAIM ")) for line in lines)
+
+
+CASES = [(shape, "graphs") for shape in SHAPES]
+CASES += [(next(iter(SHAPES)), mode) for mode in MODES if mode != "graphs"]
+NEED_TWO = {"tensor parallel", "pipeline parallel", "expert load balancing"}
+
+
+def as_param(case: tuple[str, str]) -> Any:
+    marks = [pytest.mark.xdist_group("engines with an input")]
+    if case[1] in NEED_TWO and GPUS < 2:
+        marks.append(pytest.mark.skip(reason="needs 2 GPUs"))
+    return pytest.param(case, id=", ".join(case), marks=marks)
+
+
+@pytest.fixture(scope="module")
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str], Engine]]:
+    """Those that the chosen tests need."""
+    folder = tmp_path_factory.mktemp("engines")
+    needed = {
+        item.callspec.params["case"]
+        for item in request.session.items
+        if getattr(item, "callspec", None) and "case" in item.callspec.params
+    }
+    running = {}
+    for number, case in enumerate(case for case in CASES if case in needed):
+        if case[1] in NEED_TWO and GPUS < 2:
+            continue
+        log = folder / f"{number}.log"
+        command = [sys.executable, "-m", "tests.gpu.steered_engine", *case]
+        env = {**os.environ}
+        if case[1] not in NEED_TWO:
+            env["CUDA_VISIBLE_DEVICES"] = str(number % GPUS)
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
+        running[case] = Engine(process, log)
+    try:
+        yield running
+    finally:
+        for engine in running.values():
+            engine.process.kill()
+            engine.process.wait()
+
+
+@pytest.mark.parametrize("case", [as_param(case) for case in CASES])
+def test_experts_are_what_requests_say(
+    engines: dict[tuple[str, str], Engine], case: tuple[str, str]
+) -> None:
+    claims = engines[case].claims()
+    assert len(claims) >= 1
+    assert [name for name, holds in claims.items() if not holds] == []
