@@ -22,10 +22,15 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from routed_experts.capture import SCHEDULER, WORKERS
+from routed_experts.capture.wire.rows import INPUT_KEY
+from routed_experts.protocol.routing_input import routing_args
 from routed_experts.server.outputs.processor import RowBuffers, opt_in
 from routed_experts.server.outputs.row_buffer import RowBuffer
 
-VARIANTS = ("off", "vllm", "ours")
+VARIANTS = ("off", "vllm", "ours", "input")
+"""Without a capture; vLLM's; ours; ours, with requests that may say which experts they take."""
+
+OURS = ("ours", "input")
 
 
 def make_engine(args: argparse.Namespace) -> AsyncLLM:
@@ -34,23 +39,35 @@ def make_engine(args: argparse.Namespace) -> AsyncLLM:
     if args.variant == "vllm":
         os.environ["VLLM_PLUGINS"] = ""  # with ours, the argument means our capture
         options["enable_return_routed_experts"] = True
-    elif args.variant == "ours":
+    elif args.variant in OURS:
         options |= {"worker_cls": WORKERS[args.device], "scheduler_cls": SCHEDULER}
+    if args.variant == "input":
+        options["additional_config"] = {INPUT_KEY: True}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+
+
+def steering_of(info: dict[str, Any]) -> dict[str, Any]:
+    """Two experts of each layer never, one always."""
+    bias = np.zeros((info["num_layers"], info["num_experts"]), np.float32)
+    bias[:, [5, 77]] = -np.inf
+    bias[:, 9] = np.inf
+    return routing_args(bias=bias)
 
 
 class Load:
     """Runs requests on an engine and times their tokens."""
 
-    def __init__(self, engine: AsyncLLM, variant: str, num_layers: int) -> None:
-        """`num_layers`: of a row."""
+    def __init__(self, engine: AsyncLLM, variant: str, info: dict[str, Any]) -> None:
+        """`info`: what the worker says of its rows; {} without our capture."""
         self._engine = engine
-        self._num_layers = num_layers
+        self._num_layers = info.get("num_layers", 0)
+        self._steering = steering_of(info) if variant == "input" else {}
+        self._num_to_steer = 0
         self._variant = variant
         self._vocab = engine.vllm_config.model_config.get_vocab_size()
         self._random = random.Random(1)
         self._next_id = 0
-        if variant == "ours":
+        if variant in OURS:
             RowBuffers.install(engine.output_processor)
 
     def prompt(self, length: int, seed: int | None = None) -> list[int]:
@@ -71,8 +88,11 @@ class Load:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        asks = self._variant == "vllm" or (routing and self._variant == "ours")
-        if asks and self._variant == "ours":
+        if self._num_to_steer:
+            self._num_to_steer -= 1
+            params.extra_args = dict(self._steering)
+        asks = self._variant == "vllm" or (routing and self._variant in OURS)
+        if asks and self._variant in OURS:
             opt_in(params, prompt_start=start, weights=False)
         elif asks:
             params.routed_experts_prompt_start = start
@@ -124,14 +144,17 @@ class Load:
         again: bool,
         turns: int,
         new_rows: bool,
+        steered: int = 0,
     ) -> dict[str, float]:
         """`size` requests or conversations at once, and with `long` one request more with a prompt
-        of that length among them; with `again`, the prompts of the batch before.
+        of that length among them; with `again`, the prompts of the batch before. The first
+        `steered` requests say which experts are chosen never and always.
 
         Returns the output tokens per second, and of the `size` requests the mean time to the first
         token, the mean time per token and the inter-token latency: with `long`, that of the tokens
         which waited while the long request was served.
         """
+        self._num_to_steer = steered
         began = time.perf_counter()
         seeds = range(size) if again else [None] * size
         each = (prompt_len, new_tokens, routing, turns, new_rows)
@@ -157,8 +180,8 @@ class Load:
 
 async def serve(args: argparse.Namespace, answers: Any) -> None:
     engine = make_engine(args)
-    info = (await engine.collective_rpc("routed_experts_info"))[0] if args.variant == "ours" else {}
-    load = Load(engine, args.variant, info.get("num_layers", 0))
+    info = (await engine.collective_rpc("routed_experts_info"))[0] if args.variant in OURS else {}
+    load = Load(engine, args.variant, info)
     # as vLLM's server does: otherwise a full collection stops all requests for half a second
     freeze_gc_heap()
     print(json.dumps({"ready": True, "info": info}), file=answers, flush=True)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -63,11 +63,14 @@ class Host:
         host.info = host._read(log)["info"]
         return host
 
-    def run(self, case: Case, routing: bool) -> Run:
-        """One load; `routing` says whether its requests ask for rows."""
+    def run(self, case: Case, routing: bool, steered: int = 0) -> Run:
+        """One load; `routing` says whether its requests ask for rows, `steered` how many say which
+        experts they take."""
         assert self.process.stdin is not None
         body = {key: value for key, value in asdict(case).items() if key != "name"}
-        self.process.stdin.write(json.dumps({**body, "routing": routing}) + "\n")
+        self.process.stdin.write(
+            json.dumps({**body, "routing": routing, "steered": steered}) + "\n"
+        )
         self.process.stdin.flush()
         return self._read(None)
 
@@ -117,6 +120,16 @@ SEQUENCE_PARALLEL = {
 """With vLLM's default backend for all-to-all, each tensor-parallel rank routes a part of the
 tokens."""
 
+
+class Line(NamedTuple):
+    """A line of the table."""
+
+    name: str
+    host: Host
+    routing: bool = False  # whether its requests ask for rows
+    steered: int = 0  # how many say which experts they take
+
+
 OURS = [("captured, not asked for", False), ("returned to every request", True)]
 
 
@@ -128,14 +141,13 @@ def at_once(*starts: Callable[[], Host]) -> list[Host]:
 
 def interleave(
     hosts: list[Host],
-    lines: list[tuple[str, Host, bool]],
+    lines: list[Line],
     cases: list[Case],
     repeats: int,
     results: dict[str, dict[str, list[Run]]],
     save: Path,
 ) -> None:
-    """Runs every line (name, host, routing asked for) of every case `repeats` times, in turns,
-    after a warm-up."""
+    """Runs every line of every case `repeats` times, in turns, after a warm-up."""
     for case in cases:
         short = replace(case, turns=2) if case.turns > 1 else replace(case, new_tokens=32)
         for host in hosts:
@@ -143,10 +155,9 @@ def interleave(
         with tqdm(total=repeats * len(lines), desc=case.name, unit=" runs", disable=None) as bar:
             for repeat in range(repeats):
                 order = lines if repeat % 2 == 0 else lines[::-1]
-                for name, host, routing in order:
-                    results.setdefault(case.name, {}).setdefault(name, []).append(
-                        host.run(case, routing)
-                    )
+                for line in order:
+                    runs = results.setdefault(case.name, {}).setdefault(line.name, [])
+                    runs.append(line.host.run(case, line.routing, line.steered))
                     bar.update()
         save.write_text(json.dumps(results))
 
@@ -202,6 +213,11 @@ def main() -> None:
     )
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
     parser.add_argument(
+        "--input",
+        action="store_true",
+        help="only the flag --enable-routed-experts-input, off against on, with the capture in both",
+    )
+    parser.add_argument(
         "--offload", action="store_true", help="only a mix of reloads of KV that was offloaded"
     )
     every = {case.name: case for case in (*CASES, *CONVERSATIONS)}
@@ -241,8 +257,21 @@ def main() -> None:
 
     results: dict[str, Any] = {}
     save = logs / "results.json"
+    if args.input:
+        off, on = at_once(partial(start, "ours"), partial(start, "input"))
+        lines = [
+            Line("off", off),
+            Line("off, again", off),
+            Line("on, used by nobody", on),
+            Line("on, one request steers", on, steered=1),
+        ]
+        interleave([off, on], lines, cases, args.repeats, results, save)
+        for host in (off, on):
+            host.stop()
+        report(results, args, on)
+        return
     off, ours = at_once(partial(start, "off"), partial(start, "ours"))
-    lines = [("off", off, False), *((name, ours, routing) for name, routing in OURS)]
+    lines = [Line("off", off), *(Line(name, ours, routing) for name, routing in OURS)]
     interleave([off, ours], lines, cases, args.repeats, results, save)
     ours.stop()
     report(results, args, ours)
@@ -250,7 +279,7 @@ def main() -> None:
         off.stop()
         return
     peer = start("vllm")
-    lines = [("off, beside vLLM's own", off, False), ("vLLM's own", peer, True)]
+    lines = [Line("off, beside vLLM's own", off), Line("vLLM's own", peer, routing=True)]
     interleave([off, peer], lines, cases, args.repeats, results, save)
     for host in (off, peer):
         host.stop()
