@@ -128,9 +128,10 @@ def _groups_of(router: Any, num_experts: int, is_corrected: bool) -> Groups:
 
 _NUM_PROOF_TOKENS = 64
 _SPREAD = 2.0  # of the logits
-# Of the router's weights from the formula's. In 16 bits, routers round logits and scores.
+# Of the router's weights from the formula's. In 16 bits, routers round logits, scores, and on CPUs
+# the logarithm of their sum: by up to 3 %.
 _TOLERANCE = {torch.float32: (1e-4, 1e-6)}
-_TOLERANCE_16_BITS = (2e-2, 1e-3)
+_TOLERANCE_16_BITS = (6e-2, 1e-3)
 _LEAST_EQUAL = 0.9  # of the tokens: where scores are equal in 16 bits, routers differ
 
 

@@ -1,0 +1,337 @@
+"""Requests that say which experts their tokens take, in vLLM's own engine core, stepped by hand;
+and vLLM's own routers, whose formula must be known."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+
+from routed_experts.capture.engine.versions import UnsupportedConfig
+from routed_experts.capture.seams.engine import HAS_SINK
+from routed_experts.capture.wire.rows import INPUT_KEY
+from routed_experts.capture.worker.router_input.family import family_of, prove
+from routed_experts.capture.worker.router_input.filling import RouterInputOfTables
+from routed_experts.capture.worker.router_input.refusals import check_input_layers
+from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput, Groups, routing_args
+from tests.contract.served import worker_in_this_process
+from tests.contract.test_moe_layers import Engine
+from tests.e2e.harness import prompt_of
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="written for the worker of the CPU build"),
+    pytest.mark.skipif(not HAS_SINK, reason="routing as an input needs vLLM 0.32"),
+]
+
+L, K, E = 5, 4, 16  # of the tiny model
+
+
+def rows_for(num_tokens: int, seed: int = 0) -> np.ndarray:
+    order = np.random.default_rng(seed).random((num_tokens, L, E)).argsort(axis=2)
+    return order[:, :, :K].astype(np.int16)
+
+
+@pytest.fixture(scope="module", params=[True], ids=["on"])
+def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with worker_in_this_process({}):
+        running = Engine(tiny_model, additional_config={INPUT_KEY: request.param})
+        try:
+            yield running
+        finally:
+            running.core.shutdown()
+            cleanup_dist_env_and_memory()
+
+
+without_flag = pytest.mark.parametrize("engine", [False], ids=["off"], indirect=True)
+
+
+class Client:
+    """Adds requests to an engine, and knows what came of them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.core = engine.core
+        self.reasons: dict[str, FinishReason] = {}
+        self.num_tokens: dict[str, int] = {}
+
+    def add(self, name: str, length: int, args: Mapping[str, Any] | None = None) -> None:
+        sampling = SamplingParams(
+            max_tokens=5, temperature=0, ignore_eos=True, extra_args=dict(args) if args else None
+        )
+        prompt = prompt_of(length, seed=length)
+        request = EngineCoreRequest(name, prompt, None, sampling, None, 0.0, None, None, None)
+        self.core.add_request(*self.core.preprocess_add_request(request))
+        self.num_tokens[name] = 0
+
+    def finish(self) -> None:
+        while self.core.scheduler.has_requests():
+            messages, _ = self.core.step()
+            for message in messages.values():
+                for output in message.outputs:
+                    if output.request_id not in self.num_tokens:
+                        continue
+                    self.num_tokens[output.request_id] += len(output.new_token_ids)
+                    if output.finish_reason is not None:
+                        self.reasons[output.request_id] = output.finish_reason
+        for name in self.num_tokens:
+            assert name in self.reasons
+
+
+def as_in_messages(args: Mapping[str, EncodedInput]) -> dict[str, Any]:
+    """As MessagePack brings it to an engine process."""
+    return {INPUT_ARG: {"data": args[INPUT_ARG].data}}
+
+
+# ---- what the scheduler and the worker do ----
+
+
+def test_given_rows_and_biases_are_followed_in_chunks_beside_others(engine: Engine) -> None:
+    """The scheduler compares each step's rows with what was given, or the step fails."""
+    bias = np.zeros((L, E), np.float32)
+    bias[:, 3] = -np.inf
+    client = Client(engine)
+    client.add("forced", 150, routing_args(rows=rows_for(150)))
+    client.add("natural", 90)
+    client.add("partly", 100, routing_args(rows=rows_for(30), start=60))
+    client.add("steered", 70, routing_args(bias=bias))
+    allowed = np.where(bias == -np.inf, 0.5, bias)
+    client.add("both", 80, routing_args(rows=rows_for(80), bias=allowed))
+    client.finish()
+    assert set(client.reasons.values()) == {FinishReason.LENGTH}
+
+
+def test_a_worker_that_fills_nothing_is_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if vLLM had given what is replaced another name."""
+    monkeypatch.setattr(RouterInputOfTables, "fill", lambda *args: None)
+    check_that_a_step_fails(engine, "experts of 30 tokens .* actually of 0 and 0")
+
+
+def test_rows_at_another_position_are_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = RouterInputOfTables.fill
+
+    def late(self: Any, ids: Any, offsets: Any, starts: Any) -> None:
+        fill(self, ids, offsets, np.asarray(starts) + 1)
+
+    monkeypatch.setattr(RouterInputOfTables, "fill", late)
+    check_that_a_step_fails(engine, r"requests that got other experts: \['a'\]")
+
+
+def check_that_a_step_fails(engine: Engine, words: str) -> None:
+    client = Client(engine)
+    client.add("a", 40, routing_args(rows=rows_for(30), start=4))
+    try:
+        with pytest.raises(RuntimeError, match=words):
+            client.core.step()
+    finally:
+        client.core.abort_requests(["a"])
+        client.core.scheduler.aux_output_connector._steps.clear()
+
+
+@without_flag
+def test_an_engine_without_the_flag_ends_such_a_request_with_an_error(engine: Engine) -> None:
+    client = Client(engine)
+    client.add("forced", 40, routing_args(rows=rows_for(40)))
+    client.add("natural", 40)
+    client.finish()
+    assert client.reasons == {"forced": FinishReason.ERROR, "natural": FinishReason.LENGTH}
+    assert client.num_tokens["forced"] == 0
+    assert not hasattr(engine.runners[0].router, "_rewriter")
+
+
+UNFIT: dict[str, dict[str, Any]] = {
+    "other layers": {"rows": np.zeros((10, L + 1, 1), np.int16)},
+    "an expert that the model has not": {"rows": rows_for(10) + E},
+    "no expert left": {"bias": np.full((L, E), -np.inf)},
+}
+
+
+@pytest.mark.parametrize("said", UNFIT.values(), ids=UNFIT)
+def test_an_input_that_nobody_checked_ends_its_request_only(
+    engine: Engine, said: dict[str, Any]
+) -> None:
+    client = Client(engine)
+    client.add("natural", 90)
+    client.add("unfit", 40, routing_args(**said))
+    client.add("forced", 50, routing_args(rows=rows_for(50)))
+    client.finish()
+    assert client.reasons == {
+        "natural": FinishReason.LENGTH,
+        "unfit": FinishReason.ERROR,
+        "forced": FinishReason.LENGTH,
+    }
+
+
+def test_bytes_that_are_no_input_end_their_request_only(engine: Engine) -> None:
+    client = Client(engine)
+    client.add("broken", 40, {INPUT_ARG: {"data": b"what"}})
+    client.add("natural", 40)
+    client.finish()
+    assert client.reasons == {"broken": FinishReason.ERROR, "natural": FinishReason.LENGTH}
+
+
+def test_a_prompt_is_hashed_with_its_input(engine: Engine) -> None:
+    """So that the prefix cache never takes one for the other. The bytes that a message brings are
+    not printed."""
+    router_inputs = engine.core.scheduler.aux_output_connector.router_inputs
+    salted = []
+    for args in (routing_args(rows=rows_for(8)), routing_args(rows=rows_for(8, seed=1))):
+        request = SimpleNamespace(
+            sampling_params=SimpleNamespace(extra_args=as_in_messages(args)),
+            cache_salt="the client's",
+            block_hashes=[b"made before"],
+        )
+        request.update_block_hashes = lambda request=request: request.block_hashes.append(
+            request.cache_salt
+        )
+        router_inputs.salt(request)
+        assert len(repr(request.sampling_params.extra_args)) < 100
+        salted += request.block_hashes
+    assert len(set(salted)) == 2
+    assert all(salt.startswith("the client's/") for salt in salted)
+
+
+def test_nothing_is_left_of_requests_that_ended(engine: Engine) -> None:
+    client = Client(engine)
+    client.add("forced", 40, routing_args(rows=rows_for(40)))
+    client.add("steered", 40, routing_args(bias=np.ones((L, E))))
+    client.finish()
+    client.add("natural", 40)  # whose step tells the worker who has ended
+    client.finish()
+    assert not engine.core.scheduler.aux_output_connector.router_inputs._running
+    assert not engine.worker._router_input._inputs
+    assert not engine.worker._router_input._tables._places
+
+
+# ---- vLLM's routers ----
+
+BIAS = torch.linspace(-0.1, 0.1, E)
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {"renormalize": False},
+    "softmax, renormalised": {"renormalize": True},
+    "groups": {"renormalize": False, "groups": (4, 2), "routed_scaling_factor": 16.0},
+    "groups, sigmoid": {"renormalize": True, "groups": (4, 2), "scoring_func": "sigmoid"},
+    "groups, sigmoid, corrected": {
+        "renormalize": True,
+        "groups": (4, 2),
+        "scoring_func": "sigmoid",
+        "e_score_correction_bias": torch.nn.Parameter(BIAS, requires_grad=False),
+        "routed_scaling_factor": 2.5,
+    },
+    "one group, sigmoid, corrected": {
+        "renormalize": False,
+        "groups": (1, 1),
+        "scoring_func": "sigmoid",
+        "e_score_correction_bias": torch.nn.Parameter(BIAS, requires_grad=False),
+    },
+}
+
+
+def router_of(options: Mapping[str, Any]) -> CPURouter:
+    options = dict(options)
+    groups = options.pop("groups", None)
+    if groups is not None:
+        options |= {
+            "use_grouped_topk": True,
+            "num_expert_group": groups[0],
+            "topk_group": groups[1],
+        }
+    return CPURouter(top_k=K, global_num_experts=E, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
+def test_the_formulas_of_vllms_routers_are_known(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    router = router_of(options)
+    family = family_of(router, E, K)
+    logits = torch.zeros(3, E, dtype=dtype)
+    assert prove(family, router._compute_routing, logits)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "renormalize": {"renormalize": True},
+    "scale": {"scale": 1.5},
+    "scoring": {"scoring": "sigmoid"},
+    "groups": {"groups": Groups(4, 2, 1)},
+    "a correction": {"correction": 3 * BIAS},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_router_that_does_something_else_is_not_trusted(other: dict[str, Any]) -> None:
+    """As another version's may. Where logits are all equal, these formulas give equal weights."""
+    router = router_of(ROUTERS["softmax"])
+    family = replace(family_of(router, E, K), **other)
+    assert not prove(family, router._compute_routing, torch.zeros(3, E))
+
+
+def test_the_correction_is_the_routers_own_tensor() -> None:
+    """So that new weights are followed."""
+    router = router_of(ROUTERS["groups, sigmoid, corrected"])
+    correction = family_of(router, E, K).correction
+    assert correction is not None
+    assert correction.data_ptr() == router.e_score_correction_bias.data_ptr()
+
+
+def own_formula(**options: Any) -> Any:
+    raise AssertionError
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a function": (
+        CPURouter(K, E, custom_routing_function=own_formula),
+        "formula of its own",
+    ),
+    "a router of functions": (
+        CustomRoutingRouter(K, E, custom_routing_function=own_formula),
+        "formula of its own",
+    ),
+    "a table of tokens": (
+        FusedTopKBiasRouter(K, E, hash_indices_table=torch.zeros(4, K)),
+        "by the id of a token",
+    ),
+    "pictures": (FusedTopKBiasRouter(K, E, bias_vl=BIAS), "for pictures"),
+}
+
+
+@pytest.mark.parametrize(("router", "words"), REFUSED.values(), ids=REFUSED)
+def test_routers_without_a_known_formula_are_refused(router: Any, words: str) -> None:
+    with pytest.raises(UnsupportedConfig, match=words):
+        family_of(router, E, K)
+
+
+def layers_of(**about: Any) -> Any:
+    config = SimpleNamespace(sp_size=about.pop("sp_size", 1), dp_size=about.pop("dp_size", 1))
+    layer = {"layer_id": 7, "is_monolithic": False, "do_naive_dispatch_combine": False, **about}
+    runner = SimpleNamespace(moe_config=config, **layer)
+    return SimpleNamespace(fused=(), runners=(runner,))
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"is_monolithic": True}, "kernel of layer 7 routes by itself"),
+        ({"sp_size": 2}, "Layer 7 spreads the tokens"),
+        ({"dp_size": 2, "do_naive_dispatch_combine": True}, "other data-parallel ranks"),
+    ],
+)
+def test_layers_whose_router_does_not_see_the_steps_tokens_are_refused(
+    about: dict[str, Any], words: str
+) -> None:
+    check_input_layers(layers_of())
+    with pytest.raises(UnsupportedConfig, match=words):
+        check_input_layers(layers_of(**about))
