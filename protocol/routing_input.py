@@ -424,7 +424,8 @@ def _fewest_left(
         key=lambda left: (-min(left, groups.summed), left),
     )
     num_others = groups.chosen - int(always_of_group.sum())
-    return int(left_of_group[always_of_group].sum()) + sum(others[:num_others])
+    num_left: int = left_of_group[always_of_group].sum() + sum(others[:num_others])
+    return num_left
 
 
 def _listed(values: Sequence[int]) -> str:

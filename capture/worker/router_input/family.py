@@ -76,7 +76,9 @@ class Family:
         return preferences.topk(self.top_k, dim=1).indices
 
     def _inside_chosen_groups(self, preferences: Tensor) -> Tensor:
-        grouped = preferences.unflatten(1, (self.groups.count, -1))  # [n, groups, E / groups]
+        num_tokens, num_experts = preferences.shape
+        size = num_experts // self.groups.count
+        grouped = preferences.view(num_tokens, self.groups.count, size)
         of_group = grouped.topk(self.groups.summed, dim=2).values.sum(dim=2)
         chosen = of_group.topk(self.groups.chosen, dim=1).indices
         is_chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, chosen, True)

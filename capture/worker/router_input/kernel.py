@@ -28,7 +28,7 @@ _TOKENS_OF_PROGRAM = 8
         "scale",
     ]
 )
-def _rewrite_kernel(
+def _rewrite_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     weights_ptr,
     logits_ptr,

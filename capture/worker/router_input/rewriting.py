@@ -150,7 +150,7 @@ def _rewrite_nothing(weights: Tensor, ids: Tensor, logits: Tensor, key: int) -> 
     """For the compiler, which wants to know the shapes of what the operator returns: nothing."""
 
 
-_LIBRARY = torch.library.Library("routed_experts", "FRAGMENT")
+_LIBRARY = torch.library.Library("routed_experts", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 direct_register_custom_op(
     "rewrite",
