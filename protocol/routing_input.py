@@ -136,14 +136,19 @@ class RoutingInput:
 
     def encode(self) -> EncodedInput:
         """As bytes, with a digest in their header, so that the engine need not hash them."""
-        rows = np.zeros((0, 0, 0), "<i2") if self.rows is None else self.rows.astype("<i2")
-        bias = np.zeros((0, 0), "<f4") if self.bias is None else self.bias.astype("<f4")
-        payload = rows.tobytes() + bias.tobytes()
+        rows = np.zeros((0, 0, 0), "<i2")
+        bias = np.zeros((0, 0), "<f4")
+        if self.rows is not None:
+            rows = self.rows.astype("<i2", copy=False)
+        if self.bias is not None:
+            bias = self.bias.astype("<f4", copy=False)
         place = struct.pack("<q5I", self.start, *rows.shape, *bias.shape)
         digest = hashlib.sha256(place)
-        digest.update(payload)
+        # As large arrays are hashed, other threads run.
+        digest.update(rows.data)
+        digest.update(bias.data)
         header = _HEADER.pack(_VERSION, digest.digest(), self.start, *rows.shape, *bias.shape)
-        return EncodedInput(header + payload)
+        return EncodedInput(b"".join([header, rows.data, bias.data]))
 
     @classmethod
     def decode(cls, encoded: EncodedInput) -> "RoutingInput":

@@ -16,6 +16,7 @@ from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
 from routed_experts.protocol.models import DELIVERY, Delivery
+from routed_experts.server.inprocess.input_check import InputCheck
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.outputs.processor import (
@@ -225,6 +226,7 @@ class InProcessCapture:
         self.is_on = True  # False over HTTP, where each request opts in by itself
         self.form = ArrayForm(engine.model_config, captures_weights(engine.vllm_config))
         self._settings = Settings.of(engine.vllm_config.additional_config)
+        self._input_check = InputCheck(self._settings.enable_routed_experts_input)
         self._store: ArrayStore | None = None  # made for the first request that needs it
         self._states = processor.request_states
         self._add: Callable[..., None] = processor.add_request
@@ -234,7 +236,7 @@ class InProcessCapture:
             core = engine.engine_core  # a reference to the engine would keep it alive
             self._ask = lambda: core.collective_rpc_async("routed_experts_info")
         else:
-            self.form.learn(engine.collective_rpc("routed_experts_info")[0])
+            self._take_info(engine.collective_rpc("routed_experts_info")[0])
 
     @classmethod
     def install(cls, engine: LLMEngine | AsyncLLM) -> "InProcessCapture":
@@ -265,8 +267,12 @@ class InProcessCapture:
     async def _learn(self) -> None:
         assert self._ask is not None
         worker, *_ = await self._ask()
-        self.form.learn(worker)
+        self._take_info(worker)
         self._ask = None
+
+    def _take_info(self, worker: dict[str, Any]) -> None:
+        self.form.learn(worker)
+        self._input_check.learn(worker)
 
     def add_request(
         self,
@@ -279,6 +285,8 @@ class InProcessCapture:
         """vLLM's `add_request`, with the opt-in. A prompt that is streamed in has rows without
         fixed positions."""
         params = request.sampling_params
+        if self.is_on:  # over HTTP its fields were checked
+            self._input_check.check(request)
         if not self.is_on or params is None or OptIn.of(params) is not None:
             self._add(request, prompt, parent_req, request_index, queue)
             return

@@ -38,7 +38,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from routed_experts.capture.wire.rows import captures_weights
+from routed_experts.capture.wire.rows import captures_weights, takes_input
 from routed_experts.server.cli import serve
 from routed_experts.server.cli.serve import cli_env_setup
 from routed_experts.server.outputs.folders import default_folder
@@ -90,6 +90,7 @@ class ServedExecutor(around.ArithmeticExecutor):
     """Answers what the API process asks of workers too."""
 
     layer_ids = LAYER_IDS
+    groups = (1, 1, 1)  # of experts, as `RoutedExpertsInfo` has them
     # tokens of the tiny model that are a character each, and not the one that ends a text
     vocab = 94
 
@@ -103,6 +104,7 @@ class ServedExecutor(around.ArithmeticExecutor):
             }
             has_weights = captures_weights(self.vllm_config)
             info |= {"weights": has_weights, "weights_scale": [1.0] * L, "weights_on_input": False}
+            info |= {"input": takes_input(self.vllm_config), "groups": self.groups}
             return [
                 info
                 | {

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
@@ -24,6 +25,7 @@ from routed_experts.capture.worker.router_input.family import family_of, prove
 from routed_experts.capture.worker.router_input.filling import RouterInputOfTables
 from routed_experts.capture.worker.router_input.refusals import check_input_layers
 from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput, Groups, routing_args
+from routed_experts.server.inprocess.input_check import InputCheck
 from tests.contract.served import worker_in_this_process
 from tests.contract.test_moe_layers import Engine
 from tests.e2e.harness import prompt_of
@@ -214,6 +216,42 @@ def test_nothing_is_left_of_requests_that_ended(engine: Engine) -> None:
     assert not engine.core.scheduler.aux_output_connector.router_inputs._running
     assert not engine.worker._router_input._inputs
     assert not engine.worker._router_input._tables._places
+
+
+# ---- what a program is told ----
+
+MODEL = {"num_layers": L, "top_k": K, "num_experts": E, "groups": [1, 1, 1]}
+
+
+def request_with(args: Mapping[str, Any] | None) -> Any:
+    params = SamplingParams(extra_args=None if args is None else dict(args))
+    return SimpleNamespace(sampling_params=params, prompt_token_ids=list(range(10)))
+
+
+def test_a_program_may_give_what_fits_the_model() -> None:
+    check = InputCheck(is_on=True)
+    check.learn(MODEL)
+    for args in (None, {"other": 1}, routing_args(rows=rows_for(10))):
+        check.check(request_with(args))
+
+
+@pytest.mark.parametrize(
+    ("is_on", "args", "words"),
+    [
+        (True, {INPUT_ARG: b"bytes"}, "must be what .*routing_args returned"),
+        (True, {INPUT_ARG: {"data": b"bytes"}}, "these bytes are no routing input"),
+        (True, routing_args(rows=rows_for(11)), "prompt's 10 tokens"),
+        (True, routing_args(rows=rows_for(10)[:, :2]), "5 layers"),
+        (False, routing_args(rows=rows_for(10)), "build it with additional_config"),
+    ],
+)
+def test_a_program_is_told_what_cannot_be_followed(
+    is_on: bool, args: dict[str, Any], words: str
+) -> None:
+    check = InputCheck(is_on)
+    check.learn(MODEL)
+    with pytest.raises(VLLMValidationError, match=words):
+        check.check(request_with(args))
 
 
 # ---- vLLM's routers ----

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 from routed_experts.capture.scheduler.router_inputs import RouterInputs
 from routed_experts.protocol.routing_input import RoutingInput
@@ -59,6 +60,17 @@ def pair(
             patch.setenv(name, value)
         with program(model) as running:
             yield Pair(running, Reference(model, running.layer_ids))
+
+
+def test_a_program_is_told_what_its_model_cannot_do(pair: Pair) -> None:
+    """Before the request goes to the engine."""
+    of_another_model = RoutingInput(rows=np.zeros((5, 1, 1), np.int16))
+    with pytest.raises(VLLMValidationError, match=r"must have .* layers"):
+        pair.program.one(PROMPT, of_another_model)
+    too_many = RoutingInput(rows=pair.program.random_rows(NUM_TOKENS + 1))
+    with pytest.raises(VLLMValidationError, match=f"prompt's {NUM_TOKENS} tokens"):
+        pair.program.one(PROMPT, too_many)
+    assert pair.program.one(PROMPT).is_same(pair.natural)
 
 
 def off(one: np.ndarray, other: np.ndarray) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from routed_experts.capture.wire.rows import WEIGHTS_KEY
+from routed_experts.capture.wire.rows import INPUT_KEY, WEIGHTS_KEY
 from routed_experts.server.cli import serve
 from routed_experts.server.settings import (
     DEFAULT_LIFETIME_S,
@@ -18,6 +18,8 @@ from routed_experts.server.settings import (
 )
 from tests.documentation import ROOT
 
+FOR_THE_ENGINE = (WEIGHTS_KEY, INPUT_KEY)
+"""Settings that each process of the engine reads."""
 RECORD = {"routed_experts_record": "folder"}
 VALID = [
     {"routed_experts_default": {"return_routed_experts": True}},
@@ -36,7 +38,7 @@ VALID = [
         for name, value in (("tokens", False), ("share", 1e-9))
     ),
     {**RECORD, "routed_experts_record_bytes": 1},
-    {WEIGHTS_KEY: True},
+    *({key: True} for key in FOR_THE_ENGINE),
 ]
 
 
@@ -58,7 +60,7 @@ def test_a_setting_is_a_key_and_a_flag(given: dict[str, Any]) -> None:
         # vLLM hashes what is there, also for its answers.
         assert args.additional_config == {
             "another": 1,
-            **({WEIGHTS_KEY: True} if WEIGHTS_KEY in given else {}),
+            **{key: True for key in FOR_THE_ENGINE if key in given},
         }
 
 

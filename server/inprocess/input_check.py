@@ -1,0 +1,51 @@
+"""Checks what a program's requests say about their experts, before they go to the engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from routed_experts.protocol.routing_input import (
+    INPUT_ARG,
+    EncodedInput,
+    Groups,
+    RoutingInput,
+)
+from routed_experts.server.vllm_api import EngineCoreRequest, VLLMValidationError
+
+_SETTING = 'additional_config={"enable_routed_experts_input": True}'
+
+
+class InputCheck:
+    """Of the requests of one engine."""
+
+    def __init__(self, is_on: bool) -> None:
+        self._is_on = is_on
+        self._model: dict[str, Any] = {}  # what an input must fit; {} until known
+
+    def learn(self, worker: Mapping[str, Any]) -> None:
+        """Stores the dimensions that a worker reported."""
+        self._model = {name: worker[name] for name in ("num_layers", "top_k", "num_experts")}
+        self._model["groups"] = Groups(*worker["groups"])
+
+    def check(self, request: EngineCoreRequest) -> None:
+        """Raises `VLLMValidationError` for an input that cannot be followed. As long as the model's
+        dimensions are not known, the engine's worker alone sees whether it fits them, and ends the
+        request with an error."""
+        params = request.sampling_params
+        if params is None or INPUT_ARG not in (params.extra_args or {}):
+            return
+        encoded = EncodedInput.of(params)
+        if encoded is None:
+            raise VLLMValidationError(
+                f"{INPUT_ARG} in extra_args must be what routed_experts.protocol.routing_input.routing_args returned."
+            )
+        if not self._is_on:
+            raise VLLMValidationError(
+                f"The engine takes no experts from requests: build it with {_SETTING}."
+            )
+        try:
+            routing_input = RoutingInput.decode(encoded)
+            if self._model:
+                num_tokens = len(request.prompt_token_ids or ()) or None
+                routing_input.check(**self._model, num_prompt_tokens=num_tokens)
+        except ValueError as error:
+            raise VLLMValidationError(f"The routing input of a request: {error}.") from None

@@ -1,0 +1,42 @@
+"""Requests that say which experts they take, beside others, where steps are chunked, preempted,
+drafted, asynchronous, compiled or spread over ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import ON_GPU, run_program
+from tests.e2e.steered_in_motion import MODES
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_input.py has these on GPUs"),
+]
+
+NOISE = 1e-4
+_IN_EVERY_RUN = {"preemption"}
+_PROVOKES = {
+    "preemption": "vllm:num_preemptions",
+    "drafts": "vllm:spec_decode_num_accepted_tokens",
+}
+
+
+def as_param(mode: str) -> Any:
+    marks = [] if mode in _IN_EVERY_RUN else [pytest.mark.long]
+    return pytest.param(mode, id=mode, marks=marks)
+
+
+@pytest.mark.parametrize("mode", map(as_param, MODES))
+def test_every_request_takes_the_experts_that_it_says(mode: str, tiny_model: Path) -> None:
+    output = run_program("tests.e2e.steered_in_motion", str(tiny_model), mode)
+    (line,) = [line for line in output.splitlines() if line.startswith("FOUND ")]
+    found = json.loads(line.removeprefix("FOUND "))
+    assert found["rows as given"]
+    assert found["banned"] == 0
+    assert found["always"]
+    assert found["off"] < NOISE
+    assert found["asynchronous"] == (mode == "asynchronous scheduling")
+    if mode in _PROVOKES:
+        assert found[_PROVOKES[mode]] > 0
