@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from routed_experts.capture.engine.connectors import MISSING, on_load
 from routed_experts.capture.wire.envelope import SMALL_ARRAY_BYTES
 from routed_experts.capture.wire.prefill_rows import PARAM as ROWS_PARAM
-from routed_experts.protocol.codec import UNKNOWN, Rows, decode
+from routed_experts.capture.wire.rows import INPUT_FLAG, takes_input
+from routed_experts.protocol.codec import UNKNOWN, Rows, decode, encode
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from routed_experts.protocol.models import DELIVERY, OPT_IN, PROMPT_START, WEIGHTS
 from routed_experts.server.http.connection import reached_route, watch_connections
@@ -44,6 +45,7 @@ _MOST_TOKENS = 256
 """Maximum prompt tokens for a prompt whose rows exceed one line of a stream."""
 _SAMPLING = {"max_tokens": _NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
 """Of a request that does not say another."""
+_REPLAY = "routed_experts_replay"
 _TOKEN_IDS = 1000
 """Prompts use only the first ids of the vocabulary, because ids of image tokens are at its end."""
 _LIMIT_S = 600.0
@@ -235,6 +237,7 @@ class _Rank:
         self._rank = rank  # None if there is only one
         config = captured.engine.vllm_config
         self._n = min(2, config.scheduler_config.max_num_seqs)
+        self._takes_input = takes_input(config)
         self._loads_lose_rows = config.kv_transfer_config is not None and on_load() == MISSING
 
     async def check(self) -> None:
@@ -269,6 +272,25 @@ class _Rank:
                 rows = answer.rows[: choice.end]
                 self._compare(path, choice.prompt_rows, rows[: len(choice.prompt_rows)])
                 self._compare(path, choice.generated_rows, rows[len(choice.prompt_rows) :])
+
+        if self._takes_input:
+            await self._check_input()
+
+    async def _check_input(self) -> None:
+        """Raises `SelfTestError` unless a prompt's tokens take the experts that a request gives, and
+        those of another request do not."""
+        prompt = self._prompt(_SHORT)
+        body = {"prompt": prompt, "max_tokens": 1}
+        (natural,) = await self._ask(_COMPLETIONS, dict(body))
+        rows = other_rows(natural.prompt_rows, self._captured.num_experts)
+        (forced,) = await self._ask(_COMPLETIONS, {**body, _REPLAY: encode(rows, start=0)})
+        if not np.array_equal(forced.prompt_rows, rows):
+            raise SelfTestError(
+                "The self-test gave a prompt other experts than it took: please report this, and start without "
+                f"{INPUT_FLAG}."
+            )
+        (again,) = await self._ask(_COMPLETIONS, dict(body))
+        self._compare(_COMPLETIONS, again.prompt_rows, natural.prompt_rows)
 
     async def _ask(self, path: str, body: dict[str, Any], stream: bool = False) -> list[Routing]:
         """Sends a request and returns its choices. Each must be complete and valid."""
@@ -510,6 +532,15 @@ def agreement(some: Rows, others: Rows) -> float:
     known = (some != UNKNOWN) & (others != UNKNOWN)
     is_in_other = (some[..., None] == others[..., None, :]).any(axis=3)
     return float(is_in_other[known].mean()) if known.any() else 1.0
+
+
+def other_rows(rows: Rows, num_experts: int) -> Rows:
+    """Rows like `rows` [n, L, K], of experts that are not in them as far as there are others."""
+    num_rows, num_layers, top_k = rows.shape
+    is_chosen = np.zeros((num_rows, num_layers, num_experts), bool)
+    np.put_along_axis(is_chosen, rows.astype(np.int64), True, axis=2)
+    others_first = is_chosen.argsort(axis=2, kind="stable")
+    return others_first[:, :, :top_k].astype(np.int16)
 
 
 def check_weights(rows: Rows, weights: NDArray[np.float32] | None) -> None:

@@ -40,7 +40,14 @@ def test_the_kernel_does_what_the_formula_says(
     case = case_of(sized, dtype, torch.device("cuda"), num_tokens=1500)
     expected = rewritten(case.tables, LAYER, case.family, case.routing, case.logits)
     result = Routing(case.routing.weights.clone(), case.routing.ids.clone())
-    kernel.rewrite(case.tables, LAYER, case.family, result, case.logits, tokens_of_program)
+    kernel.rewrite(
+        case.tables,
+        LAYER,
+        case.family,
+        result,
+        case.logits,
+        tokens_of_program=tokens_of_program,
+    )
     kept = ~case.is_told
     assert torch.equal(result.ids[kept], case.routing.ids[kept])
     assert torch.equal(result.weights[kept], case.routing.weights[kept])

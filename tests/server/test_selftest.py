@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.server.http.selftest import SelfTestError, agreement, check_rows
+from routed_experts.server.http.selftest import SelfTestError, agreement, check_rows, other_rows
 
 SHAPE = (3, 2)
 EXPERTS = 8
@@ -15,6 +15,15 @@ def good_rows() -> np.ndarray:
     """[4, 3, 2] ids, two different ones in each row and layer."""
     first = np.arange(12, dtype=np.int16).reshape(4, 3) % EXPERTS
     return np.stack([first, (first + 1) % EXPERTS], axis=2)
+
+
+def test_rows_that_a_router_would_not_choose() -> None:
+    rows = good_rows()
+    others = other_rows(rows, EXPERTS)
+    check_rows(others, expected_rows=4, shape=SHAPE, num_experts=EXPERTS)
+    assert agreement(others, rows) == 0
+    all_experts = np.tile(np.arange(EXPERTS), (4, 3, 1)).astype(np.int16)
+    assert other_rows(all_experts, EXPERTS).shape == all_experts.shape
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ _TOKENS_OF_PROGRAM = 8
         "scale",
     ]
 )
-def _rewrite_kernel(  # type: ignore[no-untyped-def]
+def _rewrite_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     ids_ptr,
     weights_ptr,
     logits_ptr,
@@ -164,6 +164,7 @@ def rewrite(
     family: Family,
     routing: Routing,
     logits: Tensor,
+    *,
     tokens_of_program: int | None = None,
 ) -> None:
     """Rewrites the routing of a layer in place with what the tables say of its tokens."""

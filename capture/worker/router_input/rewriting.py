@@ -104,7 +104,7 @@ class Rewriter:
             routing.ids.copy_(result.ids)
 
     def _prove(self, logits: Tensor) -> None:
-        if prove(self._family, self._route, logits):
+        if prove(self._family, self._route, logits, self._tables.index.shape[0]):
             return
         raise UnsupportedConfig(
             f"The router of {self._name} weighs experts in another way than is known, so they "
@@ -130,7 +130,14 @@ class Rewriter:
         # Triton has no build for CPUs.
         from routed_experts.capture.worker.router_input import kernel
 
-        kernel.rewrite(self._tables, self._layer, self._family, routing, logits, tokens_of_program)
+        kernel.rewrite(
+            self._tables,
+            self._layer,
+            self._family,
+            routing,
+            logits,
+            tokens_of_program=tokens_of_program,
+        )
 
     def _without_shared_experts(self, weights: Tensor, ids: Tensor) -> Routing:
         """Views without the columns of shared experts, to which every token goes."""
