@@ -152,6 +152,18 @@ class Reference:
         with self._biased_gates(torch.from_numpy(bias)):
             return self._logprobs(tokens)
 
+    @property
+    def knows_gates(self) -> bool:
+        """Whether a bias can be given to the model's routers."""
+        return len(self._routers()) == len(self._layer_ids)
+
+    def _routers(self) -> list[Any]:
+        return [
+            module
+            for module in self.model.modules()
+            if type(module).__name__.lower().endswith("topkrouter")
+        ]
+
     def _logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         ids = torch.tensor([list(tokens)])
         with torch.no_grad():
@@ -164,12 +176,7 @@ class Reference:
     def _biased_gates(self, bias: torch.Tensor) -> Iterator[None]:
         """Replaces the product with each gate's weight. A correction of the choice is changed, too,
         for experts that are never or always chosen."""
-        routers = [
-            module
-            for module in self.model.modules()
-            if type(module).__name__.lower().endswith("topkrouter")
-        ]
-        assert len(routers) == len(bias)
+        routers = self._routers()
         bias_of_weight = {
             id(router.weight): of_layer for router, of_layer in zip(routers, bias, strict=True)
         }

@@ -3,7 +3,6 @@ drafted, asynchronous, compiled or spread over ranks."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,23 +11,18 @@ from tests.e2e.steered_in_motion import MODES
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.long,
     pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_input.py has these on GPUs"),
 ]
 
 NOISE = 1e-4
-_IN_EVERY_RUN = {"preemption"}
 _PROVOKES = {
     "preemption": "vllm:num_preemptions",
     "drafts": "vllm:spec_decode_num_accepted_tokens",
 }
 
 
-def as_param(mode: str) -> Any:
-    marks = [] if mode in _IN_EVERY_RUN else [pytest.mark.long]
-    return pytest.param(mode, id=mode, marks=marks)
-
-
-@pytest.mark.parametrize("mode", map(as_param, MODES))
+@pytest.mark.parametrize("mode", MODES)
 def test_every_request_takes_the_experts_that_it_says(mode: str, tiny_model: Path) -> None:
     output = run_program("tests.e2e.steered_in_motion", str(tiny_model), mode)
     (line,) = [line for line in output.splitlines() if line.startswith("FOUND ")]
