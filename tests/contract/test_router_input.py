@@ -12,10 +12,12 @@ import pytest
 import torch
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.exceptions import VLLMValidationError
+from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from routed_experts.capture.engine.versions import UnsupportedConfig
@@ -204,6 +206,15 @@ def test_a_prompt_is_hashed_with_its_input(engine: Engine) -> None:
         salted += request.block_hashes
     assert len(set(salted)) == 2
     assert all(salt.startswith("the client's/") for salt in salted)
+
+
+def test_the_dump_of_a_dying_engine_does_not_print_an_input() -> None:
+    """It prints a request's sampling parameters, as the log of requests does."""
+    params = SamplingParams(extra_args=dict(routing_args(rows=rows_for(4000))))
+    request = NewRequestData("a", [1], [], params, None, ([0],), 0, None)
+    dumped = prepare_object_to_dump(request)
+    assert "<routing input of 1600" in dumped
+    assert len(dumped) < 3000
 
 
 def test_nothing_is_left_of_requests_that_ended(engine: Engine) -> None:
