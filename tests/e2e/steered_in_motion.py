@@ -33,7 +33,6 @@ MODES: dict[str, dict[str, Any]] = {
     "asynchronous scheduling": {"async_scheduling": True},
     "compiled": {"enforce_eager": False},
     "tensor parallel": {"tensor_parallel_size": 2},
-    "pipeline parallel": {"pipeline_parallel_size": 2},
 }
 
 
@@ -93,7 +92,7 @@ def counters(running: Program) -> dict[str, int]:
 
 
 def main(model: str, mode: str) -> None:
-    has_process = mode in ("asynchronous scheduling", "tensor parallel", "pipeline parallel")
+    has_process = mode in ("asynchronous scheduling", "tensor parallel")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(has_process))
     if mode == "asynchronous scheduling":
         import tests.e2e.async_on_cpu  # noqa: F401

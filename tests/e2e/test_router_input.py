@@ -27,8 +27,11 @@ NEVER, ALWAYS = -np.inf, np.inf
 _IN_EVERY_RUN = {"mixtral", "deepseek-v3, plain attention"}
 """A softmax, and a sigmoid with a correction and groups."""
 
-_REFUSED = {"llama4_text", "gemma4_text"}
-"""Types of models whose routers have a formula of their own."""
+_REFUSED = "llama4_text"
+"""A type of models whose routers have a formula of their own."""
+
+_FAILS_IN_VLLM = "granitemoehybrid"
+"""vLLM's operator of Mamba 2 for CPUs fails with the first prompt here."""
 
 
 def as_param(shape: Shape) -> Any:
@@ -203,11 +206,8 @@ def test_without_the_salt_the_prefix_cache_mixes(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", sorted(_REFUSED))
-def test_models_whose_routers_have_their_own_formula_are_refused(
-    model_type: str, tmp_path: Path
-) -> None:
-    (shape,) = [shape for shape in SHAPES if shape.model_type == model_type]
+def test_a_model_whose_routers_have_their_own_formula_is_refused(tmp_path: Path) -> None:
+    (shape,) = [shape for shape in SHAPES if shape.model_type == _REFUSED]
     make_model(shape, tmp_path)
     with pytest.raises(UnsupportedConfig, match="a formula of its own"), program(tmp_path):
         pass
