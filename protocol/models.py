@@ -34,6 +34,12 @@ DELIVERY = "routed_experts_delivery"
 _START_LEN = "routed_experts_start_len"
 PROMPT_STARTS = (PROMPT_START, _START_LEN)
 """Two names of one field."""
+REPLAY = "routed_experts_replay"
+ACTIVATE = "routed_experts_activate"
+DEACTIVATE = "routed_experts_deactivate"
+BIAS = "routed_experts_bias"
+INPUT_FIELDS = (REPLAY, ACTIVATE, DEACTIVATE, BIAS)
+"""Fields that say which experts tokens take: see `input_fields`. All others say what is returned."""
 PREFIXES = ("return_routed", "routed_expert")
 """Unknown fields with these prefixes are rejected. vLLM ignores other unknown fields."""
 _LONGEST_NAME = 64  # characters that are compared and shown: the comparison takes quadratic time
@@ -107,6 +113,10 @@ class RoutingFields(BaseModel):
         description="`with_tokens`: each chunk of a stream has the rows that its tokens made known. `at_end`: all "
         "rows of a choice come with the chunk that has its `finish_reason`, the prompt's with the first such chunk.",
     )
+
+
+FIELDS = (*RoutingFields.model_fields, *INPUT_FIELDS)
+"""The names of all routing fields of a request."""
 
 
 @dataclass(frozen=True)
@@ -232,14 +242,14 @@ def _paired(options: RoutingOptions) -> RoutingOptions:
 def check_names(names: Iterable[str]) -> None:
     """Raises `FieldError` for a name that has the prefix of routing fields but is unknown."""
     for name in names:
-        if name.startswith(PREFIXES) and name not in RoutingFields.model_fields:
+        if name.startswith(PREFIXES) and name not in FIELDS:
             _refuse_unknown(name)
 
 
 def _refuse_unknown(name: str) -> NoReturn:
     # Without lone surrogates, which JSON allows and responses do not.
     shown = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()
-    fields = {_own_part(field_name): field_name for field_name in RoutingFields.model_fields}
+    fields = {_own_part(field_name): field_name for field_name in FIELDS}
     hint = f"the fields are {', '.join(fields.values())}"
     near = difflib.get_close_matches(_own_part(shown), fields, n=1)
     if near:
@@ -261,6 +271,8 @@ def check_defaults(defaults: object) -> dict[str, Any]:
     if not isinstance(defaults, dict):
         raise FieldError("", "the defaults must be a JSON object with routing fields")
     for name in defaults:
+        if name in INPUT_FIELDS:
+            raise FieldError(name, f"{name} cannot have a default: each request says it itself")
         if name not in RoutingFields.model_fields:
             _refuse_unknown(name)
     _validated(defaults)
@@ -439,6 +451,15 @@ class RoutedExpertsInfo(BaseModel):
     weights_on_input: bool = Field(
         default=False,
         description="whether weights multiply the input of experts instead of their output",
+    )
+    input: bool = Field(
+        default=False,
+        description="whether requests may say which experts their tokens take (`routed_experts_replay` and others)",
+    )
+    groups: list[int] = Field(
+        default_factory=lambda: [1, 1, 1],
+        description="of routers that first choose groups of experts: groups, how many are chosen, and how many of "
+        "its best experts a group's score sums up",
     )
     version: str = Field(description="version of routed-experts-server")
     vllm_version: str

@@ -15,6 +15,8 @@ _LONGEST_S = 1e9
 _LONGEST_SIGNED_S = 7 * 86400.0
 DEFAULT_LIFETIME_S = 3600.0
 """Of an array in the store."""
+INPUT_BYTES = 1 << 30
+"""Of what running requests say of their routing."""
 
 
 VLLM_FLAG_ENABLED = "routed_experts.every_request"
@@ -144,6 +146,12 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
         "maximum bytes of all files in the folder, with those found at start (default: 10 GiB), or of those that "
         "are not sent to the bucket yet; then recording stops",
     ] = 10 << 30
+    routed_experts_input_bytes: Annotated[
+        int,
+        _BYTES,
+        "maximum bytes of what the running requests of an API process say of their routing (default: 1 GiB); then new "
+        "ones get 503",
+    ] = INPUT_BYTES
     enable_return_routed_expert_weights: Annotated[
         bool,
         _SWITCH,

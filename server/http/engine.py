@@ -8,10 +8,11 @@ from routed_experts.capture.wire.rows import row_shape
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.http.drain import Drain
+from routed_experts.server.http.input_memory import InputMemory
 from routed_experts.server.http.metrics import EngineMetrics, label_with
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.processor import RowBuffers, refuse_used_ids
-from routed_experts.server.settings import Settings
+from routed_experts.server.settings import INPUT_BYTES, Settings
 from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
 
 _BYTES_PER_WORD = 2
@@ -81,6 +82,7 @@ class ServerState:
     settings: Settings = field(default_factory=Settings)
     captured: CapturedEngine | None = None
     store: ArrayStore | None = None
+    input_memory: InputMemory = field(default_factory=lambda: InputMemory(INPUT_BYTES))
     has_key: bool = False  # whether clients have to send a key
     generate_returns_rows: bool = False  # to all requests, as vLLM's own flag has it
     drain: Drain = field(default_factory=Drain)

@@ -40,6 +40,7 @@ class NotRecorded(StrEnum):
     NO_ROWS = "no_rows"
     STREAMED_INPUT = "streamed_input"
     BEAM_SEARCH = "beam_search"
+    INPUT = "input"
 
 
 def _counter(name: str, documentation: str, *labels: str) -> Counter:

@@ -4,9 +4,8 @@ silence."""
 from collections.abc import Iterator
 from typing import Any
 
-from routed_experts.protocol.models import PREFIXES, RoutingFields
+from routed_experts.protocol.models import FIELDS, PREFIXES
 
-_FIELDS = RoutingFields.model_fields
 _OF_ANSWERS = ("routed_experts", "routed_expert_weights")
 _LONGEST_PLACE = 100
 _INNER_REQUEST = "chat_request"  # of a request to derender, with what that had
@@ -53,7 +52,7 @@ def misplaced_fields(body: Any) -> Iterator[tuple[str, str]]:
         in_conversation = names_above[:1] in [(name,) for name in _CONVERSATIONS]
         names = value if isinstance(value, dict) else ()
         for name in names:
-            if name in _FIELDS or (
+            if name in FIELDS or (
                 not in_conversation and name.startswith(PREFIXES) and name not in _OF_ANSWERS
             ):
                 yield "".join(path).removeprefix(".")[:_LONGEST_PLACE], name

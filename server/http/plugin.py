@@ -131,6 +131,7 @@ class RoutedExpertsPlugin:
         await probe(self._app, captured, ours.store, args, model)
         ours.settings = settings
         ours.generate_returns_rows = asks_for_every_request(config)
+        ours.input_memory.max_bytes = settings.routed_experts_input_bytes
         seconds = min(
             max(ours.store.lifetime_s / 4, 1), _SWEEP_S if ours.store.folder else _SWEEP_BUCKET_S
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.buckets import is_bucket
+from routed_experts.protocol.routing_input import EncodedInput
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import NotRecorded, count_dropped
 from routed_experts.server.http.record_line import Record, RecordState, line_of
@@ -138,6 +139,9 @@ class Recorder(NoRecorder):
             return None
         if request.resumable:
             count_dropped(NotRecorded.STREAMED_INPUT)
+            return None
+        if EncodedInput.of(params) is not None:  # its experts are not the router's own choice
+            count_dropped(NotRecorded.INPUT)
             return None
         if self._queue.is_full:
             count_dropped(NotRecorded.FULL)

@@ -21,15 +21,20 @@ from pydantic import (
 )
 
 from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
+from routed_experts.protocol.input_fields import FieldsOfInput, InputFields
 from routed_experts.protocol.models import (
+    BIAS,
     OPT_IN,
     PROMPT_START,
+    REPLAY,
     FieldError,
     RoutingFields,
     RoutingOptions,
     check_names,
     parse_options,
 )
+from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput
+from routed_experts.server.http import long_body
 from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.misplaced import misplaced_fields
 from routed_experts.server.http.vllm_http import (
@@ -68,9 +73,20 @@ class PackedRoute(APIRoute):
                 raw_request = _PackedRequest(
                     {**raw_request.scope, "headers": headers}, raw_request.receive
                 )
+            else:
+                raw_request = _LongRequest(raw_request.scope, raw_request.receive)
             return await handle(raw_request)
 
         return unpacking
+
+
+class _LongRequest(Request):
+    """A request in JSON, of any length."""
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            self._json = long_body.parse(await self.body())
+        return self._json
 
 
 class _PackedRequest(Request):
@@ -92,19 +108,41 @@ def unpacked(content: bytes) -> Any:
         body = msgspec.msgpack.decode(content)
         params = body.get(TRANSFER_PARAMS) if isinstance(body, dict) else None
         rows = params.pop(PARAM, None) if isinstance(params, dict) else None
+        binary = _take_binary(body)
         body = msgspec.json.decode(msgspec.json.encode(body))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"The body is not valid MessagePack: {error}") from None
     if rows is not None:
         body[TRANSFER_PARAMS][PARAM] = rows
+    for array, (name, index) in binary:
+        value = body[name] if index is None else body[name][index]
+        value["data"] = array
     return body
 
 
-class RoutedRequest(RoutingFields):
-    """Extension of vLLM's request models."""
+def _take_binary(body: Any) -> list[tuple[bytes, tuple[str, int | None]]]:
+    """Takes the bytes out of arrays that say which experts tokens take. Each comes with its place:
+    the name of a field, and the index in its list if it has one."""
+    binary = []
+    for name in (REPLAY, BIAS):
+        value = body.get(name) if isinstance(body, dict) else None
+        arrays = enumerate(value) if isinstance(value, list) else [(None, value)]
+        for index, array in arrays:
+            if isinstance(array, dict) and isinstance(array.get("data"), bytes):
+                binary.append((array["data"], (name, index)))
+                array["data"] = ""
+    return binary
+
+
+class RoutedRequest(RoutingFields, InputFields):
+    """Extension of vLLM's request models. The `InputFields` are never filled: `input_of` has taken
+    them out of the body."""
 
     # None if the request does not ask for routing
     _routing: RoutingOptions | None = PrivateAttr(default=None)
+    # None if the request says nothing of its tokens' experts
+    _input_fields: FieldsOfInput | None = PrivateAttr(default=None)
+    _input: EncodedInput | None = PrivateAttr(default=None)  # the same for the engine
     _connection: Connection = PrivateAttr()  # of a request for routing
     _client_request_id: str = PrivateAttr("")  # of the same; a part of the response's `id`
     # in a choice, where the client does not limit them
@@ -146,6 +184,8 @@ class RoutedRequest(RoutingFields):
             )
             if self._most_tokens is not None and params.max_tokens is not None:
                 params.max_tokens = min(params.max_tokens, self._most_tokens)
+        if self._input is not None:
+            params.extra_args = {**(params.extra_args or {}), INPUT_ARG: self._input}
         # Not used here. vLLM checks its own field of this name too late, after a stream has begun.
         params.routed_experts_prompt_start = 0
         return params
@@ -191,7 +231,7 @@ def _odd_field(model: type[RoutedRequest], data: Any) -> VLLMValidationError | N
 async def routing_of(raw_request: Request) -> RoutingOptions | None:
     """The request's routing options. Runs before vLLM validates the body. An error names the field
     as `parameter`."""
-    body = await _body(raw_request)
+    body = await body_of(raw_request)
     if body is None:
         return None
     _check_places(body)
@@ -201,7 +241,7 @@ async def routing_of(raw_request: Request) -> RoutingOptions | None:
 async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
     """As `routing_of`, for vLLM's token-in, token-out endpoint, which also has fields of its own
     for routing."""
-    body = await _body(raw_request)
+    body = await body_of(raw_request)
     if body is None:
         return None
     # `vllm serve --enable-return-routed-experts` opts in every request of this endpoint.
@@ -252,7 +292,7 @@ async def require_key(raw_request: Request) -> None:
 async def refuse_odd_values(raw_request: Request) -> None:
     """Returns 400 for values in the body of a failed `/invocations` request for which vLLM returns
     500."""
-    body = await _body(raw_request)
+    body = await body_of(raw_request)
     for model in (RoutedChatRequest, RoutedCompletionRequest):  # in vLLM's order
         try:
             model.model_validate(body)
@@ -296,7 +336,7 @@ def _parse(
         raise VLLMValidationError(str(error), parameter=error.param) from None
 
 
-async def _body(raw_request: Request) -> dict[str, Any] | None:
+async def body_of(raw_request: Request) -> dict[str, Any] | None:
     """The request's body if it is a JSON object; otherwise None, and vLLM reports the error."""
     try:
         body = await raw_request.json()

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 
+from routed_experts.protocol.input_fields import FieldsOfInput
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
 from routed_experts.server.http import schemas
 from routed_experts.server.http.engine import CapturedEngine
@@ -20,6 +21,7 @@ from routed_experts.server.http.request import (
     routing_of,
 )
 from routed_experts.server.http.response import respond
+from routed_experts.server.http.routing_input import input_of
 from routed_experts.server.http.stored_arrays import delete_array, error_response, stored_array
 from routed_experts.server.http.texts import TEXTS_PATH, TokenTexts, texts_of
 from routed_experts.server.http.vllm_http import (
@@ -36,6 +38,7 @@ generate_router = APIRouter(route_class=PackedRoute)
 """Routes of servers with `--enable-scale-out`."""
 
 Routing = Annotated[RoutingOptions | None, Depends(routing_of)]
+RoutingInput = Annotated[FieldsOfInput | None, Depends(input_of)]
 ArrayId = Annotated[str, Path(alias="id")]
 LayerRange = Annotated[
     str | None, Query(description="layers to return, `FIRST:END`; all if left out")
@@ -51,11 +54,15 @@ GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 @with_cancellation
 @load_aware_call
 async def create_completion(
-    request: RoutedCompletionRequest, raw_request: Request, routing: Routing
+    request: RoutedCompletionRequest,
+    raw_request: Request,
+    routing_input: RoutingInput,
+    routing: Routing,
 ) -> Response:
     """OpenAI's text completion, optionally with routing."""
     serving = _serving(raw_request, "openai_serving_completion", "Completions API")
     request._routing = routing
+    request._input_fields = routing_input
     return await respond(await serving.create_completion(request, raw_request), raw_request)
 
 
@@ -63,11 +70,15 @@ async def create_completion(
 @with_cancellation
 @load_aware_call
 async def create_chat_completion(
-    request: RoutedChatRequest, raw_request: Request, routing: Routing
+    request: RoutedChatRequest,
+    raw_request: Request,
+    routing_input: RoutingInput,
+    routing: Routing,
 ) -> Response:
     """OpenAI's chat completion, optionally with routing."""
     serving = _serving(raw_request, "openai_serving_chat", "Chat Completions API")
     request._routing = routing
+    request._input_fields = routing_input
     return await respond(await serving.create_chat_completion(request, raw_request), raw_request)
 
 
@@ -79,12 +90,16 @@ async def create_chat_completion(
 @with_cancellation
 @load_aware_call
 async def generate(
-    request: RoutedGenerateRequest, raw_request: Request, routing: GenerateRouting
+    request: RoutedGenerateRequest,
+    raw_request: Request,
+    routing_input: RoutingInput,
+    routing: GenerateRouting,
 ) -> Response:
     """vLLM's token-in, token-out completion, optionally with routing. Needs `--enable-scale-out`.
     Routing fields stand at the top level of the request."""
     serving = _serving(raw_request, "serving_tokens", "generate tokens API")
     request._routing = routing
+    request._input_fields = routing_input
     return await respond(await serving.serve_tokens(request, raw_request), raw_request)
 
 

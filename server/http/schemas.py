@@ -181,6 +181,8 @@ _ERRORS = {
     422: "Something that the request refers to, such as an image, cannot be processed.",
     500: "Internal server error.",
     501: "The model does not support this endpoint.",
+    503: "The server stops, or running requests have all the memory for routing as an input: try again after "
+    "`Retry-After` seconds.",
     507: "The store of arrays that responses refer to is full.",
 }
 _NO_CAPTURE = "The server does not capture routed experts."

@@ -13,7 +13,16 @@ from routed_experts.capture.engine import transfer_params
 from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
 from routed_experts.capture.wire.rows import WEIGHTS_FLAG
 from routed_experts.protocol import codec
-from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
+from routed_experts.protocol.input_fields import FieldsOfInput
+from routed_experts.protocol.models import (
+    DELIVERY,
+    HISTOGRAM,
+    OPT_IN,
+    REPLAY,
+    WEIGHTS,
+    FieldError,
+    RoutingOptions,
+)
 from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.engine import CapturedEngine, ServerState
@@ -21,6 +30,7 @@ from routed_experts.server.http.metrics import NotRecorded, count_stored
 from routed_experts.server.http.references import Delivery, ReferenceMaker, cannot_store
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
+from routed_experts.server.http.routing_input import InputReader
 from routed_experts.server.http.seams import STREAMS_CHOICES, set_output_kind
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
 from routed_experts.server.http.vllm_http import (
@@ -73,6 +83,11 @@ def options_of(request: Any) -> RoutingOptions | None:
     return request._routing if isinstance(request, RoutedRequest) else None
 
 
+def input_fields_of(request: Any) -> FieldsOfInput | None:
+    """What `request` says of its routing, not decoded; None if it says nothing."""
+    return request._input_fields if isinstance(request, RoutedRequest) else None
+
+
 def _move_transfer_params(request: Any) -> None:
     """Moves `kv_transfer_params` from vLLM's extra arguments to the field of that name."""
     sampling = field_of(request, "sampling_params")
@@ -117,7 +132,8 @@ class RoutedServing:
         If vLLM or `check` rejects the request later, vLLM passes these params to the engine, so
         that the prefill instance frees its KV.
         """
-        if options_of(request) is not None and raw_request is not None:
+        takes_routing = input_fields_of(request) is not None
+        if raw_request is not None and (options_of(request) is not None or takes_routing):
             request._connection = connection_of(raw_request)
             request._client_request_id = raw_request.headers.get(
                 "X-Request-Id", getattr(request, "request_id", "")
@@ -152,7 +168,8 @@ class RoutedServing:
         return params
 
     def check(self, request: Any) -> None:
-        """Raises `VLLMValidationError` for routing that this server cannot return."""
+        """Raises `VLLMValidationError` for routing that this server cannot take or return."""
+        self._check_input(request)
         options = options_of(request)
         if options is None:
             return
@@ -174,6 +191,33 @@ class RoutedServing:
             codec.resolve_dtype(options.dtype, self.captured.num_experts)
         except codec.CodecError as error:
             _reject(str(error), "routed_experts_dtype")
+
+    def _check_input(self, request: Any) -> None:
+        """Raises `VLLMValidationError` for routing as an input where none can be."""
+        fields = input_fields_of(request)
+        if fields is None:
+            return
+        name = fields.first_field
+        if field_of(request, "use_beam_search"):
+            _reject(f"{name} cannot be used with beam search.", name)
+        if request.kv_transfer_params:
+            _reject(f"{name} cannot be used with {TRANSFER_PARAMS}.", name)
+
+    async def encode_input(self, request: Any, prompt_lens: list[int], num_choices: int) -> None:
+        """Makes what the request says of its routing ready for the engine. Raises
+        `VLLMValidationError` if it is impossible with this model or these prompts."""
+        fields = input_fields_of(request)
+        if fields is None:
+            return
+        assert self.captured is not None
+        reader = InputReader(self.captured, self.server.store, self.server.input_memory)
+        try:
+            request._input = await reader.encode(
+                fields, prompt_lens, num_choices, request._connection
+            )
+        except FieldError as error:
+            _reject(str(error), error.param)
+        request._input_fields = None  # which has the text of the arrays
 
     async def check_prefill_rows(self, request: Any, prompt_lens: list[int]) -> None:
         """Raises `VLLMValidationError` for rows from a prefill instance that do not fit the
@@ -426,6 +470,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
             await self.check_lengths(
                 request, lengths, request.n or 1, request.max_tokens, request.min_tokens
             )
+            await self.encode_input(request, lengths, request.n or 1)
         return rendered
 
     def completion_stream_generator(
@@ -482,6 +527,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
             await self.check_lengths(
                 request, lengths, request.n or 1, max_tokens, request.min_tokens
             )
+            await self.encode_input(request, lengths, request.n or 1)
         return rendered
 
     def chat_completion_stream_generator(
@@ -542,6 +588,8 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
             self._check_choices(request)
             self._check_prompt_start(request)
             await self._check_and_limit_length(request)
+            self._check_replay(request)
+            await self.encode_input(request, [len(request.token_ids)], request.sampling_params.n)
             request.sampling_params = request.opt_in(request.sampling_params)
             set_output_kind(request.sampling_params, bool(request.stream))
         return await super().serve_tokens(request, raw_request)
@@ -578,6 +626,16 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
             "(/v1/chat/completions/render), or leave it out"
         )
         _cannot(request, options, message, options.prompt_start_param)
+
+    def _check_replay(self, request: RoutedGenerateRequest) -> None:
+        fields = input_fields_of(request)
+        if fields is None or not fields.replay or not _expands(request):
+            return
+        _reject(
+            f"{REPLAY} counts the tokens of the whole prompt, which is known only after "
+            "content_parts are processed: send features instead (/v1/chat/completions/render)",
+            REPLAY,
+        )
 
     async def _check_and_limit_length(self, request: RoutedGenerateRequest) -> None:
         """Checks the size of the response, and has a request that says no `max_tokens` end where

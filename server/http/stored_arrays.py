@@ -5,14 +5,13 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from io import BytesIO
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
-from routed_experts.protocol.codec import CodecError, read_npy_header
+from routed_experts.protocol.codec import CodecError
 from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import (
@@ -50,12 +49,7 @@ class _Part:
     tokens."""
 
     def __init__(self, store: ArrayStore, key: str, layers: str | None, tokens: str | None) -> None:
-        size = store.size(key)
-        header = store.read(key, [(0, HEADER_BYTES)])
-        (num_layers, num_tokens, top_k), dtype, order = read_npy_header(BytesIO(header))
-        num_bytes = num_layers * num_tokens * top_k * dtype.itemsize
-        if order != "C" or HEADER_BYTES + num_bytes != size:
-            raise CodecError("its header and its size do not fit")
+        (num_layers, num_tokens, top_k), dtype = store.header(key)
         begin, end = _span(layers, num_layers, "layers")
         first, last = _span(tokens, num_tokens, "tokens")
         row = top_k * dtype.itemsize
@@ -199,6 +193,11 @@ async def _run(store: ArrayStore, function: Callable[..., T], *args: Any) -> T:
     server's own threads are for all requests, and a bucket that is gone would hold them all."""
     if store.folder is not None and store.folder.is_relative_to(MEMORY):
         return function(*args)
+    return await run_in_thread(store, function, *args)
+
+
+async def run_in_thread(store: ArrayStore, function: Callable[..., T], *args: Any) -> T:
+    """Calls `function` of `store` in a thread of it."""
     try:
         return await asyncio.wait_for(store.reader.run(function, *args), PATIENCE_S)
     except TimeoutError:

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from routed_experts.protocol.models import OPT_IN, PREFIXES, PROMPT_START
+from routed_experts.protocol.models import INPUT_FIELDS, OPT_IN, PREFIXES, PROMPT_START
 from routed_experts.server.http import routes
 from routed_experts.server.http.forms import CheckedForm, RoutingFieldError, routing_fields_of
 from routed_experts.server.http.misplaced import misplaced_fields
@@ -29,6 +29,7 @@ from routed_experts.server.http.request import (
     require_key,
     routing_of,
 )
+from routed_experts.server.http.routing_input import input_of
 from routed_experts.server.http.vllm_http import CompletionRequest
 from routed_experts.server.vllm_api import VLLMValidationError
 
@@ -145,8 +146,9 @@ async def _checked(
 
 def _refusal(name: str) -> VLLMValidationError:
     name = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()  # without lone surrogates
+    what = "take routing" if name in INPUT_FIELDS else "return routed experts"
     return VLLMValidationError(
-        f"{name}: this endpoint does not return routed experts: use {ENDPOINTS}", parameter=name
+        f"{name}: this endpoint does not {what}: use {ENDPOINTS}", parameter=name
     )
 
 
@@ -192,21 +194,31 @@ def _dispatching(vllms: Any) -> Any:
     @standards.stateful_session_manager()
     @standards.inject_adapter_id(adapter_path="model")  # the adapter comes in a header
     async def routed(raw_request: Request) -> Response:
+        routing_input = await input_of(raw_request)
         routing = await routing_of(raw_request)
         body = await raw_request.json()
         try:
             if body.get("messages") is not None:
                 chat = RoutedChatRequest.model_validate(body)
                 return await routes.create_chat_completion(
-                    request=chat, raw_request=raw_request, routing=routing
+                    request=chat,
+                    raw_request=raw_request,
+                    routing_input=routing_input,
+                    routing=routing,
                 )
             if body.get("prompt") is not None or body.get("prompt_embeds") is not None:
                 completion = RoutedCompletionRequest.model_validate(body)
                 return await routes.create_completion(
-                    request=completion, raw_request=raw_request, routing=routing
+                    request=completion,
+                    raw_request=raw_request,
+                    routing_input=routing_input,
+                    routing=routing,
                 )
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
+        if routing_input is not None:
+            name = routing_input.first_field
+            raise VLLMValidationError(f"{name} is for {ENDPOINTS}", parameter=name)
         if routing is not None and not routing.by_default:
             raise VLLMValidationError(
                 f"This request does not return routed experts: use {ENDPOINTS}", parameter=OPT_IN
@@ -215,11 +227,11 @@ def _dispatching(vllms: Any) -> Any:
         return response
 
     async def invocations(raw_request: Request) -> Response:
+        routing_input = await input_of(raw_request)
         routing = await routing_of(raw_request)
+        is_vllms = routing is None and routing_input is None
         try:
-            response: Response = await (vllms if routing is None else routed)(
-                raw_request=raw_request
-            )
+            response: Response = await (vllms if is_vllms else routed)(raw_request=raw_request)
         except Exception:
             await refuse_odd_values(raw_request)
             raise

@@ -24,7 +24,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from io import BytesIO
-from math import ceil
+from math import ceil, prod
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol.buckets import is_broken_url, is_bucket
+from routed_experts.protocol.codec import CodecError, read_npy_header
 from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.folders import Folder, blocks, hour_of, remove_unused
 from routed_experts.server.outputs.threads import Threads
@@ -333,6 +334,20 @@ class ArrayStore:
         `size` does."""
         with self._errors("cannot be read", key):
             return self._objects.read(name_of(key), spans)
+
+    def header(self, key: str) -> tuple[tuple[int, int, int], np.dtype[Any]]:
+        """The shape [layers, rows, experts per token] and the dtype of an array. Raises as `size`
+        does, and `CodecError` for a file that is damaged."""
+        size = self.size(key)
+        header = self.read(key, [(0, HEADER_BYTES)])
+        shape, dtype, order = read_npy_header(BytesIO(header))
+        if order != "C" or HEADER_BYTES + prod(shape) * dtype.itemsize != size:
+            raise CodecError("its header and its size do not fit")
+        return shape, dtype
+
+    def content(self, key: str) -> bytes:
+        """The bytes of an array, behind its header. Raises as `size` does."""
+        return self.read(key, [(HEADER_BYTES, self.size(key))])
 
     def signed_url(self, key: str, method: str) -> str:
         """Where a client without keys reads an array of a bucket until it expires."""

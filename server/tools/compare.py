@@ -16,6 +16,7 @@ from routed_experts.protocol.routing import RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
 from routed_experts.server.cli.console import CommandError, Parser, say
 from routed_experts.server.tools.differences import Comparison, table
+from routed_experts.server.tools.forced import compare_forced, forced_table
 from routed_experts.server.tools.reference import Reference
 from routed_experts.server.tools.running import (
     Body,
@@ -47,7 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "model",
         help="checkpoint: a folder or a name on the Hugging Face Hub; or a file with responses to the same prompts, in "
-        "the same order: they are compared as far as their tokens are the same",
+        "the same order: they are compared as far as their tokens are the same; with --force, the URL of a server",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -88,10 +89,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "equal and with different rows; needs logprobs in the requests",
     )
     parser.add_argument(
+        "--force",
+        action="store_true",
+        help="MODEL is the URL of a server with --enable-routed-experts-input: says how much of the difference between "
+        "its log-probabilities and those of the responses is that its routers choose other experts; needs logprobs "
+        "and return_token_ids in the requests",
+    )
+    parser.add_argument(
         "--json", type=Path, help="also write the results to this file; - for standard output only"
     )
     add_flags(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.force and args.url:
+        parser.error("--force compares --answers with the server that is named in place of a model")
+    return args
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,10 +114,13 @@ def main(argv: Sequence[str]) -> int:
         if to_stdout or args.json is None
         else atomic_file(args.json, "--json") as file
     ):
-        report = compare(args)
+        report = compare_forced(args) if args.force else compare(args)
         text = json.dumps(report, indent=1)
         if file is not None:
             file.write_text(text + "\n", encoding="utf-8")
+    if args.force:
+        print(text if to_stdout else forced_table(report))
+        return 0
     print(text if to_stdout else table(report))
     return 1 if report["total"]["other_rows"] else 0
 

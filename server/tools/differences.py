@@ -100,7 +100,7 @@ _STATE_NAMES = ("equal_rows", "different_rows", "unknown_rows")
 _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
-def _tails(values: list[float]) -> dict[str, Any]:
+def tails(values: list[float]) -> dict[str, Any]:
     """Number, mean and percentiles of `values`; None where there are none."""
     summary: dict[str, Any] = {"tokens": len(values), "mean": None}
     summary |= dict.fromkeys(_PERCENTILES)
@@ -249,9 +249,9 @@ class Comparison:
         report["layers"] = of_layers
         report["total"] = reduce(LayerCount.merged, self.layers, LayerCount()).summary(near_tie)
         if self.with_logprobs:
-            report["logprobs"] = {"all": _tails([*chain(*self.logprobs)])}
+            report["logprobs"] = {"all": tails([*chain(*self.logprobs)])}
             for name, of_state in zip(_STATE_NAMES, self.logprobs, strict=True):
-                report["logprobs"][name] = _tails(of_state)
+                report["logprobs"][name] = tails(of_state)
         return report
 
 

@@ -96,6 +96,10 @@ class RunningServer:
         answer = self._call(path, request, where=str(source))
         return SavedAnswer(source.file, source.line, [answer], info)
 
+    def complete(self, where: str, body: Body) -> dict[str, Any]:
+        """The response to a completion request, as it came."""
+        return self._call("/v1/completions", {"model": self.document["model"], **body}, where)
+
     def ask_all(
         self, bodies: Iterable[tuple[Source, Body]], with_weights: bool
     ) -> Iterator[SavedAnswer]:

@@ -65,6 +65,7 @@ MAY_IMPORT_VLLM = (
 
 NEEDED_BY_CLIENTS = {
     "protocol/buckets.py": {"obstore"},
+    "protocol/input_fields.py": {"pydantic"},
     "protocol/models.py": {"pydantic"},
     "protocol/package/replay.py": {"torch", "numpy"},
 }

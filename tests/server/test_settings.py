@@ -38,6 +38,7 @@ VALID = [
         for name, value in (("tokens", False), ("share", 1e-9))
     ),
     {**RECORD, "routed_experts_record_bytes": 1},
+    {"routed_experts_input_bytes": 1},
     *({key: True} for key in FOR_THE_ENGINE),
 ]
 
@@ -74,7 +75,7 @@ def test_every_setting_is_tried() -> None:
     assert {name for given in VALID for name in given} == set(KINDS)
 
 
-BYTES = ("max_response", "store", "record")
+BYTES = ("max_response", "store", "record", "input")
 NOT_POSITIVE = (0, -1, 1.5, True, "1GB", float("inf"))
 BUCKET = {"routed_experts_store": "s3://bucket/prefix"}
 PLACE = (

@@ -1,0 +1,382 @@
+"""Routing as an input: makes what a request says about its tokens' experts ready for the engine.
+
+The order matters, because arrays may have megabytes. Everything that can be wrong is refused
+before they are read: by their shapes, by the model and by the prompt. Then their bytes are counted,
+and only then are they decoded, in a thread, one request at a time.
+"""
+
+import time
+from dataclasses import dataclass
+from http import HTTPStatus
+from itertools import pairwise
+from math import isfinite, prod
+from typing import Any
+
+import numpy as np
+import pybase64
+from fastapi import HTTPException, Request
+from numpy.typing import NDArray
+
+from routed_experts.protocol.codec import NUMPY_DTYPES, UNKNOWN, CodecError
+from routed_experts.protocol.input_fields import (
+    BiasArray,
+    FieldsOfInput,
+    ReplayedArray,
+    ReplayedReference,
+    parse_input,
+    take_input,
+)
+from routed_experts.protocol.models import ACTIVATE, BIAS, DEACTIVATE, REPLAY, FieldError
+from routed_experts.protocol.routing_input import (
+    MAX_BIAS,
+    EncodedInput,
+    Groups,
+    RoutingInput,
+    RoutingInputError,
+    steering_bias,
+)
+from routed_experts.server.http.connection import Connection
+from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.input_memory import INPUT_BYTES_FLAG, InputMemory
+from routed_experts.server.http.request import body_of
+from routed_experts.server.http.stored_arrays import run_in_thread
+from routed_experts.server.outputs.array_store import (
+    ArrayGoneError,
+    ArrayStore,
+    StoreError,
+    UnknownArrayError,
+)
+from routed_experts.server.outputs.threads import Threads
+from routed_experts.server.vllm_api import VLLMValidationError
+
+INPUT_FLAG = "--enable-routed-experts-input"
+_SCOPE_KEY = "routed_experts.input"  # in the scope of a request
+_FIELD_OF = {
+    "rows": REPLAY,
+    "start": REPLAY,
+    "bias": BIAS,
+    "activate": ACTIVATE,
+    "deactivate": DEACTIVATE,
+}
+"""The field of a request for each argument of `RoutingInput` and `steering_bias`."""
+
+_PIECE_CHARS = 1 << 20
+"""Decoded at once, in about 1 ms: other threads wait as long for Python's lock."""
+_DECODER = Threads(1, "routed-experts-input")
+"""One thread, so that many long arrays keep the event loop waiting no longer than one does."""
+
+
+async def input_of(raw_request: Request) -> FieldsOfInput | None:
+    """What the request says of its routing. Takes the fields out of the body, before vLLM
+    validates it: no error or log can repeat them.
+
+    `/invocations` asks twice, so the answer is kept.
+    """
+    body = await body_of(raw_request)
+    fields = take_input(body) if body is not None else {}
+    if fields:
+        captured: CapturedEngine | None = raw_request.app.state.routed_experts.captured
+        if captured is None or not captured.info.input:
+            raise VLLMValidationError(
+                f"This server takes no routing as an input: start it with {INPUT_FLAG}.",
+                parameter=next(iter(fields)),
+            )
+        try:
+            raw_request.scope[_SCOPE_KEY] = parse_input(fields)
+        except FieldError as error:
+            raise VLLMValidationError(str(error), parameter=error.param) from None
+    parsed: FieldsOfInput | None = raw_request.scope.get(_SCOPE_KEY)
+    return parsed
+
+
+@dataclass(frozen=True)
+class InputReader:
+    """Reads the arrays of requests."""
+
+    captured: CapturedEngine
+    store: ArrayStore | None
+    memory: InputMemory
+
+    async def encode(
+        self,
+        fields: FieldsOfInput,
+        prompt_lens: list[int],
+        num_choices: int,
+        connection: Connection,
+    ) -> EncodedInput:
+        """What the engine is to know, for prompts of these lengths with `num_choices` each.
+
+        Raises:
+            FieldError: the request is impossible with this model or these prompts.
+            HTTPException: there is no memory, or the store does not answer.
+        """
+        self._check_prompts(fields, prompt_lens)
+        self._check_bias_shape(fields)
+        pieces = [await self._piece(array) for array in fields.replay]
+        pieces = _in_order([piece for piece in pieces if piece.num_rows])
+        if pieces and pieces[-1].end > prompt_lens[0]:
+            raise FieldError(
+                REPLAY,
+                f"{REPLAY}: rows must be of the prompt's {prompt_lens[0]} tokens, but they end at "
+                f"position {pieces[-1].end}. For experts of an answer, append it to the prompt.",
+            )
+        self._take_memory(fields, pieces, len(prompt_lens) * num_choices, connection)
+        stored = {
+            piece.key: await self._read_stored(piece) for piece in pieces if piece.key is not None
+        }
+        return await _DECODER.run(self._encode, fields, pieces, stored)
+
+    def _check_prompts(self, fields: FieldsOfInput, prompt_lens: list[int]) -> None:
+        if fields.replay and len(prompt_lens) != 1:
+            raise FieldError(
+                REPLAY,
+                f"{REPLAY} is for one prompt, and this request has {len(prompt_lens)}: send a "
+                "request for each",
+            )
+
+    def _check_bias_shape(self, fields: FieldsOfInput) -> None:
+        if isinstance(fields.bias, BiasArray):
+            expected = [self.captured.info.num_layers, self.captured.num_experts]
+            if fields.bias.shape != expected:
+                raise FieldError(
+                    BIAS,
+                    f"{BIAS} must have the shape {expected} ([layers, experts]), as this model "
+                    f"has, not {fields.bias.shape}",
+                )
+            _check_length(BIAS, fields.bias.data, 4 * prod(expected))
+
+    async def _piece(self, array: ReplayedArray | ReplayedReference) -> "_Piece":
+        """Some rows, whose shape fits the model."""
+        if isinstance(array, ReplayedArray):
+            num_rows, num_layers, top_k = array.shape
+            piece = _Piece(array.start, num_rows, num_layers, top_k, array.dtype, data=array.data)
+        else:
+            num_layers, num_rows, top_k, dtype = await self._header_of(array.id)
+            piece = _Piece(array.start, num_rows, num_layers, top_k, dtype, key=array.id)
+        self._check_shape(piece)
+        if piece.data is not None:
+            _check_length(REPLAY, piece.data, piece.num_bytes)
+        return piece
+
+    def _check_shape(self, piece: "_Piece") -> None:
+        if (piece.num_layers, piece.top_k) == self.captured.shape:
+            return
+        num_layers, top_k = self.captured.shape
+        hint = ""
+        if piece.num_layers == self.captured.info.num_hidden_layers:
+            hint = "; ask for rows with routed_experts_layers: moe"
+        raise FieldError(
+            REPLAY,
+            f"{REPLAY} must have {num_layers} layers and {top_k} experts per token, as this model "
+            f"has, not {piece.num_layers} and {piece.top_k}{hint}",
+        )
+
+    def _take_memory(
+        self,
+        fields: FieldsOfInput,
+        pieces: list["_Piece"],
+        num_requests: int,
+        connection: Connection,
+    ) -> None:
+        """The engine has the bytes once for each choice."""
+        num_layers, top_k = self.captured.shape
+        num_bytes = 0
+        if pieces:
+            num_bytes += 2 * (pieces[-1].end - pieces[0].start) * num_layers * top_k
+        if fields.has_bias:
+            num_bytes += 4 * num_layers * self.captured.num_experts
+        num_bytes *= num_requests
+        if num_bytes > self.memory.max_bytes:
+            raise FieldError(
+                fields.first_field,
+                f"{fields.first_field}: what this request says of its routing takes {num_bytes} "
+                f"bytes, and the limit of this server is {self.memory.max_bytes} "
+                f"({INPUT_BYTES_FLAG}): send fewer rows or choices",
+            )
+        self.memory.take(num_bytes, connection)
+
+    async def _header_of(self, key: str) -> tuple[int, int, int, str]:
+        """Layers, rows, experts per token and dtype of a stored array."""
+        (num_layers, num_rows, top_k), dtype = await self._ask_store("header", key)
+        if dtype.kind not in "iu":
+            raise FieldError(REPLAY, f"{REPLAY}: the array {key} has weights, and not rows")
+        return num_layers, num_rows, top_k, dtype.name
+
+    async def _read_stored(self, piece: "_Piece") -> NDArray[Any]:
+        data = await self._ask_store("content", piece.key)
+        layers_first = np.frombuffer(data, NUMPY_DTYPES[piece.dtype])
+        shape = (piece.num_layers, piece.num_rows, piece.top_k)
+        rows: NDArray[Any] = layers_first.reshape(shape).transpose(1, 0, 2)  # [n, L, K]
+        return rows
+
+    async def _ask_store(self, method: str, key: str | None) -> Any:
+        """Calls a method of the store for an array that a request names."""
+        if self.store is None:
+            raise FieldError(REPLAY, f"{REPLAY}: this server stores no routed experts")
+        try:
+            return await run_in_thread(self.store, getattr(self.store, method), key)
+        except UnknownArrayError:
+            raise FieldError(REPLAY, f"{REPLAY}: there is no stored array with this id") from None
+        except ArrayGoneError:
+            raise FieldError(
+                REPLAY, f"{REPLAY}: the stored array has expired or was deleted"
+            ) from None
+        except CodecError as error:
+            raise FieldError(REPLAY, f"{REPLAY}: the stored array is damaged: {error}") from None
+        except StoreError as error:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
+
+    def _encode(
+        self, fields: FieldsOfInput, pieces: list["_Piece"], stored: dict[str, NDArray[Any]]
+    ) -> EncodedInput:
+        """In a thread: decodes the arrays, and checks what they hold."""
+        info = self.captured.info
+        try:
+            rows = _joined(pieces, stored) if pieces else None
+            said = RoutingInput(
+                rows=rows,
+                start=pieces[0].start if pieces else 0,
+                bias=self._bias(fields) if fields.has_bias else None,
+            )
+            said.check(
+                num_layers=info.num_layers,
+                top_k=info.top_k,
+                num_experts=info.num_experts,
+                groups=Groups(*info.groups),
+            )
+        except RoutingInputError as error:
+            name = _FIELD_OF[error.field]
+            raise FieldError(name, f"{name} {error.problem}") from None
+        return said.encode()
+
+    def _bias(self, fields: FieldsOfInput) -> NDArray[np.float32]:
+        """[L, E]"""
+        info = self.captured.info
+        bias: NDArray[np.float32] | None = None
+        if isinstance(fields.bias, BiasArray):
+            data = _decoded(BIAS, fields.bias.data, 4 * prod(fields.bias.shape))
+            bias = data.view("<f4").reshape(fields.bias.shape)
+        elif fields.bias:
+            bias = self._bias_of_experts(fields.bias)
+        return steering_bias(
+            layer_ids=info.layer_ids,
+            num_experts=info.num_experts,
+            activate=fields.activate,
+            deactivate=fields.deactivate,
+            bias=bias,
+        )
+
+    def _bias_of_experts(self, biases: tuple[tuple[int, int, float], ...]) -> NDArray[np.float32]:
+        """[L, E], zeros but for these."""
+        info = self.captured.info
+        index_of_layer = {layer: index for index, layer in enumerate(info.layer_ids)}
+        bias = np.zeros((info.num_layers, info.num_experts), np.float32)
+        seen: set[tuple[int, int]] = set()
+        for layer, expert, value in biases:
+            if layer not in index_of_layer:
+                raise FieldError(
+                    BIAS,
+                    f"{BIAS} has decoder layer {layer}, which has no experts: GET "
+                    "/v1/routed_experts lists those that have as layer_ids",
+                )
+            if not 0 <= expert < info.num_experts:
+                raise FieldError(
+                    BIAS,
+                    f"{BIAS} has expert {expert} of decoder layer {layer}, but the model's are 0 "
+                    f"to {info.num_experts - 1}",
+                )
+            if (layer, expert) in seen:
+                raise FieldError(BIAS, f"{BIAS} has expert {expert} of decoder layer {layer} twice")
+            if not isfinite(value) or abs(value) > MAX_BIAS:
+                raise FieldError(
+                    BIAS,
+                    f"{BIAS} must be numbers of at most {MAX_BIAS:.0f} from 0: {ACTIVATE} stands "
+                    f"for always, {DEACTIVATE} for never",
+                )
+            seen.add((layer, expert))
+            bias[index_of_layer[layer], expert] = value
+        return bias
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of a request, not decoded yet: `data` of the request, or a stored array."""
+
+    start: int
+    num_rows: int
+    num_layers: int
+    top_k: int
+    dtype: str
+    data: str | bytes | None = None
+    key: str | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_rows
+
+    @property
+    def num_bytes(self) -> int:
+        size = NUMPY_DTYPES[self.dtype].itemsize
+        return self.num_rows * self.num_layers * self.top_k * size
+
+    def decode(self) -> NDArray[Any]:
+        """[n, L, K]"""
+        assert self.data is not None
+        data = _decoded(REPLAY, self.data, self.num_bytes)
+        shape = (self.num_rows, self.num_layers, self.top_k)
+        return data.view(NUMPY_DTYPES[self.dtype]).reshape(shape)
+
+
+def _in_order(pieces: list[_Piece]) -> list[_Piece]:
+    pieces = sorted(pieces, key=lambda piece: piece.start)
+    for before, after in pairwise(pieces):
+        if after.start < before.end:
+            raise FieldError(
+                REPLAY,
+                f"{REPLAY} has two arrays with a row of position {after.start}: give one for each "
+                "position",
+            )
+    return pieces
+
+
+def _joined(pieces: list[_Piece], stored: dict[str, NDArray[Any]]) -> NDArray[Any]:
+    """[n, L, K] from the first position on; -1 between arrays, where the router chooses."""
+    arrays = [piece.decode() if piece.key is None else stored[piece.key] for piece in pieces]
+    if len(arrays) == 1:
+        return arrays[0]
+    first = pieces[0]
+    num_rows = pieces[-1].end - first.start
+    dtype = np.result_type(np.int16, *arrays)
+    joined = np.full((num_rows, first.num_layers, first.top_k), UNKNOWN, dtype)
+    for piece, array in zip(pieces, arrays, strict=True):
+        joined[piece.start - first.start : piece.end - first.start] = array
+    return joined
+
+
+def _check_length(name: str, data: str | bytes, num_bytes: int) -> None:
+    """Before anything is decoded."""
+    expected = num_bytes if isinstance(data, bytes) else 4 * -(-num_bytes // 3)
+    if len(data) != expected:
+        unit = "bytes" if isinstance(data, bytes) else "characters of base64"
+        raise FieldError(
+            name, f"{name}: an array of this shape and dtype has {expected} {unit}, not {len(data)}"
+        )
+
+
+def _decoded(name: str, data: str | bytes, num_bytes: int) -> NDArray[np.uint8]:
+    if isinstance(data, bytes):
+        return np.frombuffer(data, np.uint8)
+    decoded = np.empty(num_bytes, np.uint8)
+    at = 0
+    for first in range(0, len(data), _PIECE_CHARS):
+        try:
+            piece = pybase64.b64decode(data[first : first + _PIECE_CHARS], validate=True)
+        except ValueError:  # its message may repeat the text
+            raise FieldError(name, f"{name}: data is not base64") from None
+        expected = min(num_bytes - at, _PIECE_CHARS // 4 * 3)
+        if len(piece) != expected:  # there is a padding within
+            raise FieldError(name, f"{name}: data is not base64")
+        decoded[at : at + expected] = np.frombuffer(piece, np.uint8)
+        at += expected
+        time.sleep(0)  # lets the event loop run now, and not after Python's 5 ms
+    return decoded

@@ -1,0 +1,556 @@
+"""Routing as an input over HTTP: what reaches the engine, and what is refused.
+
+Around the engine that does arithmetic, which knows nothing of it: a request's `SamplingParams` are
+looked at as they arrive there.
+"""
+
+import asyncio
+import base64
+import io
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from vllm.v1.engine import EngineCoreRequest
+
+from routed_experts.capture.wire.transport import Told, attach, detach
+from routed_experts.protocol.codec import decode
+from routed_experts.protocol.models import INPUT_FIELDS
+from routed_experts.protocol.routing_input import EncodedInput, RoutingInput
+from routed_experts.server.outputs.array_store import ArrayStore
+from routed_experts.server.outputs.folders import default_folder
+from tests.contract import served as around
+from tests.contract.engine import NUM_EXPERTS, K, L
+from tests.contract.served import DECODER_LAYERS, LAYER_IDS, SIZES, ServedExecutor, served, serving
+from tests.contract.test_api import CHAT, COMPLETIONS, GENERATE, post, refused
+from tests.e2e.harness import Server, prompt_of, wait_until
+
+REPLAY, ACTIVATE, DEACTIVATE, BIAS = INPUT_FIELDS
+GROUPS = (8, 2, 1)
+"""Of the experts; two of them have just as many as a token takes."""
+GROUP_SIZE = NUM_EXPERTS // GROUPS[0]
+PROMPT = prompt_of(20, 1)
+FLAGS = (
+    *SIZES,
+    *("--hf-overrides", json.dumps({"num_hidden_layers": DECODER_LAYERS})),
+    *("--enable-scale-out", "--enable-routed-experts-input"),
+)
+
+
+class TakesInput(ServedExecutor):
+    """Gives the tokens the experts that their requests say."""
+
+    groups = GROUPS
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self._inputs: dict[str, RoutingInput] = {}
+        self._num_told = 0
+
+    def _update(self, step: Any) -> None:
+        for new in step.scheduled_new_reqs:
+            encoded = EncodedInput.of(new.sampling_params)
+            if encoded is not None:
+                self._inputs[new.req_id] = RoutingInput.decode(encoded)
+        super()._update(step)
+
+    def compute(self, request_id: str, sequence: Any, tokens: Any, start: int, end: int) -> Any:
+        rows = super().compute(request_id, sequence, tokens, start, end)
+        said = self._inputs.get(request_id)
+        if said is None or said.rows is None:
+            return rows
+        rows = rows.copy()
+        for position in range(max(start, said.start), min(end, said.end)):
+            given = said.rows[position - said.start]
+            is_given = (given >= 0).all(axis=1)
+            rows[position - start][is_given] = given[is_given]
+            self._num_told += 1
+        return rows
+
+    def _run(self, step: Any) -> Any:
+        self._num_told = 0
+        output = super()._run(step)
+        running = [self._inputs.get(request_id) for request_id in step.num_scheduled_tokens]
+        num_steered = sum(said is not None and said.bias is not None for said in running)
+        rows = detach(output)
+        if rows is not None:
+            rows.told = Told(self._num_told, num_steered)
+            attach(output, rows)
+        return output
+
+
+@dataclass
+class Arrived:
+    """What reached the engine."""
+
+    requests: list[Any] = field(default_factory=list)
+
+    def inputs(self) -> list[EncodedInput | None]:
+        """What each request says of its routing."""
+        return [EncodedInput.of(request.sampling_params) for request in self.requests]
+
+    def input(self) -> RoutingInput:
+        """That of the only request."""
+        (encoded,) = self.inputs()
+        assert encoded is not None
+        return RoutingInput.decode(encoded)
+
+
+@pytest.fixture(scope="module")
+def api(tiny_model: Path) -> Iterator[Server]:
+    with served(tiny_model, TakesInput, *FLAGS) as server:
+        yield server
+
+
+@pytest.fixture
+def arrived(monkeypatch: pytest.MonkeyPatch) -> Arrived:
+    arrived = Arrived()
+    send = around.around.sent
+
+    def sent(message: Any) -> Any:
+        received = send(message)
+        if isinstance(message, EngineCoreRequest):
+            arrived.requests.append(received)
+        return received
+
+    monkeypatch.setattr(around.around, "sent", sent)
+    return arrived
+
+
+def rows_for(num_rows: int, seed: int = 0) -> NDArray[np.int16]:
+    """[n, L, K] of distinct experts."""
+    random = np.random.default_rng(seed).random((num_rows, L, 2 * K))
+    return np.argsort(random)[..., :K].astype(np.int16)
+
+
+def array_of(rows: NDArray[Any], start: int = 0, **changes: Any) -> dict[str, Any]:
+    """The `object` form."""
+    data = base64.b64encode(np.ascontiguousarray(rows).tobytes()).decode()
+    return {
+        "data": data,
+        "shape": [*rows.shape],
+        "dtype": rows.dtype.name,
+        "start": start,
+        "missing": 0,
+        **changes,
+    }
+
+
+def body_for(path: str, prompt: list[int] = PROMPT) -> dict[str, Any]:
+    if path == GENERATE:
+        return {"token_ids": prompt, "sampling_params": {"max_tokens": 2}}
+    if path == CHAT:
+        return {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 2}
+    return {"prompt": prompt, "max_tokens": 2}
+
+
+def answered(server: Server, path: str, **body: Any) -> Any:
+    response = post(server, path, **body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def same(said: RoutingInput, expected: RoutingInput) -> None:
+    """As the bytes for the engine are the same, everything is."""
+    assert said.encode().data == expected.encode().data
+
+
+# ---- what reaches the engine ----
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, "/invocations"])
+def test_rows_reach_the_engine(api: Server, arrived: Arrived, path: str) -> None:
+    """Independent of what is returned, and without a change of the answer's form."""
+    rows = rows_for(5)
+    answer = answered(api, path, **body_for(path), **{REPLAY: array_of(rows)})
+    same(arrived.input(), RoutingInput(rows=rows))
+    assert "prompt_routed_experts" not in answer
+    assert answer["choices"][0].get("routed_experts") is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_in_and_rows_out(api: Server, arrived: Arrived, stream: bool) -> None:
+    rows = rows_for(len(PROMPT))
+    body = {**body_for(COMPLETIONS), REPLAY: array_of(rows), "return_routed_experts": True}
+    chunks = api.stream(**body) if stream else [answered(api, COMPLETIONS, **body)]
+    same(arrived.input(), RoutingInput(rows=rows))
+    assert np.array_equal(decode(chunks[0]["prompt_routed_experts"]), rows)
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32"])
+def test_each_dtype_of_responses(api: Server, arrived: Arrived, dtype: str) -> None:
+    rows = rows_for(6)
+    body = body_for(COMPLETIONS)
+    answered(api, COMPLETIONS, **body, **{REPLAY: array_of(rows.astype(dtype), start=7)})
+    same(arrived.input(), RoutingInput(rows=rows, start=7))
+
+
+def test_rows_that_are_long_are_decoded_in_pieces(api: Server, arrived: Arrived) -> None:
+    rows = rows_for(900)
+    body = body_for(COMPLETIONS, prompt_of(900, 2))
+    answered(api, COMPLETIONS, **body, **{REPLAY: array_of(rows.astype(np.int32))})
+    same(arrived.input(), RoutingInput(rows=rows))
+
+
+def test_both_arrays_of_an_answer(api: Server, arrived: Arrived) -> None:
+    """The router chooses for positions between them, and where a layer has a -1."""
+    first, second = rows_for(5, 1), rows_for(4, 2)
+    second[1, 2] = -1
+    arrays = [array_of(second.astype(np.int32), start=8), array_of(first, start=2)]
+    arrays.append(array_of(rows_for(0), start=12))  # an answer of one token
+    answered(api, COMPLETIONS, **body_for(COMPLETIONS), **{REPLAY: arrays})
+    between = np.full((1, L, K), -1, np.int16)
+    same(arrived.input(), RoutingInput(rows=np.concatenate([first, between, second]), start=2))
+
+
+def stored(server: Server, rows: NDArray[Any], lifetime_s: float = 60.0) -> str:
+    """The id of an array in the server's store, which another process may have written."""
+    port = server.url.rpartition(":")[2]
+    store = ArrayStore(default_folder(port), 1 << 30, lifetime_s, keeps=False)
+    return store.put(np.ascontiguousarray(rows.transpose(1, 0, 2))).id
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32"])
+def test_stored_rows(api: Server, arrived: Arrived, dtype: str) -> None:
+    rows = rows_for(6)
+    reference = {"id": stored(api, rows.astype(dtype)), "start": 3, "url": "routed_experts/rows/x"}
+    answered(api, COMPLETIONS, **body_for(COMPLETIONS), **{REPLAY: [reference]})
+    same(arrived.input(), RoutingInput(rows=rows, start=3))
+
+
+def test_a_bias_for_every_token(api: Server, arrived: Arrived) -> None:
+    expected = np.zeros((L, NUM_EXPERTS), np.float32)
+    expected[0, 5] = 0.5  # decoder layer 1
+    expected[3, 6] = np.inf  # decoder layer 5
+    expected[7, 7] = -np.inf  # decoder layer 9
+    said = {BIAS: [[1, 5, 0.5]], ACTIVATE: [[5, 6], [5, 6]], DEACTIVATE: [[9, 7]]}
+    answered(api, CHAT, **body_for(CHAT), **said)
+    same(arrived.input(), RoutingInput(bias=expected))
+
+
+def test_an_array_of_biases(api: Server, arrived: Arrived) -> None:
+    bias = np.random.default_rng(0).normal(size=(L, NUM_EXPERTS)).astype(np.float32)
+    bias[2, 3] = -np.inf
+    body = {**body_for(GENERATE), BIAS: array_of(bias), ACTIVATE: [[LAYER_IDS[0], 1]]}
+    answered(api, GENERATE, **body)
+    bias[0, 1] = np.inf
+    same(arrived.input(), RoutingInput(bias=bias))
+
+
+def test_several_choices_and_prompts(api: Server, arrived: Arrived) -> None:
+    """Each is told the same."""
+    body = {**body_for(COMPLETIONS), "n": 3, "temperature": 1.0, REPLAY: array_of(rows_for(5))}
+    answered(api, COMPLETIONS, **body)
+    assert len(arrived.requests) == 3
+    assert len({said.digest for said in arrived.inputs() if said}) == 1
+    arrived.requests.clear()
+    answered(api, COMPLETIONS, prompt=[PROMPT, [1, 2]], max_tokens=2, **{DEACTIVATE: [[1, 2]]})
+    assert [said is not None for said in arrived.inputs()] == [True, True]
+
+
+def test_neighbours_are_told_nothing(api: Server, arrived: Arrived) -> None:
+    answered(api, COMPLETIONS, **body_for(COMPLETIONS))
+    answered(api, COMPLETIONS, **body_for(COMPLETIONS), **{REPLAY: [], ACTIVATE: []})
+    assert arrived.inputs() == [None, None]
+
+
+def test_messagepack_needs_no_base64(api: Server, arrived: Arrived) -> None:
+    rows = rows_for(5)
+    bias = np.full((L, NUM_EXPERTS), 0.25, np.float32)
+    body = {
+        "model": "tiny",
+        **body_for(COMPLETIONS),
+        REPLAY: [array_of(rows, data=rows.tobytes())],
+        BIAS: array_of(bias, data=bias.tobytes()),
+    }
+    with api.client() as client:
+        response = client.post(
+            COMPLETIONS,
+            content=msgspec.msgpack.encode(body),
+            headers={"Content-Type": "application/msgpack"},
+        )
+    assert response.status_code == 200, response.text
+    same(arrived.input(), RoutingInput(rows=rows, bias=bias))
+
+
+# ---- what is refused ----
+
+
+def replay(rows: NDArray[Any] | None = None, start: int = 0, **changes: Any) -> dict[str, Any]:
+    return {REPLAY: array_of(rows_for(3) if rows is None else rows, start, **changes)}
+
+
+def changed(index: tuple[int, ...], value: int) -> NDArray[np.int16]:
+    rows = rows_for(3)
+    rows[index] = value
+    return rows
+
+
+def whole_layer(expert: int) -> list[list[int]]:
+    return [[LAYER_IDS[0], expert + index] for index in range(K + 1)]
+
+
+def wide_bias(value: float) -> dict[str, Any]:
+    return {BIAS: array_of(np.full((L, NUM_EXPERTS), value, np.float32))}
+
+
+def all_but(experts: range) -> list[list[int]]:
+    return [[1, expert] for expert in range(NUM_EXPERTS) if expert not in experts]
+
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "another number of layers": (REPLAY, "must have 8 layers", replay(rows_for(3)[:, :4])),
+    "every decoder layer": (
+        REPLAY,
+        "routed_experts_layers: moe",
+        replay(np.zeros((3, DECODER_LAYERS, K), np.int16)),
+    ),
+    "another top-k": (REPLAY, "64 experts per token", replay(rows_for(3)[..., :5])),
+    "a huge number of rows": (REPLAY, "characters of base64", replay(shape=[1 << 30, L, K])),
+    "fewer bytes than the shape has": (REPLAY, "characters of base64", replay(shape=[4, L, K])),
+    "another dtype than the bytes have": (REPLAY, "characters of base64", replay(dtype="int32")),
+    "no base64": (REPLAY, "not base64", replay(data="!" * 4096)),
+    "padding within base64": (REPLAY, "not base64", replay(data="A===" * 1024)),
+    "letters beyond ASCII": (REPLAY, "not base64", replay(data="é" * 4096)),
+    "an expert that the model has not": (
+        REPLAY,
+        "must be ids of experts",
+        replay(changed((1, 2, 3), 0).astype(np.int32) + NUM_EXPERTS),
+    ),
+    "a negative id": (REPLAY, "not -2", replay(changed((1, 2, 3), -2))),
+    "an expert twice in a row": (
+        REPLAY,
+        "twice in layer 2 of row 1",
+        replay(changed((1, 2, 3), int(rows_for(3)[1, 2, 4]))),
+    ),
+    "rows behind the prompt": (REPLAY, "end at position 21", replay(start=18)),
+    "a start far behind the prompt": (REPLAY, "end at position", replay(start=(1 << 31) - 1)),
+    "overlapping arrays": (
+        REPLAY,
+        "two arrays with a row of position 2",
+        {REPLAY: [array_of(rows_for(3)), array_of(rows_for(3), start=2)]},
+    ),
+    "an unknown id": (REPLAY, "no stored array", {REPLAY: {"id": "x", "start": 0}}),
+    "an array that is gone": (
+        REPLAY,
+        "expired or was deleted",
+        {REPLAY: {"id": "f" * 40, "start": 0}},
+    ),
+    "several prompts": (REPLAY, "for one prompt", {**replay(), "prompt": [PROMPT, PROMPT]}),
+    "a layer without experts to activate": (
+        ACTIVATE,
+        "has decoder layer 4, which has no experts",
+        {ACTIVATE: [[4, 0]]},
+    ),
+    "a layer without experts to bias": (BIAS, "decoder layer 0", {BIAS: [[0, 0, 1.0]]}),
+    "a layer that is not there": (DEACTIVATE, "decoder layer", {DEACTIVATE: [[1 << 70, 0]]}),
+    "an expert to deactivate that is not there": (
+        DEACTIVATE,
+        f"has expert {NUM_EXPERTS}",
+        {DEACTIVATE: [[1, NUM_EXPERTS]]},
+    ),
+    "a negative expert": (BIAS, "has expert -1", {BIAS: [[1, -1, 0.5]]}),
+    "an expert activated and deactivated": (
+        DEACTIVATE,
+        "another field says to choose always",
+        {ACTIVATE: [[1, 0]], DEACTIVATE: [[1, 0]]},
+    ),
+    "an expert biased twice": (BIAS, "twice", {BIAS: [[1, 0, 0.5], [1, 0, 0.25]]}),
+    "a bias of NaN": (BIAS, "must be numbers", {BIAS: [[1, 0, float("nan")]]}),
+    "a bias of infinity": (BIAS, "must be numbers", {BIAS: [[1, 0, float("inf")]]}),
+    "a bias beyond float32": (BIAS, "must be numbers", {BIAS: [[1, 0, 1e300]]}),
+    "an integer beyond all floats": (BIAS, BIAS, {BIAS: [[1, 0, 10**400]]}),
+    "an array of NaN": (BIAS, "NaN", wide_bias(float("nan"))),
+    "an array of large numbers": (BIAS, "at most 10000", wide_bias(1e30)),
+    "an array of biases of another model": (
+        BIAS,
+        "must have the shape",
+        {BIAS: array_of(np.zeros((L, 64), np.float32))},
+    ),
+    "an array of biases that was cut": (
+        BIAS,
+        "characters of base64",
+        {BIAS: array_of(np.zeros((1, 1), np.float32), shape=[L, NUM_EXPERTS])},
+    ),
+    "more activated than are chosen": (
+        ACTIVATE,
+        f"has {K + 1} experts of layer 0",
+        {ACTIVATE: whole_layer(0)},
+    ),
+    "activated in more groups than are chosen": (
+        ACTIVATE,
+        "3 groups",
+        {ACTIVATE: [[1, group * GROUP_SIZE] for group in range(3)]},
+    ),
+    "fewer left than are chosen": (
+        DEACTIVATE,
+        f"leaves {K - 1} experts",
+        {DEACTIVATE: all_but(range(K - 1))},
+    ),
+    "a row with an expert that is deactivated": (
+        REPLAY,
+        "never to be chosen",
+        {**replay(), DEACTIVATE: [[1, int(rows_for(3)[0, 0, 0])]]},
+    ),
+    "beam search": (REPLAY, "beam search", {**replay(), "use_beam_search": True, "n": 2}),
+    "a transfer of KV": (
+        REPLAY,
+        "kv_transfer_params",
+        {**replay(), "kv_transfer_params": {"do_remote_decode": True}},
+    ),
+    "null": (ACTIVATE, "must not be null", {ACTIVATE: None}),
+}
+"""By what is wrong: the field, a part of the message, and the fields of the request."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_names_the_field(api: Server, arrived: Arrived, case: str) -> None:
+    param, message, fields = REFUSED[case]
+    body = {"model": "tiny", **body_for(COMPLETIONS), **fields}
+    with api.client() as client:
+        response = client.post(
+            COMPLETIONS,
+            content=json.dumps(body),  # with NaN
+            headers={"Content-Type": "application/json"},
+        )
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert message in error["message"]
+    assert arrived.requests == []
+
+
+def test_weights_are_no_rows(api: Server) -> None:
+    key = stored(api, rows_for(3).astype(np.float32))
+    fields = {REPLAY: {"id": key, "start": 0}}
+    assert "has weights" in refused(api, COMPLETIONS, REPLAY, **body_for(COMPLETIONS), **fields)
+
+
+def test_an_array_that_has_expired(api: Server) -> None:
+    key = "00000001" + stored(api, rows_for(3))[8:]
+    fields = {REPLAY: {"id": key, "start": 0}}
+    assert "has expired" in refused(api, COMPLETIONS, REPLAY, **body_for(COMPLETIONS), **fields)
+
+
+@pytest.mark.parametrize("place", ["sampling_params", "vllm_xargs", "metadata_of_nobody"])
+def test_fields_where_nobody_reads_them(api: Server, place: str) -> None:
+    body = {**body_for(COMPLETIONS), place: {ACTIVATE: [[1, 2]]}}
+    assert "top level" in refused(api, COMPLETIONS, f"{place}.{ACTIVATE}", **body)
+
+
+@pytest.mark.parametrize("name", INPUT_FIELDS)
+def test_other_endpoints(api: Server, name: str) -> None:
+    body = {"input": "a", name: [[1, 2]]}
+    assert "does not take routing" in refused(api, "/v1/responses", name, **body)
+
+
+def test_a_server_without_the_flag(tiny_model: Path) -> None:
+    with serving(tiny_model, "--enable-scale-out") as server:
+        assert server.info()["input"] is False
+        for path, name in product([COMPLETIONS, CHAT, GENERATE, "/invocations"], INPUT_FIELDS):
+            message = refused(server, path, name, **body_for(path), **{name: []})
+            assert "start it with --enable-routed-experts-input" in message
+
+
+def test_the_server_says_that_it_takes_routing(api: Server) -> None:
+    info = api.info()
+    assert (info["input"], info["groups"]) == (True, list(GROUPS))
+
+
+# ---- memory, logs and records ----
+
+ROW_BYTES = 2 * L * K
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model: Path) -> Iterator[Server]:
+    """With memory for 30 rows."""
+    with served(
+        tiny_model, TakesInput, *FLAGS, f"--routed-experts-input-bytes={30 * ROW_BYTES}"
+    ) as server:
+        yield server
+
+
+def test_a_request_that_never_fits(small: Server) -> None:
+    body = {**body_for(COMPLETIONS, prompt_of(31, 1)), REPLAY: array_of(rows_for(31))}
+    message = refused(small, COMPLETIONS, REPLAY, **body)
+    assert "--routed-experts-input-bytes" in message
+    for_two = {**body_for(COMPLETIONS), REPLAY: array_of(rows_for(16)), "n": 2}
+    assert "choices" in refused(small, COMPLETIONS, REPLAY, **for_two)
+
+
+def test_memory_is_for_running_requests(small: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes back when a request has ended, also one whose client has left."""
+    monkeypatch.setattr(around.InProcessClient, "_let_others_run", lambda _: asyncio.sleep(0.02))
+    body = {"model": "tiny", **body_for(COMPLETIONS), REPLAY: array_of(rows_for(20))}
+    long = {**body, "max_tokens": 800, "ignore_eos": True, "stream": True}
+    with small.client() as client, small.client() as other:
+        with client.stream("POST", COMPLETIONS, json=long) as running:
+            lines = running.iter_lines()  # whose end would close the connection
+            next(lines)
+            response = other.post(COMPLETIONS, json=body)
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+            assert response.json()["error"]["code"] == 503
+            few = {**body, REPLAY: array_of(rows_for(10))}
+            assert other.post(COMPLETIONS, json=few).status_code == 200
+
+        def fits() -> bool:
+            return other.post(COMPLETIONS, json=body).status_code == 200
+
+        wait_until(fits, lambda: "the memory of a request that has ended", 20)
+        assert fits()
+
+
+def test_no_log_repeats_an_array(tiny_model: Path) -> None:
+    """Of a request that is answered, and of those that are refused, on a server that logs all."""
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    rows = rows_for(3)
+    text = array_of(rows)["data"]
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        with served(tiny_model, TakesInput, *FLAGS, "--enable-log-requests") as server:
+            answered(server, COMPLETIONS, **body_for(COMPLETIONS), **{REPLAY: array_of(rows)})
+            for changes in ({"data": text + "!"}, {"shape": text}, {"dtype": text}):
+                body = {**body_for(COMPLETIONS), REPLAY: array_of(rows, **changes)}
+                assert text[:40] not in refused(server, COMPLETIONS, REPLAY, **body)
+            odd = {**body_for(COMPLETIONS), "temperature": "x", REPLAY: array_of(rows)}
+            response = post(server, COMPLETIONS, **odd)
+            assert response.status_code == 400
+            assert text[:40] not in response.text
+    finally:
+        logging.getLogger("vllm").removeHandler(handler)
+    log = written.getvalue()
+    assert "routing input of" in log  # requests are logged
+    assert text[:40] not in log
+    assert repr(rows.tobytes())[2:40] not in log
+
+
+def test_requests_that_say_their_experts_are_not_recorded(tiny_model: Path, tmp_path: Path) -> None:
+    """A record is of what routers choose."""
+    record = f"--routed-experts-record={tmp_path}"
+    with served(tiny_model, TakesInput, *FLAGS, record) as server:
+        dropped = partial(server.metric, "routed_experts_record_dropped_total", reason="input")
+        before = dropped()
+        answered(server, COMPLETIONS, **body_for(COMPLETIONS), **{ACTIVATE: [[1, 2]]})
+        answered(server, COMPLETIONS, **body_for(COMPLETIONS))
+        assert dropped() == before + 1
+    lines = [line for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
+    assert sum('"choices"' in line for line in lines) == 1
+
+
+def test_a_body_that_is_no_object(api: Server) -> None:
+    with api.client() as client:
+        headers = {"Content-Type": "application/json"}
+        response: httpx.Response = client.post(COMPLETIONS, content=b"[]", headers=headers)
+    assert response.status_code == 400

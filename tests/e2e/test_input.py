@@ -1,0 +1,224 @@
+"""Routing as an input at the HTTP door, with a real engine: the page's commands, scores and bans."""
+
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import OpenAI
+
+from routed_experts.protocol.codec import decode, encode
+from routed_experts.protocol.collect import Routing, collect
+from routed_experts.protocol.expert_load import count_experts
+from routed_experts.protocol.score import score
+from routed_experts.server.cli.main import main
+from tests.contract.served import serving_quickly
+from tests.e2e.harness import FLOAT32, ROOT, Server, prompt_of
+
+pytestmark = pytest.mark.e2e
+
+ADDRESS = "localhost:8000"
+NOISE = 1e-4
+"""Of log-probabilities in float32, between a forward pass of one token and one of all."""
+ASK = {"return_routed_experts": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As `make serve ARGS=--enable-routed-experts-input`, on another port."""
+    log = tmp_path_factory.mktemp("input") / "log"
+    flags = ("--served-model-name", "tiny-moe", *FLOAT32, "--enable-routed-experts-input")
+    memory = ("--kv-cache-memory-bytes", str(64 << 20))
+    with serving_quickly(tiny_model, log, *flags, *memory) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def routing(client: OpenAI) -> Routing:
+    """An answer of 12 tokens to 40."""
+    answer = ask(client, max_tokens=12, logprobs=0)
+    (routing,) = collect(answer)
+    return routing
+
+
+def ask(client: OpenAI, prompt: list[int] | None = None, **fields: Any) -> Any:
+    of_openai = {name: fields.pop(name) for name in ("logprobs", "n") if name in fields}
+    return client.completions.create(
+        model="tiny-moe",
+        prompt=prompt or prompt_of(40, 1),
+        max_tokens=fields.pop("max_tokens", 1),
+        temperature=0.0,
+        extra_body={**ASK, **fields},
+        **of_openai,
+    ).model_dump()
+
+
+def random_rows(server: Server, num_rows: int) -> np.ndarray:
+    info = server.info()
+    shape = (num_rows, info["num_layers"], info["num_experts"])
+    random = np.random.default_rng(0).random(shape)
+    return np.argsort(random)[..., : info["top_k"]].astype(np.int16)
+
+
+def test_the_page_scores_an_answer_again(
+    server: Server, documented: list[str], tmp_path: Path
+) -> None:
+    (program,) = documented
+    start, _, program = program.partition("JSON=")
+    assert "make serve ARGS=--enable-routed-experts-input" in start
+    program = f"set -e\nJSON={program}".replace(ADDRESS, server.url)
+    done = subprocess.run(
+        ["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    generated, scored = map(json.loads, done.stdout.splitlines())
+    assert len(generated) == len(scored) == 8
+    assert np.abs(np.subtract(generated, scored)).max() < NOISE
+
+
+def test_own_rows_change_nothing(client: OpenAI, routing: Routing) -> None:
+    """Bit for bit, where both are computed at once."""
+    scored = score(client, routing.prompt_token_ids or (), routing.token_ids or (), routing.rows)
+    assert np.array_equal(scored.forced, scored.own)
+    assert np.abs(scored.own - routing.logprobs).max() < NOISE
+
+
+def test_other_rows_are_what_a_difference_is_made_of(
+    server: Server, client: OpenAI, routing: Routing
+) -> None:
+    """A response whose rows are random was made by an engine that routes otherwise."""
+    prompt, tokens = routing.prompt_token_ids or (), routing.token_ids or ()
+    rows = random_rows(server, len(routing.rows))
+    forced = score(client, prompt, tokens, rows).forced
+    scored = score(client, prompt, tokens, rows)
+    split = scored.split(forced)
+    assert np.abs(split.whole).max() > 0.01
+    assert np.array_equal(split.rest, np.zeros(len(tokens)))
+    assert np.array_equal(split.routing, split.whole)
+
+
+def test_rows_that_are_said_are_returned(server: Server, client: OpenAI) -> None:
+    rows = random_rows(server, 40)
+    rows[3, 1] = -1
+    answer = ask(client, routed_experts_replay=encode(rows, 0))
+    captured = decode(answer["prompt_routed_experts"])
+    is_said = (rows >= 0).all(axis=2)
+    assert np.array_equal(captured[is_said], rows[is_said])
+    assert (captured[3, 1] >= 0).all()
+
+
+def test_stored_rows(client: OpenAI, routing: Routing) -> None:
+    """A reference is sent back as it came."""
+    prompt = [*(routing.prompt_token_ids or ())]
+    first = ask(client, prompt, max_tokens=12, routed_experts_delivery="reference")
+    arrays = [first["prompt_routed_experts"], first["choices"][0]["routed_experts"]]
+    whole = [*prompt, *(routing.token_ids or ())]
+    own = ask(client, whole, prompt_logprobs=0)
+    by_id = ask(client, whole, prompt_logprobs=0, routed_experts_replay=arrays)
+    assert by_id["choices"][0]["prompt_logprobs"] == own["choices"][0]["prompt_logprobs"]
+    assert np.array_equal(decode(by_id["prompt_routed_experts"])[: len(routing.rows)], routing.rows)
+
+
+def test_banned_and_activated_experts(server: Server, client: OpenAI, routing: Routing) -> None:
+    """In the prompt, and in all that is generated; in that layer only."""
+    info = server.info()
+    counts = count_experts(routing.rows, info["num_experts"])[0]
+    busiest, idlest = int(counts.argmax()), int(counts.argmin())
+    layer = info["layer_ids"][0]
+    answer = ask(
+        client,
+        max_tokens=12,
+        routed_experts_deactivate=[[layer, busiest]],
+        routed_experts_activate=[[layer, idlest]],
+    )
+    (steered,) = collect(answer)
+    after = count_experts(steered.rows, info["num_experts"])[0]
+    assert counts[busiest] > 0
+    assert after[busiest] == 0
+    assert after[idlest] == len(steered.rows)
+
+
+def test_several_choices(server: Server, client: OpenAI) -> None:
+    layer = server.info()["layer_ids"][1]
+    answer = client.completions.create(
+        model="tiny-moe",
+        prompt=prompt_of(40, 1),
+        n=3,
+        max_tokens=6,
+        temperature=1.0,
+        extra_body={**ASK, "routed_experts_deactivate": [[layer, 0], [layer, 1]]},
+    ).model_dump()
+    routings = collect(answer, n=3)
+    assert len(routings) == 3
+    for routing in routings:
+        assert not np.isin(routing.rows[:, 1], [0, 1]).any()
+
+
+def test_the_page_splits_a_difference(
+    client: OpenAI, routing: Routing, documented: list[str]
+) -> None:
+    (program,) = documented
+    names: dict[str, Any] = {"client": client, "routing": routing}
+    exec(program, names)
+    assert np.array_equal(names["whole"], names["because_of_routing"] + names["rest"])
+    assert not names["because_of_routing"].any()
+
+
+def test_compare_splits_a_file_of_responses(server: Server, client: OpenAI, tmp_path: Path) -> None:
+    """The second response was made with other experts than the server's own."""
+    rows = random_rows(server, 40)
+    own = ask(client, max_tokens=12, logprobs=0)
+    other = ask(client, max_tokens=12, logprobs=0, routed_experts_replay=encode(rows, 0))
+    reports = []
+    for name, answer in (("own", own), ("other", other)):
+        file, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.json"
+        file.write_text(json.dumps(answer))
+        assert (
+            main(["compare", server.url, "--force", "--answers", str(file), "--json", str(out)])
+            == 0
+        )
+        reports.append(json.loads(out.read_text()))
+    of_own, of_other = reports
+    assert of_own["tokens"] == of_other["tokens"] == 12
+    assert of_own["tokens_with_other_experts"] == 0
+    assert of_own["differences"]["routing"]["max"] == 0
+    assert of_own["differences"]["whole"]["max"] < NOISE
+    assert of_other["tokens_with_other_experts"] > 0
+    assert of_other["differences"]["routing"]["max"] > 0.01
+    assert of_other["differences"]["rest"]["max"] < NOISE
+
+
+def test_compare_needs_a_server_that_takes_routing(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "http://127.0.0.1:9", "--force", "--answers", "nothing"]) == 2
+    assert "cannot be reached" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["compare", server.url, "--force", "--url", server.url])
+
+
+@pytest.mark.parametrize("name", ["score", "steer"])
+def test_examples(
+    server: Server, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--url", server.url])
+    if name == "score":
+        sys.argv += ["--other", server.url]
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    if name == "score":
+        assert "because of other experts:   0.00e+00" in said
+    else:
+        before, after = (json.loads(line[line.index("[") :]) for line in said.splitlines()[-2:])
+        banned = int(np.argmax(before))
+        assert before[banned] > 0
+        assert after[banned] == 0

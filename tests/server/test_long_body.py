@@ -1,0 +1,70 @@
+"""Bodies with long arrays are read as `json.loads` reads them."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from routed_experts.protocol.models import BIAS, REPLAY
+from routed_experts.server.http.long_body import LONG_BYTES, parse
+
+LONG = "A" * LONG_BYTES
+ARRAY = {"data": LONG, "shape": [1, 2, 3]}
+BODIES: dict[str, Any] = {
+    "an array": {"prompt": "data", REPLAY: ARRAY},
+    "a list of arrays": {
+        REPLAY: [ARRAY, {"id": "data"}, {**ARRAY, "data": LONG + "B"}],
+        BIAS: ARRAY,
+    },
+    "a short array": {REPLAY: {"data": "AA"}, "prompt": LONG},
+    "another field": {"messages": [{"content": [{"audio": {"data": LONG}}]}], REPLAY: ARRAY},
+    "a text with the key": {"prompt": f'say "data": "{LONG}"', REPLAY: ARRAY},
+    "a key that ends like it": {'x"data': LONG, 'x\\"data': LONG},
+    "escapes": {REPLAY: {"data": LONG + "\n\u00e9\\"}},
+    "no array": {REPLAY: "data", BIAS: ["data", LONG]},
+    "a list": [ARRAY],
+    "the text of a marker": {REPLAY: [ARRAY, {"data": "cut out at 36"}]},
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("separators", [(",", ":"), (" ,\n", "\t: ")])
+def test_as_the_parser_reads_it(name: str, separators: tuple[str, str]) -> None:
+    for is_ascii in (True, False):
+        body = json.dumps(BODIES[name], separators=separators, ensure_ascii=is_ascii).encode()
+        assert parse(body) == BODIES[name]
+
+
+def test_a_field_that_is_there_twice() -> None:
+    text = json.dumps(ARRAY)
+    body = f'{{"{REPLAY}": {text}, "{REPLAY}": {{"data": "B"}}}}'.encode()
+    assert parse(body) == {REPLAY: {"data": "B"}}
+
+
+@pytest.mark.parametrize(
+    "end", ["", '"', '"}', '"}}}', '" "}}', '"}} "data": "', '\\"}}', '\n"}}', '\xff"}}']
+)
+def test_what_is_no_json_is_refused_or_read_alike(end: str) -> None:
+    body = f'{{"{REPLAY}": {{"data": "{LONG}{end}'.encode("latin-1")
+
+    def outcome(read: Any) -> Any:
+        try:
+            return read(body)
+        except ValueError as error:
+            return type(error)
+
+    expected = outcome(json.loads)
+    if end != '\n"}}':  # which is refused later, as it is no base64
+        assert outcome(parse) == expected
+
+
+def test_a_long_array_does_not_hold_up_others() -> None:
+    body = json.dumps({REPLAY: {"data": "A" * 32_000_000}}).encode()
+
+    def seconds(read: Any) -> float:
+        begun = time.process_time()
+        read(body)
+        return time.process_time() - begun
+
+    assert min(seconds(parse) for _ in range(5)) < 0.5 * min(seconds(json.loads) for _ in range(5))
