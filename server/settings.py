@@ -147,7 +147,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
         "are not sent to the bucket yet; then recording stops",
     ] = 10 << 30
     routed_experts_input_bytes: Annotated[
-        int,
+        Bytes,
         _BYTES,
         "maximum bytes of what the running requests of an API process say of their routing (default: 1 GiB); then new "
         "ones get 503",

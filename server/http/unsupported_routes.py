@@ -146,10 +146,10 @@ async def _checked(
 
 def _refusal(name: str) -> VLLMValidationError:
     name = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()  # without lone surrogates
-    what = "take routing" if name in INPUT_FIELDS else "return routed experts"
-    return VLLMValidationError(
-        f"{name}: this endpoint does not {what}: use {ENDPOINTS}", parameter=name
-    )
+    message = f"{name}: this endpoint does not return routed experts: use {ENDPOINTS}"
+    if name in INPUT_FIELDS:
+        message = f"{name}: this endpoint takes no routing: use {ENDPOINTS}"
+    return VLLMValidationError(message, parameter=name)
 
 
 def _names_in_url_encoded(body: bytes) -> Iterator[str]:

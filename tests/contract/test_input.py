@@ -450,7 +450,7 @@ def test_fields_where_nobody_reads_them(api: Server, place: str) -> None:
 @pytest.mark.parametrize("name", INPUT_FIELDS)
 def test_other_endpoints(api: Server, name: str) -> None:
     body = {"input": "a", name: [[1, 2]]}
-    assert "does not take routing" in refused(api, "/v1/responses", name, **body)
+    assert "takes no routing" in refused(api, "/v1/responses", name, **body)
 
 
 def test_a_server_without_the_flag(tiny_model: Path) -> None:
