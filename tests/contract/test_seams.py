@@ -256,7 +256,7 @@ def test_every_attribute_of_vllms_that_is_read_with_a_default_is_listed() -> Non
     assert read - OTHERS - {name.short.rpartition(".")[2] for name in LISTED} == set()
 
 
-# Of our own objects, of Python's and Starlette's, and of uvicorn's.
+# Of our own objects, of Python's and Starlette's, of uvicorn's, and fields that OpenAI names.
 OTHERS = {
     "routed_experts_record",
     "final_only",
@@ -265,6 +265,8 @@ OTHERS = {
     "allow_untested_vllm",
     "routed_experts_on_load",
     "__dict__",
+    "model",
+    "request_id",
 }
 OTHERS |= {
     "_json",
