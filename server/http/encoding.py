@@ -23,6 +23,9 @@ from routed_experts.server.outputs.array_store import npy_header
 LINE_BYTES = 64 << 10
 """Maximum routing text in one line of a stream: common clients reject lines of 128 KiB."""
 
+_CAPTURED_ID_BYTES = 2
+"""Captured ids are int16."""
+
 _MAP_OF_FIVE = b"\x85"  # the heads of values in MessagePack
 _KEY_DATA = b"\xa4data"
 _BINARY = b"\xc6"  # behind it, the length in four bytes
@@ -45,8 +48,10 @@ class Encoder:
         self.counts = ResponseCounts()
         num_layers, num_columns = form.wire_shape
         self._rest_of_shape = f',{num_layers},{num_columns}],"dtype":"{form.dtype}","start":'
-        self._row_bytes = form.row_bytes
-        self._is_as_captured = form.is_as_captured
+        num_captured_layers, num_captured_columns = form.shape
+        self._captured_id_bytes = num_captured_layers * num_captured_columns * _CAPTURED_ID_BYTES
+        self._has_low_bytes = form.has_low_bytes
+        self._is_cut_from_captured = form.is_as_captured or form.has_low_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -68,11 +73,13 @@ class Encoder:
     def fields(self, name: str, rows: Rows, start: int) -> str:
         """`rows` as fields of a JSON object, each with a comma behind it: an array called `name`,
         and their weights."""
-        if self._is_as_captured and len(rows) == 1:  # as in most chunks of a stream
+        if self._is_cut_from_captured and len(rows) == 1:  # as in most chunks of a stream
             row = rows.tobytes()
-            ids = row[: self._row_bytes]
-            weights = row[self._row_bytes :]  # empty where none are sent
+            ids = row[: self._captured_id_bytes]
+            weights = row[self._captured_id_bytes :]  # empty where none are sent
             if UNKNOWN_BYTE not in ids and UNKNOWN_BYTE not in weights[3::4]:
+                if self._has_low_bytes:
+                    ids = ids[::2]  # each is int16, with the low byte first
                 return self._fields_of_known_row(name, ids, weights, start)
         fields = f'"{name}":{self._text(rows, start)},'
         if self.weights is not None:

@@ -54,6 +54,12 @@ class WireForm:
         """Whether `data` has the bytes of captured rows, in which nothing has to be converted."""
         return self.format == "object" and self.dtype == "int16" and self.decoder_layers is None
 
+    @property
+    def has_low_bytes(self) -> bool:
+        """Whether `data` has the low byte of each captured id. The other is zero, where `uint8` is
+        sent."""
+        return self.format == "object" and self.dtype == "uint8" and self.decoder_layers is None
+
     @cached_property
     def weights(self) -> "WeightsForm | None":
         """The form of the weights beside the ids; None if they are not sent."""

@@ -144,6 +144,26 @@ def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32"])
+@pytest.mark.parametrize("layers", ["moe", "all"])
+def test_one_row_as_in_a_chunk_is_that_of_the_codec(dtype: Any, layers: str) -> None:
+    shape = SHAPES[0]
+    rows = rows_of(1, shape, unknown=False)
+    of_255 = rows.copy()
+    of_255[0, -1, -1] = 255  # its byte is that of -1
+    for row in (rows, of_255):
+        own = encoder("object", dtype, (*shape[:2], 256), layers)
+        fields = own.fields("rows", row, 7)
+        sent = spread(row) if layers == "all" else row
+        expected = encode(sent, fmt="object", dtype=dtype, start=7)
+        assert orjson.loads(f"{{{fields[:-1]}}}") == {"rows": expected}
+        assert own.counts.rows == 1
+    unknown = np.full_like(rows, -1)
+    if dtype == "uint8":
+        with pytest.raises(LostRowsError):
+            encoder("object", dtype, shape, layers).fields("rows", unknown, 7)
+
+
 def test_an_unknown_format_is_an_error() -> None:
     own = encoder("hex", "int16", SHAPES[0])
     rows = rows_of(1, SHAPES[0], unknown=False)
