@@ -37,7 +37,9 @@ def main() -> None:
     for found in collect(answer, n=1):
         assert found.prompt_token_ids is not None
         assert found.token_ids is not None
-        scored = score(other, found.prompt_token_ids, found.token_ids, found.rows)
+        scored = score(
+            other, found.prompt_token_ids, found.token_ids, found.rows, start=found.start
+        )
         split = scored.split(found.logprobs)
         whole.append(split.whole)
         routing.append(split.routing)

@@ -29,9 +29,12 @@ class RouterInputs:
         if request.resumable:
             return "its prompt is streamed in"
         try:
-            RoutingInput.decode(encoded)
+            routing_input = RoutingInput.decode(encoded)
         except ValueError as error:
             return str(error)
+        if routing_input.end > request.num_prompt_tokens:
+            # Drafts may move the positions of generated tokens, so theirs cannot be given.
+            return "its rows end behind its prompt"
         return None
 
     def salt(self, request: Any) -> None:

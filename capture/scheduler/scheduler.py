@@ -317,7 +317,9 @@ class SchedulerCapture(HookedScheduler):
         if not step.inputs or not step.captured.told.unfit:
             return
         running = [
-            request_id for request_id in step.captured.told.unfit if request_id in self.requests
+            request_id
+            for request_id in step.captured.told.unfit
+            if request_id in self.requests and request_id not in step.reused_ids
         ]
         for request in self.finish_requests(running, RequestStatus.FINISHED_ERROR):
             self.aux_output_connector.output_queue.refuse(request.request_id, request.client_index)

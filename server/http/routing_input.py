@@ -185,7 +185,7 @@ class InputReader:
             num_bytes += 2 * (pieces[-1].end - pieces[0].start) * num_layers * top_k
         if fields.has_bias:
             num_bytes += 4 * num_layers * self.captured.num_experts
-        num_bytes *= num_requests
+        num_bytes *= max(num_requests, 1)  # vLLM refuses a choice less than one, but later
         if num_bytes > self.memory.max_bytes:
             raise FieldError(
                 fields.first_field,

@@ -27,6 +27,7 @@ from routed_experts.capture.wire.transport import Told, attach, detach
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import INPUT_FIELDS
 from routed_experts.protocol.routing_input import EncodedInput, RoutingInput
+from routed_experts.server.http.input_memory import InputMemory
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
 from tests.contract import served as around
@@ -486,6 +487,22 @@ def test_a_request_that_never_fits(small: Server) -> None:
     assert "--routed-experts-input-bytes" in message
     for_two = {**body_for(COMPLETIONS), REPLAY: array_of(rows_for(16)), "n": 2}
     assert "choices" in refused(small, COMPLETIONS, REPLAY, **for_two)
+
+
+def test_a_negative_number_of_choices_makes_no_room(
+    small: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    take = InputMemory.take
+
+    def taking(memory: InputMemory, num_bytes: int, connection: Any) -> None:
+        taken.append(num_bytes)
+        take(memory, num_bytes, connection)
+
+    monkeypatch.setattr(InputMemory, "take", taking)
+    body = {**body_for(COMPLETIONS), REPLAY: array_of(rows_for(10)), "n": -100}
+    assert post(small, COMPLETIONS, **body).status_code == 400
+    assert taken == [10 * ROW_BYTES]
 
 
 def test_memory_is_for_running_requests(small: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,7 @@ def test_an_engine_without_the_flag_ends_such_a_request_with_an_error(engine: En
 UNFIT: dict[str, dict[str, Any]] = {
     "other layers": {"rows": np.zeros((10, L + 1, 1), np.int16)},
     "an expert that the model has not": {"rows": rows_for(10) + E},
+    "rows behind the prompt": {"rows": rows_for(41)},
     "no expert left": {"bias": np.full((L, E), -np.inf)},
 }
 

@@ -21,7 +21,7 @@ OUTSIDE = float("-inf")
 """In place of the score of an expert outside the chosen groups."""
 
 MARGIN = 0.01
-"""By how much the logit of an expert that is always chosen is above the best of the others, as in
+"""By how much the logit of an expert that is always chosen is above the greatest of all, as in
 SteerMoE."""
 
 
