@@ -81,7 +81,7 @@ def loading_vllm() -> Iterator[None]:
     """
     try:
         yield
-    except (ImportError, CommandError):
+    except (ImportError, CommandError, OSError):  # as of a full disk, whatever the code reads
         raise
     except Exception as error:
         name = _variable_behind(error)
@@ -107,7 +107,8 @@ def _reason(error: Exception) -> str:
 def _variable_behind(error: Exception) -> str | None:
     """The variable that an error names, or whose name stands in the code that raised it, or whose
     file has the configuration of a log that Python cannot use."""
-    names = [name for name in os.environ if "_" in name]
+    # Not the shell's `_`, which stands in much code.
+    names = [name for name in os.environ if "_" in name.strip("_")]
     for name in names:
         if re.search(rf"\b{re.escape(name)}\b", str(error)):
             return name

@@ -1,5 +1,6 @@
 """Names of fields in forms, which come with files: they are read as their bytes pass."""
 
+import codecs
 import re
 from collections.abc import Iterator
 
@@ -17,6 +18,16 @@ def routing_fields_of(name: str) -> Iterator[str]:
     yield from (part for part in _BRACKETS.split(name) if part.startswith(PREFIXES))
 
 
+def _charset_of(content_type: str) -> str:
+    """In which the form's parser reads names: as the content type says, else UTF-8."""
+    charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8").decode("latin-1")
+    try:
+        codecs.lookup(charset)
+    except LookupError:  # at which FastAPI ends the request
+        return "utf-8"
+    return charset
+
+
 class FormNames:
     """Finds the names of fields in a form of several parts, with the parser that FastAPI reads the
     form with. It keeps no more than the headers of one part."""
@@ -26,6 +37,7 @@ class FormNames:
         self._header_name = b""
         self._header_value = b""
         self._disposition = b""  # a part's last, as FastAPI takes it
+        self._charset = _charset_of(content_type)
         self._parser = self._parser_of(content_type)
 
     def _parser_of(self, content_type: str) -> MultipartParser | None:
@@ -71,7 +83,7 @@ class FormNames:
 
     def _end_headers(self) -> None:
         name = parse_options_header(self._disposition)[1].get(b"name", b"")
-        self._names.append(name.decode("utf-8", "replace"))
+        self._names.append(name.decode(self._charset, "replace"))
 
 
 class CheckedForm:

@@ -29,7 +29,11 @@ MAX_WAITING_BYTES = 4 * MAX_BYTES
 WAIT_S = 60.0
 """A request waits this long for those before it."""
 STALLED_S = 30.0
-"""A client that takes no piece of its response for so long loses it, as others wait."""
+"""A client that sends no piece of its request, or takes none of its response, for so long loses it,
+as others wait."""
+LONGEST_BODY_S = 600.0
+"""In which a body must have come: a client that sends a byte now and then would hold its place."""
+TOO_SLOW = "The files did not come in time: send them again, or open them with routed-experts view."
 BUSY = "The server is reading other files: try again in a minute, or open these with routed-experts view."
 _PIECE_BYTES = 256 << 10
 _PAUSE_S = 0.0005
@@ -78,7 +82,12 @@ class Body:
     async def receive(self, request: Request) -> Response | None:
         """Reads the request to its end, so that the client hears of an error; returns the error."""
         refusal: Response | None = None
-        async for chunk in request.stream():
+        chunks = request.stream()
+        while True:
+            with fail_after(STALLED_S):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return refusal
             if refusal is not None:
                 continue
             if len(self._bytes) + len(chunk) > MAX_BYTES:
@@ -89,7 +98,6 @@ class Body:
                 self._bytes += chunk
             if refusal is not None:
                 self.drop()
-        return refusal
 
     def drop(self) -> None:
         self._reading.reserve(-len(self._bytes))
@@ -129,8 +137,12 @@ class FilesResponse(Response):
         reading = Reading.of(request.app.state)
         with reading.body() as body:
             try:
-                refusal = await body.receive(request)
+                with fail_after(LONGEST_BODY_S):
+                    refusal = await body.receive(request)
             except ClientDisconnect:
+                return
+            except TimeoutError:
+                await too_slow_response()(scope, receive, send)
                 return
             if refusal is not None:
                 await refusal(scope, receive, send)
@@ -198,6 +210,12 @@ def _in_time(send: Send) -> Send:
 def busy_response() -> Response:
     response = error_response(BUSY, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
     response.headers["Retry-After"] = "60"
+    return response
+
+
+def too_slow_response() -> Response:
+    response = error_response(TOO_SLOW, HTTPStatus.REQUEST_TIMEOUT)
+    response.headers["Connection"] = "close"  # whatever still comes of the body
     return response
 
 

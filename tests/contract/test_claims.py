@@ -4,6 +4,7 @@ requests nothing."""
 import gc
 import json
 import os
+import select
 import socket
 import time
 from base64 import b64encode
@@ -134,13 +135,38 @@ def page() -> Iterator[tuple[uvicorn.Server, Reading]]:
         yield server, Reading.of(app.state)
 
 
+@pytest.mark.parametrize("limit", ["STALLED_S", "LONGEST_BODY_S"])
+def test_a_client_that_sends_too_slowly_loses_its_place(
+    page: tuple[uvicorn.Server, Reading], monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """One that sends nothing more, and one that sends a byte now and then."""
+    server, files_read = page
+    monkeypatch.setattr(reading, limit, 0.3)
+    sock = begin_upload(server, b"[" + b" " * 1000, num_bytes=5000)
+    sock.settimeout(10)
+    answer = b""
+    while not answer:
+        if limit == "LONGEST_BODY_S":
+            sock.sendall(b" ")
+        readable, _, _ = select.select([sock], [], [], 0.05)
+        answer = sock.recv(1000) if readable else b""
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    wait_until(lambda: files_read.num_bytes == 0, "the body is kept", 5)
+    sock.close()
+
+
+def begin_upload(server: uvicorn.Server, content: bytes, num_bytes: int) -> socket.socket:
+    """The connection of a client that has sent a part of `num_bytes`, or all."""
+    sock = socket.create_connection(server.servers[0].sockets[0].getsockname())
+    head = f"POST {READ_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {num_bytes}\r\n\r\n"
+    sock.sendall(head.encode() + content)
+    return sock
+
+
 def upload(server: uvicorn.Server, files: list[list[str]]) -> socket.socket:
     """The connection of a client that has sent files."""
     body = json.dumps(files).encode()
-    sock = socket.create_connection(server.servers[0].sockets[0].getsockname())
-    head = f"POST {READ_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    sock.sendall(head.encode() + body)
-    return sock
+    return begin_upload(server, body, len(body))
 
 
 def test_clients_that_leave_before_their_answer_leave_nothing(

@@ -383,6 +383,19 @@ def test_fields_in_a_form_are_refused(audio: TestClient, path: str, name: str) -
         assert NAMED in response.text
 
 
+def test_a_field_whose_name_is_in_the_forms_charset_is_refused(audio: TestClient) -> None:
+    form = (
+        '--B\r\nContent-Disposition: form-data; name="return+AF8-routed_experts"\r\n\r\n'
+        "true\r\n--B--\r\n"
+    )
+    content_type = "multipart/form-data; boundary=B; charset=utf-7"
+    response = audio.post(AUDIO, content=form, headers={"content-type": content_type})
+    assert (response.status_code, response.json()["error"]["param"]) == (
+        400,
+        "return_routed_experts",
+    )
+
+
 def test_other_forms_are_vllms_matter(audio: TestClient) -> None:
     """Whatever a file or a text holds, and forms that nobody can read."""
     text = json.dumps(ASKS)

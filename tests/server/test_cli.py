@@ -478,6 +478,24 @@ def test_an_error_that_no_variable_causes_keeps_its_traceback() -> None:
         1 / 0  # noqa: B018
 
 
+def load_with_a_full_disk() -> None:
+    raise OSError("no space left", os.environ["HF_HOME"])
+
+
+def load_with_an_old_driver() -> None:
+    raise RuntimeError("the driver is too old for " + "this-one".replace("-", "_"))
+
+
+@pytest.mark.parametrize("load", [load_with_a_full_disk, load_with_an_old_driver])
+def test_a_variable_that_stands_beside_an_error_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[], object]
+) -> None:
+    monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setenv("_", "/usr/bin/env")
+    with pytest.raises((OSError, RuntimeError)), preflight.loading_vllm():
+        load()
+
+
 @pytest.mark.parametrize("content", [{"version": 2}, {"version": 1, "handlers": [0]}])
 def test_a_log_that_its_file_cannot_configure_is_a_sentence(
     words: Words, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: dict[str, object]
