@@ -38,7 +38,7 @@ help:
 	@echo "make test-fast     run the tests that start no server, engine or browser"
 	@echo "make test          run all tests of behaviour"
 	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
-	@echo "make test-long     run the long runs, about half an hour on two cores, and write a table of them (or ARGS='-k hostile')"
+	@echo "make test-long     run the long runs, an hour or more on two cores, and write a table of them (or ARGS='-k hostile')"
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
 	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
 	@echo "make test-transformers  run the tests of replay on a newer transformers than vLLM's (or TRANSFORMERS=5.21.0)"
