@@ -27,7 +27,6 @@ from routed_experts.protocol.fetch import FetchError, Range, fetch
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.cli.serve import prepared_folders
 from routed_experts.server.http import references
-from routed_experts.server.http import stored_arrays as route
 from routed_experts.server.http.connection import Connection, watch_connections
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.engine import ServerState
@@ -35,6 +34,7 @@ from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.response import CollectedRows, RoutedResponse, respond
 from routed_experts.server.http.routes import router
 from routed_experts.server.http.wire_form import WireForm
+from routed_experts.server.outputs import array_store
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.settings import Settings
@@ -237,7 +237,8 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
     def in_which_thread(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: threads.append(get_ident()) or function(*args)
 
-    monkeypatch.setattr(route, "read_npy_header", in_which_thread(route.read_npy_header))
+    reads_header = in_which_thread(array_store.read_npy_header)
+    monkeypatch.setattr(array_store, "read_npy_header", reads_header)
     monkeypatch.setattr(os, "pread", in_which_thread(os.pread))
     store = ArrayStore(
         default_folder(f"test-{os.getpid()}") if is_in_memory else tmp_path / "store", keeps=False

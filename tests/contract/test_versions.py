@@ -190,9 +190,8 @@ def test_an_unknown_version_that_lacks_something(
     lacks = [
         other.short for other in DUE if other == name or other.places[0].startswith(f"{place}.")
     ]
-    with pytest.raises(
-        UnsupportedConfig, match=re.escape(f". This version lacks {' and '.join(lacks)}.")
-    ):
+    names = " and ".join([", ".join(lacks[:-1]), lacks[-1]] if len(lacks) > 1 else lacks)
+    with pytest.raises(UnsupportedConfig, match=re.escape(f". This version lacks {names}.")):
         check_vllm_version()
 
 
