@@ -329,4 +329,7 @@ def main(shape: str, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # As the module that workers import: `initialise`, which is sent to them, is found there.
+    from tests.gpu import steered_engine
+
+    steered_engine.main(*sys.argv[1:])
