@@ -278,25 +278,13 @@ def steering_bias(
         raise RoutingInputError(
             "bias", f"must have the shape {list(shape)}, not {list(result.shape)}"
         )
-    index_of_layer = {layer: index for index, layer in enumerate(layer_ids)}
+    index_of_layer = indices_of(layer_ids)
     for field, pairs, value in (
         ("activate", activate, np.inf),
         ("deactivate", deactivate, -np.inf),
     ):
         for layer, expert in pairs:
-            if layer not in index_of_layer:
-                raise RoutingInputError(
-                    field,
-                    f"has decoder layer {layer}, which has no experts: those with experts are "
-                    f"{_listed(layer_ids)}",
-                )
-            if not 0 <= expert < num_experts:
-                raise RoutingInputError(
-                    field,
-                    f"has expert {expert} of decoder layer {layer}, but the model's are 0 to "
-                    f"{num_experts - 1}",
-                )
-            place = (index_of_layer[layer], expert)
+            place = place_of(field, (layer, expert), index_of_layer, num_experts)
             if result[place] == -value:
                 raise RoutingInputError(
                     field,
@@ -305,6 +293,32 @@ def steering_bias(
                 )
             result[place] = value
     return result
+
+
+def indices_of(layer_ids: Sequence[int]) -> dict[int, int]:
+    """The index in a row of each decoder layer with experts."""
+    return {layer: index for index, layer in enumerate(layer_ids)}
+
+
+def place_of(
+    field: str, pair: Pair, index_of_layer: Mapping[int, int], num_experts: int
+) -> tuple[int, int]:
+    """Where in [L, E] an expert of a decoder layer is. Raises `RoutingInputError` if the model does
+    not have it."""
+    layer, expert = pair
+    if layer not in index_of_layer:
+        raise RoutingInputError(
+            field,
+            f"has decoder layer {layer}, which has no experts: those with experts are "
+            f"{_listed(list(index_of_layer))}",
+        )
+    if not 0 <= expert < num_experts:
+        raise RoutingInputError(
+            field,
+            f"has expert {expert} of decoder layer {layer}, but the model's are 0 to "
+            f"{num_experts - 1}",
+        )
+    return index_of_layer[layer], expert
 
 
 def _start(value: Any) -> int:

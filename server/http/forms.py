@@ -18,9 +18,9 @@ def routing_fields_of(name: str) -> Iterator[str]:
     yield from (part for part in _BRACKETS.split(name) if part.startswith(PREFIXES))
 
 
-def _charset_of(content_type: str) -> str:
+def _charset_of(options: dict[bytes, bytes]) -> str:
     """In which the form's parser reads names: as the content type says, else UTF-8."""
-    charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8").decode("latin-1")
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
     try:
         codecs.lookup(charset)
     except LookupError:  # at which FastAPI ends the request
@@ -37,11 +37,11 @@ class FormNames:
         self._header_name = b""
         self._header_value = b""
         self._disposition = b""  # a part's last, as FastAPI takes it
-        self._charset = _charset_of(content_type)
-        self._parser = self._parser_of(content_type)
+        _, options = parse_options_header(content_type)
+        self._charset = _charset_of(options)
+        self._parser = self._parser_of(options.get(b"boundary", b""))
 
-    def _parser_of(self, content_type: str) -> MultipartParser | None:
-        boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
+    def _parser_of(self, boundary: bytes) -> MultipartParser | None:
         try:
             return MultipartParser(
                 boundary,

@@ -71,13 +71,18 @@ def _put_back(parsed: Any, texts: dict[str, str]) -> int:
     """Puts texts in the place of their markers, in the fields whose arrays may be long. Returns in
     how many places."""
     count = 0
-    for name in (REPLAY, BIAS):
-        value = parsed.get(name) if isinstance(parsed, dict) else None
-        for array in value if isinstance(value, list) else [value]:
-            if not isinstance(array, dict):
-                continue
-            marker = array.get("data")
-            if isinstance(marker, str) and marker in texts:
-                array["data"] = texts[marker]
-                count += 1
+    for array in arrays_of(parsed):
+        marker = array.get("data")
+        if isinstance(marker, str) and marker in texts:
+            array["data"] = texts[marker]
+            count += 1
     return count
+
+
+def arrays_of(body: Any) -> Iterator[dict[str, Any]]:
+    """The objects in a request's body, of any form, that may hold long arrays under `data`."""
+    for name in (REPLAY, BIAS):
+        value = body.get(name) if isinstance(body, dict) else None
+        for array in value if isinstance(value, list) else [value]:
+            if isinstance(array, dict):
+                yield array

@@ -23,10 +23,8 @@ from pydantic import (
 from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
 from routed_experts.protocol.input_fields import FieldsOfInput, InputFields
 from routed_experts.protocol.models import (
-    BIAS,
     OPT_IN,
     PROMPT_START,
-    REPLAY,
     FieldError,
     RoutingFields,
     RoutingOptions,
@@ -114,23 +112,22 @@ def unpacked(content: bytes) -> Any:
         raise ValueError(f"The body is not valid MessagePack: {error}") from None
     if rows is not None:
         body[TRANSFER_PARAMS][PARAM] = rows
-    for array, (name, index) in binary:
-        value = body[name] if index is None else body[name][index]
-        value["data"] = array
+    for array, data in zip(long_body.arrays_of(body), binary, strict=True):
+        if data is not None:
+            array["data"] = data
     return body
 
 
-def _take_binary(body: Any) -> list[tuple[bytes, tuple[str, int | None]]]:
-    """Takes the bytes out of arrays that say which experts tokens take. Each comes with its place:
-    the name of a field, and the index in its list if it has one."""
-    binary = []
-    for name in (REPLAY, BIAS):
-        value = body.get(name) if isinstance(body, dict) else None
-        arrays = enumerate(value) if isinstance(value, list) else [(None, value)]
-        for index, array in arrays:
-            if isinstance(array, dict) and isinstance(array.get("data"), bytes):
-                binary.append((array["data"], (name, index)))
-                array["data"] = ""
+def _take_binary(body: Any) -> list[bytes | None]:
+    """Takes the bytes out of arrays that say which experts tokens take, in their order; None for an
+    array without."""
+    binary: list[bytes | None] = []
+    for array in long_body.arrays_of(body):
+        data = array.get("data")
+        is_binary = isinstance(data, bytes)
+        binary.append(data if is_binary else None)
+        if is_binary:
+            array["data"] = ""
     return binary
 
 

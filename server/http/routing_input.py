@@ -6,17 +6,19 @@ and only then are they decoded, in a thread, one request at a time.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import pairwise
 from math import isfinite, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pybase64
 from fastapi import HTTPException, Request
 from numpy.typing import NDArray
 
+from routed_experts.capture.wire.rows import INPUT_FLAG
 from routed_experts.protocol.codec import NUMPY_DTYPES, UNKNOWN, CodecError
 from routed_experts.protocol.input_fields import (
     BiasArray,
@@ -33,6 +35,8 @@ from routed_experts.protocol.routing_input import (
     Groups,
     RoutingInput,
     RoutingInputError,
+    indices_of,
+    place_of,
     steering_bias,
 )
 from routed_experts.server.http.connection import Connection
@@ -41,6 +45,7 @@ from routed_experts.server.http.input_memory import INPUT_BYTES_FLAG, InputMemor
 from routed_experts.server.http.request import body_of
 from routed_experts.server.http.stored_arrays import run_in_thread
 from routed_experts.server.outputs.array_store import (
+    HEADER_BYTES,
     ArrayGoneError,
     ArrayStore,
     StoreError,
@@ -49,7 +54,8 @@ from routed_experts.server.outputs.array_store import (
 from routed_experts.server.outputs.threads import Threads
 from routed_experts.server.vllm_api import VLLMValidationError
 
-INPUT_FLAG = "--enable-routed-experts-input"
+T = TypeVar("T")
+
 _SCOPE_KEY = "routed_experts.input"  # in the scope of a request
 _FIELD_OF = {
     "rows": REPLAY,
@@ -122,7 +128,9 @@ class InputReader:
             )
         self._take_memory(fields, pieces, len(prompt_lens) * num_choices, connection)
         stored = {
-            piece.key: await self._read_stored(piece) for piece in pieces if piece.key is not None
+            piece.key: await self._read_stored(piece.key, piece)
+            for piece in pieces
+            if piece.key is not None
         }
         return await _DECODER.run(self._encode, fields, pieces, stored)
 
@@ -197,24 +205,26 @@ class InputReader:
 
     async def _header_of(self, key: str) -> tuple[int, int, int, str]:
         """Layers, rows, experts per token and dtype of a stored array."""
-        (num_layers, num_rows, top_k), dtype = await self._ask_store("header", key)
+        header = await self._ask_store(lambda store: store.header(key))
+        (num_layers, num_rows, top_k), dtype = header
         if dtype.kind not in "iu":
             raise FieldError(REPLAY, f"{REPLAY}: the array {key} has weights, and not rows")
         return num_layers, num_rows, top_k, dtype.name
 
-    async def _read_stored(self, piece: "_Piece") -> NDArray[Any]:
-        data = await self._ask_store("content", piece.key)
+    async def _read_stored(self, key: str, piece: "_Piece") -> NDArray[Any]:
+        span = (HEADER_BYTES, HEADER_BYTES + piece.num_bytes)
+        data = await self._ask_store(lambda store: store.read(key, [span]))
         layers_first = np.frombuffer(data, NUMPY_DTYPES[piece.dtype])
         shape = (piece.num_layers, piece.num_rows, piece.top_k)
         rows: NDArray[Any] = layers_first.reshape(shape).transpose(1, 0, 2)  # [n, L, K]
         return rows
 
-    async def _ask_store(self, method: str, key: str | None) -> Any:
-        """Calls a method of the store for an array that a request names."""
+    async def _ask_store(self, read: Callable[[ArrayStore], T]) -> T:
+        """What the store says of an array that a request names."""
         if self.store is None:
             raise FieldError(REPLAY, f"{REPLAY}: this server stores no routed experts")
         try:
-            return await run_in_thread(self.store, getattr(self.store, method), key)
+            return await run_in_thread(self.store, read, self.store)
         except UnknownArrayError:
             raise FieldError(REPLAY, f"{REPLAY}: there is no stored array with this id") from None
         except ArrayGoneError:
@@ -269,23 +279,12 @@ class InputReader:
     def _bias_of_experts(self, biases: tuple[tuple[int, int, float], ...]) -> NDArray[np.float32]:
         """[L, E], zeros but for these."""
         info = self.captured.info
-        index_of_layer = {layer: index for index, layer in enumerate(info.layer_ids)}
+        index_of_layer = indices_of(info.layer_ids)
         bias = np.zeros((info.num_layers, info.num_experts), np.float32)
         seen: set[tuple[int, int]] = set()
         for layer, expert, value in biases:
-            if layer not in index_of_layer:
-                raise FieldError(
-                    BIAS,
-                    f"{BIAS} has decoder layer {layer}, which has no experts: GET "
-                    "/v1/routed_experts lists those that have as layer_ids",
-                )
-            if not 0 <= expert < info.num_experts:
-                raise FieldError(
-                    BIAS,
-                    f"{BIAS} has expert {expert} of decoder layer {layer}, but the model's are 0 "
-                    f"to {info.num_experts - 1}",
-                )
-            if (layer, expert) in seen:
+            place = place_of("bias", (layer, expert), index_of_layer, info.num_experts)
+            if place in seen:
                 raise FieldError(BIAS, f"{BIAS} has expert {expert} of decoder layer {layer} twice")
             if not isfinite(value) or abs(value) > MAX_BIAS:
                 raise FieldError(
@@ -293,8 +292,8 @@ class InputReader:
                     f"{BIAS} must be numbers of at most {MAX_BIAS:.0f} from 0: {ACTIVATE} stands "
                     f"for always, {DEACTIVATE} for never",
                 )
-            seen.add((layer, expert))
-            bias[index_of_layer[layer], expert] = value
+            seen.add(place)
+            bias[place] = value
         return bias
 
 

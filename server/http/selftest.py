@@ -24,7 +24,7 @@ from routed_experts.capture.wire.prefill_rows import PARAM as ROWS_PARAM
 from routed_experts.capture.wire.rows import INPUT_FLAG, takes_input
 from routed_experts.protocol.codec import UNKNOWN, Rows, decode, encode
 from routed_experts.protocol.collect import Routing, RoutingError, collect
-from routed_experts.protocol.models import DELIVERY, OPT_IN, PROMPT_START, WEIGHTS
+from routed_experts.protocol.models import DELIVERY, OPT_IN, PROMPT_START, REPLAY, WEIGHTS
 from routed_experts.server.http.connection import reached_route, watch_connections
 from routed_experts.server.http.encoding import LINE_BYTES
 from routed_experts.server.http.engine import CapturedEngine
@@ -45,7 +45,6 @@ _MOST_TOKENS = 256
 """Maximum prompt tokens for a prompt whose rows exceed one line of a stream."""
 _SAMPLING = {"max_tokens": _NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
 """Of a request that does not say another."""
-_REPLAY = "routed_experts_replay"
 _TOKEN_IDS = 1000
 """Prompts use only the first ids of the vocabulary, because ids of image tokens are at its end."""
 _LIMIT_S = 600.0
@@ -283,7 +282,7 @@ class _Rank:
         body = {"prompt": prompt, "max_tokens": 1}
         (natural,) = await self._ask(_COMPLETIONS, dict(body))
         rows = other_rows(natural.prompt_rows, self._captured.num_experts)
-        (forced,) = await self._ask(_COMPLETIONS, {**body, _REPLAY: encode(rows, start=0)})
+        (forced,) = await self._ask(_COMPLETIONS, {**body, REPLAY: encode(rows, start=0)})
         if not np.array_equal(forced.prompt_rows, rows):
             raise SelfTestError(
                 "The self-test gave a prompt other experts than it took: please report this, and start without "

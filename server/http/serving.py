@@ -60,6 +60,10 @@ from routed_experts.server.vllm_api import (
 
 logger = get_logger(__name__)
 
+_PROMPT_UNKNOWN = (
+    "counts the tokens of the whole prompt, which is known only after content_parts are processed: "
+    "send features instead (/v1/chat/completions/render)"
+)
 _TRACE = "sampling_params.trace_decode_token_ids"
 _N = "sampling_params.n"
 
@@ -620,22 +624,14 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         options = request._routing
         if options is None or not options.prompt_start or not _expands(request):
             return
-        message = (
-            f"{options.prompt_start_param} counts the tokens of the whole prompt, which is known "
-            "only after content_parts are processed: send features instead "
-            "(/v1/chat/completions/render), or leave it out"
-        )
-        _cannot(request, options, message, options.prompt_start_param)
+        name = options.prompt_start_param
+        _cannot(request, options, f"{name} {_PROMPT_UNKNOWN}, or leave it out", name)
 
     def _check_replay(self, request: RoutedGenerateRequest) -> None:
         fields = input_fields_of(request)
         if fields is None or not fields.replay or not _expands(request):
             return
-        _reject(
-            f"{REPLAY} counts the tokens of the whole prompt, which is known only after "
-            "content_parts are processed: send features instead (/v1/chat/completions/render)",
-            REPLAY,
-        )
+        _reject(f"{REPLAY} {_PROMPT_UNKNOWN}", REPLAY)
 
     async def _check_and_limit_length(self, request: RoutedGenerateRequest) -> None:
         """Checks the size of the response, and has a request that says no `max_tokens` end where

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from routed_experts.capture.wire.rows import INPUT_KEY
 from routed_experts.protocol.routing_input import (
     INPUT_ARG,
     EncodedInput,
@@ -11,7 +12,7 @@ from routed_experts.protocol.routing_input import (
 )
 from routed_experts.server.vllm_api import EngineCoreRequest, VLLMValidationError
 
-_SETTING = 'additional_config={"enable_routed_experts_input": True}'
+_SETTING = f'additional_config={{"{INPUT_KEY}": True}}'
 
 
 class InputCheck:

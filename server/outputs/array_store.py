@@ -345,10 +345,6 @@ class ArrayStore:
             raise CodecError("its header and its size do not fit")
         return shape, dtype
 
-    def content(self, key: str) -> bytes:
-        """The bytes of an array, behind its header. Raises as `size` does."""
-        return self.read(key, [(HEADER_BYTES, self.size(key))])
-
     def signed_url(self, key: str, method: str) -> str:
         """Where a client without keys reads an array of a bucket until it expires."""
         assert self.bucket is not None
