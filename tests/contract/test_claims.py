@@ -174,7 +174,8 @@ def test_clients_that_leave_before_their_answer_leave_nothing(
 ) -> None:
     """Neither the one that has its turn and takes nothing, nor the one that waits for it."""
     server, files_read = page
-    line = json.dumps({"choices": [{"index": 0, "text": "a" * 1000}]})
+    choice = {"index": 0, "text": "", "routed_experts": array(1000)}
+    line = json.dumps({"choices": [choice]})
     reads_nothing = upload(server, [["f", f"{line}\n" * 20_000]])
     wait_until(lambda: files_read.thread.borrowed_tokens, "the first has no turn", 30)
     first_bytes = files_read.num_bytes
