@@ -112,6 +112,11 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         DRAFTS,
         {"speculative_config.enable_adaptive_verification": True},
     ),
+    (
+        "equal request ids with several API processes",
+        {"_api_process_count": 2},
+        {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"},
+    ),
     # Needs expert load balancing, which needs CUDA.
     ("elastic expert parallelism", EXPERT_PARALLEL, {"parallel_config.enable_elastic_ep": True}),
     (
