@@ -1,9 +1,11 @@
 """Sends the files of recorded routing to a bucket."""
 
+import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Event, Thread
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.record_files import RecordFiles
@@ -12,13 +14,13 @@ from routed_experts.server.vllm_api import get_logger
 logger = get_logger(__name__)
 
 _SEND_AGAIN_S = 60.0
-"""After a bucket could not be written to."""
+"""How often what a bucket has refused is sent again."""
 
 
 class SentFiles(RecordFiles):
     """Files that one process sends to a bucket when they are complete. Until they are sent, they
     count as files of the folder. A thread sends them, so that recording goes on while the bucket is
-    slow or gone."""
+    slow or gone. A file that the bucket refuses holds up no other."""
 
     def __init__(self, folder: Path, room: int, url: str, takes_over: bool) -> None:
         super().__init__(folder, room)
@@ -26,8 +28,9 @@ class SentFiles(RecordFiles):
         self._bucket.open()
         self._queue: SimpleQueue[Path | None] = SimpleQueue()  # None: the last one was before
         self._unsent: list[Path] = []
-        self._is_closing = Event()
-        self._has_failed = False
+        # The thread's own: what was tried and is still here, the one tried last at the end.
+        self._refused: deque[Path] = deque()
+        self._again_at = 0.0  # by the monotonic clock
         self._thread = Thread(target=self._send_all, name="routed-experts-send", daemon=True)
         self._thread.start()
         if takes_over:  # what processes of this machine completed and did not send
@@ -42,7 +45,6 @@ class SentFiles(RecordFiles):
 
     def close(self, seconds: float) -> None:
         self._queue.put(None)
-        self._is_closing.set()
         self._thread.join(max(seconds, 0))
         unsent = [path.name for path in self._unsent]
         if unsent:
@@ -56,30 +58,61 @@ class SentFiles(RecordFiles):
 
     def _send_all(self) -> None:
         """Runs in the thread. A server that stops tries each file once more, while it has time."""
-        while (path := self._queue.get()) is not None:
-            while not self._try_to_send(path) and not self._is_closing.is_set():
-                self._is_closing.wait(_SEND_AGAIN_S)
+        is_open = True
+        while is_open:
+            if self._refused and time.monotonic() >= self._again_at:
+                self._send_again()
+            try:
+                path = self._queue.get(timeout=self._seconds_to_wait())
+            except Empty:
+                continue
+            if path is None:
+                is_open = False
+            else:
+                self._send_new(path)
+        for path in self._refused:
+            self._try_to_send(path)
 
-    def _try_to_send(self, path: Path) -> bool:
+    def _seconds_to_wait(self) -> float | None:
+        """For a new file; None as long as no other is to be sent again."""
+        if not self._refused:
+            return None
+        return max(self._again_at - time.monotonic(), 0)
+
+    def _send_new(self, path: Path) -> None:
+        error = self._try_to_send(path)
+        if error is None:
+            return
+        logger.error(
+            "%s of recorded routing cannot be sent to %s, and stays in %s until it can: %s",
+            path.name,
+            self._bucket.url,
+            self._folder,
+            getattr(error, "strerror", None) or error,
+        )
+        if not self._refused:
+            self._again_at = time.monotonic() + _SEND_AGAIN_S
+        self._refused.append(path)
+
+    def _send_again(self) -> None:
+        """Sends what was refused, up to the first file that is refused again: the bucket may be
+        gone. The next time, that file comes last."""
+        error = None
+        while self._refused and error is None:
+            path = self._refused.popleft()
+            error = self._try_to_send(path)
+            if error is not None:
+                self._refused.append(path)
+        self._again_at = time.monotonic() + _SEND_AGAIN_S
+
+    def _try_to_send(self, path: Path) -> Exception | None:
+        """Why a file could not be sent."""
         try:
             self._bucket.put_file(path.name, path)
             path.unlink(missing_ok=True)
         except Exception as error:  # noqa: BLE001 the thread tries again
             if path.exists():
-                self._log(error)
-                return False
+                return error
             # a server that took over has sent it, or somebody has moved it away
-        self._has_failed = False
         self._unsent.remove(path)
-        return True
-
-    def _log(self, error: Exception) -> None:
-        """The first of several failures in a row."""
-        if not self._has_failed:
-            logger.error(
-                "Recorded routing cannot be sent to %s, and stays in %s until it can: %s",
-                self._bucket.url,
-                self._folder,
-                getattr(error, "strerror", None) or error,
-            )
-        self._has_failed = True
+        return None

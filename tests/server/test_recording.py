@@ -7,9 +7,12 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -22,10 +25,11 @@ from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.server.http import metrics
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.recording import Recorder
-from routed_experts.server.outputs import record_files
+from routed_experts.server.outputs import record_files, sent_files
 from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.record_files import PART, FullError, RecordFiles, prepare
 from routed_experts.server.outputs.sent_files import SentFiles
+from tests.e2e.harness import wait_until
 from tests.server.known import K, L
 from tests.server.test_row_buffer import (
     ABORT,
@@ -187,6 +191,79 @@ def test_a_file_that_another_server_has_sent_meanwhile_is_no_error(
     files.close(60)
     files.write([b"y" * 900])
     assert not caplog.records
+
+
+class RefusingBucket(BaseHTTPRequestHandler):
+    """Speaks as much of S3 as writing takes, and refuses some objects."""
+
+    sent: ClassVar[list[str]] = []
+    refused: ClassVar[set[str]] = set()
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        name = self.path.rpartition("/")[2]
+        is_refused = name in self.refused
+        if not is_refused:
+            self.sent.append(name)
+        self.send_response(HTTPStatus.FORBIDDEN if is_refused else HTTPStatus.OK)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def refusing_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a bucket that refuses `refused.jsonl`."""
+    monkeypatch.setattr(RefusingBucket, "sent", [])
+    monkeypatch.setattr(RefusingBucket, "refused", {"refused.jsonl"})
+    with ThreadingHTTPServer(("127.0.0.1", 0), RefusingBucket) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield "s3://bucket/records"
+        server.shutdown()
+
+
+def refused_before_two_others(folder: Path, url: str) -> SentFiles:
+    for name in ("refused", "second", "third"):
+        (folder / f"{name}.jsonl").write_text(f"{name}\n")
+    return SentFiles(folder, 1000, url, takes_over=True)
+
+
+def test_a_file_that_a_bucket_refuses_holds_up_no_other(
+    tmp_path: Path, refusing_bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names it when it is refused, and when the server stops without having sent it."""
+    files = refused_before_two_others(tmp_path, refusing_bucket)
+    wait_until(lambda: len(RefusingBucket.sent) == 2, "the others are held up", 10)
+    files.close(10)
+    assert RefusingBucket.sent == ["second.jsonl", "third.jsonl"]
+    assert texts_in(tmp_path) == {"refused.jsonl": "refused\n"}
+    refused, unsent = (record.getMessage() for record in caplog.records)
+    assert refused.startswith("refused.jsonl of recorded routing cannot be sent to s3://bucket")
+    assert unsent.endswith("bucket: refused.jsonl")
+
+
+def test_what_a_bucket_refused_is_sent_again_later(
+    tmp_path: Path, refusing_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is refused again does not hold up the others that were refused."""
+    monkeypatch.setattr(sent_files, "_SEND_AGAIN_S", 0.2)
+    RefusingBucket.refused |= {"second.jsonl", "third.jsonl"}
+    files = refused_before_two_others(tmp_path, refusing_bucket)
+    time.sleep(0.5)
+    assert RefusingBucket.sent == []
+    RefusingBucket.refused -= {"second.jsonl", "third.jsonl"}
+    wait_until(lambda: len(RefusingBucket.sent) == 2, "the others are held up", 10)
+    assert [*texts_in(tmp_path)] == ["refused.jsonl"]
+    RefusingBucket.refused.clear()
+    wait_until(lambda: len(RefusingBucket.sent) == 3, "it is not sent again", 10)
+    files.close(10)
+    assert not texts_in(tmp_path)
 
 
 def recorder_of(frontend: Frontend, folder: Path) -> Recorder:
