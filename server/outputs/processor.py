@@ -248,20 +248,27 @@ class RowBuffers:
             else:
                 for buffer in _buffers_of(state):
                     buffer.push(start, rows)
-        if _budgets:
-            for output in engine_core_outputs:
-                self._take_tokens(output)
+        limited = self._limited(engine_core_outputs) if _budgets else []
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
+        for budget, state, output in limited:
+            # vLLM has dropped the tokens behind a stop string, which drafts may bring
+            budget.take(state, len(output.new_token_ids))
         if self.every_request is not None:  # LLMEngine returns its outputs
             for output in processed.request_outputs:
                 self.every_request.fill(output)
         return processed
 
-    def _take_tokens(self, output: EngineCoreOutput) -> None:
-        state = self._processor.request_states.get(output.request_id)
-        budget: TokenBudget | None = getattr(state, "budget", None)
-        if budget is not None:
-            budget.take(state, len(output.new_token_ids))
+    def _limited(
+        self, outputs: Iterable[EngineCoreOutput]
+    ) -> list[tuple[TokenBudget, RequestState, EngineCoreOutput]]:
+        """The outputs of running choices that have a budget."""
+        limited: list[tuple[TokenBudget, RequestState, EngineCoreOutput]] = []
+        for output in outputs:
+            state = self._processor.request_states.get(output.request_id)
+            budget: TokenBudget | None = getattr(state, "budget", None)
+            if budget is not None:
+                limited.append((budget, state, output))
+        return limited
 
     def _take_tokenless(self, output: EngineCoreOutput, start: int, rows: Rows) -> None:
         """Takes rows of an output that has no tokens, or whose request has ended."""
