@@ -7,7 +7,6 @@ from http import HTTPStatus
 from typing import Any, NoReturn
 
 from fastapi import Request
-from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.capture.engine import transfer_params
 from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
@@ -51,6 +50,7 @@ from routed_experts.server.outputs.prefill_param import (
     to_wire,
 )
 from routed_experts.server.outputs.processor import TokenBudget
+from routed_experts.server.outputs.threads import Threads
 from routed_experts.server.vllm_api import (
     VLLM_VERSION,
     RequestOutput,
@@ -66,6 +66,8 @@ _PROMPT_UNKNOWN = (
 )
 _TRACE = "sampling_params.trace_decode_token_ids"
 _N = "sampling_params.n"
+_PREFILL_ROWS_READER = Threads(1, "routed-experts-prefill-rows")
+"""One thread, so that large rows of many requests leave the server's own threads to others."""
 
 
 def _reject(message: str, param: str) -> NoReturn:
@@ -231,7 +233,7 @@ class RoutedServing:
             return
         captured = self.captured
         try:
-            await run_in_threadpool(
+            await _PREFILL_ROWS_READER.run(
                 rows.parse, captured.shape, captured.num_experts, captured.info.weights
             )
         except PrefillRowsError as error:

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from routed_experts.server.outputs.threads import Threads
 from routed_experts.server.vllm_api import AsyncLLM, VLLMValidationError
 
 TEXTS_PATH = "/v1/routed_experts/texts"
 MAX_TOKENS = 16_384
 _MAX_BODY_BYTES = 16 * MAX_TOKENS  # JSON of that many ids, with room for spaces
-_ONE_AT_A_TIME = CapacityLimiter(1)  # so that these requests leave threads to others
+_DECODER = Threads(1, "routed-experts-texts")
+"""One thread, so that these requests leave the server's own threads to others."""
 
 
 class TokenIds(BaseModel):
@@ -46,7 +46,7 @@ async def texts_of(raw_request: Request, engine: AsyncLLM) -> TokenTexts:
         raise VLLMValidationError(
             f"token_ids: {max(ids)} is not a token of the model", parameter="token_ids"
         )
-    return TokenTexts(texts=await run_sync(_decode, tokenizer, ids, limiter=_ONE_AT_A_TIME))
+    return TokenTexts(texts=await _DECODER.run(_decode, tokenizer, ids))
 
 
 async def _ids_in(raw_request: Request) -> list[int]:

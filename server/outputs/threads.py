@@ -1,4 +1,5 @@
-"""Threads for calls of a bucket, which may take half a minute each when it is gone."""
+"""Threads apart from those that all routes share: for calls of a bucket, which may take half a minute
+each when it is gone, and for what a client makes long."""
 
 import asyncio
 from collections.abc import Callable

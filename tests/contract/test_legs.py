@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -474,8 +475,33 @@ def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch)
     assert len(answers) == len(sizes) == 8
     assert row_bytes < sizes[0] < row_bytes + 5_000
     assert max(sizes[1:]) < 5_000
-    assert [name.partition("thread")[0] for name in threads] == ["AnyIO worker "]
+    assert threads == ["routed-experts-prefill-rows"]
     assert not any((answer.prompt_rows == -1).any() for answer in answers)
+
+
+def test_rows_of_many_requests_are_read_one_after_another(
+    legs: Legs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that they leave the threads that all routes share to others."""
+    running = 0
+    most = 0
+    parse = PrefillRowsParam.parse
+
+    def watched(*args: Any) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.05)  # as large rows take
+        running -= 1
+        parse(*args)
+
+    monkeypatch.setattr(PrefillRowsParam, "parse", watched)
+    params = {**PULLED, "routed_experts": encoded((2, L, K + 1))}
+    send = partial(refused, legs.decode, COMPLETIONS, kv_transfer_params=params)
+    with ThreadPoolExecutor(8) as clients:
+        fields = [clients.submit(send) for _ in range(8)]
+    assert {field.result() for field in fields} == {"kv_transfer_params.routed_experts"}
+    assert most == 1
 
 
 def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
