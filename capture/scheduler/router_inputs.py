@@ -4,8 +4,7 @@ that it was done in each step."""
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
+from routed_experts.capture.scheduler.expected_routing import ExpectedRouting
 from routed_experts.capture.scheduler.step import Step
 from routed_experts.capture.wire.rows import INPUT_FLAG
 from routed_experts.protocol.codec import Rows
@@ -13,11 +12,11 @@ from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput, Routi
 
 
 class RouterInputs:
-    """The inputs of running requests, by their ids."""
+    """What is expected of running requests that have an input, by their ids."""
 
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on
-        self._running: dict[str, RoutingInput] = {}
+        self._running: dict[str, ExpectedRouting] = {}
 
     def refusal(self, request: Any) -> str | None:
         """Why a new request cannot run; None if it can. API processes say so earlier, and better."""
@@ -59,13 +58,13 @@ class RouterInputs:
         """Called when vLLM has accepted a request."""
         encoded = EncodedInput.of(request.sampling_params)
         if encoded is not None:
-            self._running[request.request_id] = RoutingInput.decode(encoded)
+            self._running[request.request_id] = ExpectedRouting(RoutingInput.decode(encoded))
 
     def forget(self, request_id: str) -> None:
         """Called when a request has ended."""
         self._running.pop(request_id, None)
 
-    def of_requests(self, request_ids: Mapping[str, int]) -> dict[str, RoutingInput]:
+    def of_requests(self, request_ids: Mapping[str, int]) -> dict[str, ExpectedRouting]:
         """Of the requests of a step, those that have an input."""
         if not self._running:
             return {}
@@ -80,27 +79,22 @@ def check_told(step: Step, ids: Rows) -> None:
     """Raises `RuntimeError` unless a step that has arrived did what its requests say. `ids`
     ([n, L, K]) are those of its rows.
 
-    Else a name that vLLM has changed would make the worker follow nothing, and nobody would know.
+    Else a name that vLLM has changed would make the worker follow nothing, or give a request's
+    experts to another one, and nobody would know. So the engine ends, and not the request alone:
+    its neighbours, and the KV of all, may be wrong.
     """
     told = step.captured.told
-    inputs = {
-        request_id: routing_input
-        for request_id, routing_input in step.inputs.items()
-        if request_id not in told.unfit
-    }
-    num_steered = sum(routing_input.bias is not None for routing_input in inputs.values())
     num_rows = 0
+    num_steered = 0
     wrong: list[str] = []
-    for request_id, routing_input in inputs.items():
+    for request_id, expected in step.inputs.items():
+        if request_id in told.unfit:
+            continue
         start = step.starts[request_id]
         captured = step.part_of(request_id, ids)
-        first = max(start, routing_input.start)
-        end = min(start + len(captured), routing_input.end)
-        if routing_input.rows is None or first >= end:
-            continue
-        num_rows += end - first
-        given = routing_input.rows[first - routing_input.start : end - routing_input.start]
-        if not _was_followed(given, captured[first - start : end - start]):
+        num_rows += expected.num_given(start, len(captured))
+        num_steered += expected.has_bias
+        if not expected.is_followed(start, captured):
             wrong.append(request_id)
     if wrong or (told.num_rows, told.num_steered) != (num_rows, num_steered):
         raise RuntimeError(
@@ -109,12 +103,3 @@ def check_told(step: Step, ids: Rows) -> None:
             f"requests, actually of {told.num_rows} and {told.num_steered}; requests that got "
             f"other experts: {wrong}. Please report this message, and start without {INPUT_FLAG}"
         )
-
-
-def _was_followed(given: Rows, captured: Rows) -> bool:
-    """Whether these rows [n, L, K] are those that were given, where a layer has no -1."""
-    if np.array_equal(given, captured):
-        return True
-    is_given = (given >= 0).all(axis=2)
-    differs = (given != captured).any(axis=2)
-    return not bool((is_given & differs).any())

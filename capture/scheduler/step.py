@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from routed_experts.capture.scheduler.expected_routing import ExpectedRouting
 from routed_experts.capture.scheduler.kv.children import Load
 from routed_experts.capture.scheduler.kv.offloading import OffloadStore
 from routed_experts.capture.wire.transport import StepRows
 from routed_experts.protocol.codec import Rows
-from routed_experts.protocol.routing_input import RoutingInput
 
 BlockTable = Sequence[Any]
 """The KV blocks of a sequence: vLLM's `KVCacheBlock`s. Objects, since few callers need the ids."""
@@ -40,8 +40,8 @@ class Step:
     # Ids that are other requests' by now: the requests that it ran were aborted, and the ids have
     # come again.
     reused_ids: set[str] = field(default_factory=set)
-    # what requests say about their experts, by their ids
-    inputs: Mapping[str, RoutingInput] = field(default_factory=dict)
+    # of requests that say something about their experts, by their ids
+    inputs: Mapping[str, ExpectedRouting] = field(default_factory=dict)
     _captured: StepRows | None = None
     _batch_index: _OfStep = field(default_factory=_OfStep)  # of each request
 

@@ -26,6 +26,7 @@ from routed_experts.capture.wire.rows import INPUT_KEY
 from routed_experts.capture.worker.router_input.family import family_of, prove
 from routed_experts.capture.worker.router_input.filling import RouterInputOfTables
 from routed_experts.capture.worker.router_input.refusals import check_input_layers
+from routed_experts.capture.worker.router_input.running import RunningInputs
 from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput, Groups, routing_args
 from routed_experts.server.inprocess.input_check import InputCheck
 from tests.contract.served import worker_in_this_process
@@ -133,9 +134,32 @@ def test_rows_at_another_position_are_an_error(
     check_that_a_step_fails(engine, r"requests that got other experts: \['a'\]")
 
 
-def check_that_a_step_fails(engine: Engine, words: str) -> None:
+BANNED_AND_ACTIVATED = {
+    "banned": {"bias": np.where(np.arange(E) < 8, -np.inf, np.zeros((L, E)))},
+    "activated": {"bias": np.where(np.arange(E) == 5, np.inf, np.zeros((L, E)))},
+}
+
+
+@pytest.mark.parametrize("said", BANNED_AND_ACTIVATED.values(), ids=BANNED_AND_ACTIVATED)
+def test_a_router_that_chooses_against_a_bias_is_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any]
+) -> None:
+    """As if its tokens had the bias of another request: as many are steered as should be."""
+    biases_of_batch = RunningInputs.biases_of_batch
+
+    def of_another(self: Any, request_ids: Any) -> Any:
+        biases = biases_of_batch(self, request_ids)
+        return {index: (name, np.ones((L, E))) for index, (name, _) in biases.items()}
+
+    monkeypatch.setattr(RunningInputs, "biases_of_batch", of_another)
+    check_that_a_step_fails(engine, r"requests that got other experts: \['a'\]", said)
+
+
+def check_that_a_step_fails(
+    engine: Engine, words: str, said: Mapping[str, Any] | None = None
+) -> None:
     client = Client(engine)
-    client.add("a", 40, routing_args(rows=rows_for(30), start=4))
+    client.add("a", 40, routing_args(**(said or {"rows": rows_for(30), "start": 4})))
     try:
         with pytest.raises(RuntimeError, match=words):
             client.core.step()

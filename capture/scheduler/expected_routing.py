@@ -1,0 +1,70 @@
+"""What the captured rows of a request must be, by what it says about its experts."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.routing_input import Bias, RoutingInput
+
+
+class ExpectedRouting:
+    """Of one running request. The finite values of its bias say nothing that rows could show."""
+
+    def __init__(self, said: RoutingInput) -> None:
+        self.has_bias = said.bias is not None
+        self._rows = said.rows
+        self._start = said.start
+        self._end = said.end
+        self._limits = None if said.bias is None else _Limits(said.bias)
+
+    def num_given(self, start: int, num_tokens: int) -> int:
+        """For how many of the `num_tokens` tokens from position `start` on there is a row."""
+        first = max(start, self._start)
+        end = min(start + num_tokens, self._end)
+        return max(0, end - first)
+
+    def is_followed(self, start: int, captured: Rows) -> bool:
+        """Whether `captured` ([n, L, K]), of the tokens from position `start` on, are the rows that
+        were given, and elsewhere a choice that the bias allows."""
+        is_given = np.zeros(captured.shape[:2], np.bool_)
+        num_given = self.num_given(start, len(captured))
+        if self._rows is not None and num_given:
+            first = max(start, self._start)
+            given = self._rows[first - self._start :][:num_given]
+            part = slice(first - start, first - start + num_given)
+            is_given[part] = (given >= 0).all(axis=2)
+            differs = (given != captured[part]).any(axis=2)
+            if (is_given[part] & differs).any():
+                return False
+        return self._limits is None or self._limits.are_kept(captured, is_given)
+
+
+_BANNED = 1000
+"""In place of a count of activated experts, of which a token has fewer."""
+
+
+class _Limits:
+    """Which experts a bias [L, E] says are never or always chosen."""
+
+    def __init__(self, bias: Bias) -> None:
+        num_layers, num_experts = bias.shape
+        width = num_experts + 1  # behind the last expert: for ids of -1, which count nothing
+        counts = np.zeros((num_layers, width), np.float32)  # floats, which add up fastest
+        counts[:, :num_experts][bias == np.inf] = 1
+        counts[:, :num_experts][bias == -np.inf] = _BANNED
+        self._counts = counts.ravel()
+        self._first_of_layer = width * np.arange(num_layers)[:, None]
+        self._num_activated = (bias == np.inf).sum(axis=1)
+
+    def are_kept(self, captured: Rows, is_given: NDArray[np.bool_]) -> bool:
+        """Whether no expert was chosen that must not be, and every one that must, where the router
+        chose: in the layers of tokens that are not in `is_given` ([n, L])."""
+        # An id of -1 counts as what is before the layer's first expert: the column of the layer
+        # before it, or the last one of all.
+        counts = self._counts.take(captured + self._first_of_layer, mode="wrap")
+        num_activated = counts @ np.ones(captured.shape[2], np.float32)
+        is_kept = num_activated == self._num_activated
+        if is_kept.all():
+            return True
+        is_unknown = (captured < 0).any(axis=2) & (num_activated < self._num_activated)
+        return bool((is_kept | is_given | is_unknown).all())
