@@ -88,6 +88,23 @@ def test_tokens_that_are_told_nothing_stay_bit_for_bit(sized: Sized, dtype: torc
     assert torch.equal(result.weights[kept], case.routing.weights[kept])
 
 
+@pytest.mark.parametrize("sized", FAMILIES, ids=[sized.name for sized in FAMILIES])
+def test_bans_and_activations_hold_where_logits_are_no_numbers(sized: Sized) -> None:
+    """As in a model that overflows: else such a request would end the engine, which checks them."""
+    case = case_of(sized, torch.float32, CPU)
+    case.logits[::2] = torch.nan
+    case.logits[1::2, ::3] = torch.nan
+    result = rewritten(case.tables, LAYER, case.family, case.routing, case.logits)
+    place = case.tables.index.long()
+    for token in range(len(case.logits)):
+        bias = case.tables.bias[place[token], LAYER].numpy()
+        if case.tables.rows[token, LAYER].min() >= 0 or not bias.any():
+            continue
+        ids = set(result.ids[token].tolist())
+        assert not ids & set(np.flatnonzero(bias == -np.inf).tolist())
+        assert ids >= set(np.flatnonzero(bias == np.inf).tolist())
+
+
 # ---- the tables ----
 
 

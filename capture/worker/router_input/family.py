@@ -10,6 +10,10 @@ from torch import Tensor
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.protocol.routing_input import ONE_GROUP, Groups
 
+UNSCORED = -1e19
+"""In place of a score that is not a number, of logits that overflowed: above experts that are never
+chosen, so that none of them is taken instead."""
+
 NEVER = -1e20
 """In place of the score of an expert that is never chosen. Finite, as groups add two scores, and
 above that of experts outside the chosen groups."""

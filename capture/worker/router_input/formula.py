@@ -6,7 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from routed_experts.capture.worker.router_input.family import ALWAYS, MARGIN, NEVER, Family
+from routed_experts.capture.worker.router_input.family import (
+    ALWAYS,
+    MARGIN,
+    NEVER,
+    UNSCORED,
+    Family,
+)
 from routed_experts.capture.worker.router_input.tables import Tables
 
 
@@ -53,6 +59,6 @@ def _steered(family: Family, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tens
     steered = torch.where(is_always, best + MARGIN, steered)
     scores = family.scores(steered)
     # Also in the choice: an expert's correction may be greater than others' scores.
-    preferences = family.preferences(scores).nan_to_num(nan=NEVER)
+    preferences = family.preferences(scores).nan_to_num(nan=UNSCORED)
     preferences = preferences.masked_fill(is_never, NEVER).masked_fill(is_always, ALWAYS)
     return scores, preferences

@@ -5,7 +5,13 @@ from typing import Any
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from routed_experts.capture.worker.router_input.family import ALWAYS, MARGIN, NEVER, Family
+from routed_experts.capture.worker.router_input.family import (
+    ALWAYS,
+    MARGIN,
+    NEVER,
+    UNSCORED,
+    Family,
+)
 from routed_experts.capture.worker.router_input.formula import Routing
 from routed_experts.capture.worker.router_input.tables import Tables
 
@@ -55,6 +61,7 @@ def _rewrite_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     GROUPS: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
+    UNSCORED: tl.constexpr,
     NEVER: tl.constexpr,
     ALWAYS: tl.constexpr,
     MARGIN: tl.constexpr,
@@ -112,7 +119,7 @@ def _rewrite_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         if HAS_CORRECTION:
             correction = tl.load(correction_ptr + expert, mask=expert < EXPERTS, other=0.0)
             preferences += correction.to(tl.float32)[None, :]
-        preferences = tl.where(preferences == preferences, preferences, NEVER)  # NaN
+        preferences = tl.where(preferences == preferences, preferences, UNSCORED)  # NaN
         preferences = tl.where(is_never, NEVER, preferences)
         preferences = tl.where(is_always, ALWAYS, preferences)
         preferences = tl.where(is_expert, preferences, float("-inf"))
@@ -190,6 +197,7 @@ def rewrite(
         "GROUPS": family.groups.count,
         "PADDED_GROUPS": triton.next_power_of_2(family.groups.count),
         "CHOSEN_GROUPS": family.groups.chosen,
+        "UNSCORED": UNSCORED,
         "NEVER": NEVER,
         "ALWAYS": ALWAYS,
         "MARGIN": MARGIN,
