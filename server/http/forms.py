@@ -3,19 +3,38 @@
 import codecs
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.types import Message, Receive, Send
 
 from routed_experts.protocol.models import PREFIXES
+from routed_experts.server.http.misplaced import unread_fields
 
-_BRACKETS = re.compile(r"[][]")  # clients write an object's fields as `object[field]`
+_BRACKETS = re.compile(r"[][]")
+_NESTED = re.compile(r"[^][]+(?:\[[^][]*\])+")
+"""The name of a field of an object or list, as clients write it: `object[field]`, `list[]`."""
 
 
 def routing_fields_of(name: str) -> Iterator[str]:
-    """The routing fields in the name of a form's field."""
-    yield from (part for part in _BRACKETS.split(name) if part.startswith(PREFIXES))
+    """The routing fields in the name of a form's field, by the rule of JSON bodies."""
+    parts = _BRACKETS.split(name)
+    if not any(part.startswith(PREFIXES) for part in parts):
+        return
+    if _NESTED.fullmatch(name):
+        yield from unread_fields(_nested(parts[0], parts[1::2]))
+    else:
+        yield from (part for part in parts if part.startswith(PREFIXES))
+
+
+def _nested(name: str, keys: list[str]) -> dict[str, Any]:
+    """The object of a form in which a field `name` has something at these keys."""
+    value: Any = ""
+    for key in reversed(keys):
+        is_index = key == "" or key.isdecimal()
+        value = [value] if is_index else {key: value}
+    return {name: value}
 
 
 def _charset_of(options: dict[bytes, bytes]) -> str:

@@ -1,5 +1,5 @@
-"""Routing fields in a request's body that stand where nobody reads them: vLLM would drop them in
-silence."""
+"""Routing fields in a request's body that nobody reads, at their place or on their route: vLLM would
+drop them in silence."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +28,17 @@ _SCHEMAS = {"schema", "json_schema", "json"}
 """At any depth below those, as structural tags have them. Their names are a user's own."""
 _SCHEMA_WITH_NAME = ("response_format", "json_schema")
 """Is no schema, but has one."""
+
+_DEPTH_OF_ROWS = 3  # of objects, as far as vLLM's own nesting goes
+
+
+def unread_fields(body: Any) -> Iterator[str]:
+    """Names of the routing fields in the body of a request to a route that reads none, those of
+    responses included."""
+    if isinstance(body, dict):
+        yield from (name for name in body if name.startswith(PREFIXES))
+    yield from (name for _, name in misplaced_fields(body))
+    yield from _rows(body, _DEPTH_OF_ROWS)
 
 
 def misplaced_fields(body: Any) -> Iterator[tuple[str, str]]:
@@ -100,3 +111,16 @@ def _containers(value: Any) -> Iterator[tuple[str, Any]]:
         for name, item in value.items():
             if type(item) in (dict, list):
                 yield f".{name}", item
+
+
+def _rows(value: Any, depth: int) -> Iterator[str]:
+    """Names of rows in a response that is sent back to vLLM."""
+    if isinstance(value, list):
+        for item in value:
+            if type(item) in (dict, list):  # of millions of token ids, none is asked
+                yield from _rows(item, depth)
+    elif isinstance(value, dict) and depth:
+        for name, item in value.items():
+            if name in _OF_ANSWERS and item is not None:  # vLLM's answers have null without routing
+                yield name
+            yield from _rows(item, depth - 1)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from routed_experts.protocol.models import INPUT_FIELDS, OPT_IN, PREFIXES, PROMPT_START
 from routed_experts.server.http import routes
 from routed_experts.server.http.forms import CheckedForm, RoutingFieldError, routing_fields_of
-from routed_experts.server.http.misplaced import misplaced_fields
+from routed_experts.server.http.misplaced import unread_fields
 from routed_experts.server.http.request import (
     ENDPOINTS,
     RoutedChatRequest,
@@ -38,8 +38,6 @@ INVOCATIONS = "/invocations"
 
 _OURS = __name__.partition(".")[0]
 _URL_ENCODED = "application/x-www-form-urlencoded"
-_DEPTH = 3  # of objects, as far as vLLM's own nesting goes
-_ROWS = ("routed_experts", "routed_expert_weights")
 _LONGEST_NAME = 64
 _PLAIN = (*(prefix.encode() for prefix in PREFIXES), b"\0")  # a NUL is in each letter of UTF-16
 _ESCAPED = re.compile(rb"\\u00[5-7]")  # a letter or underscore, which no encoder of JSON escapes
@@ -163,26 +161,9 @@ def _routing_fields(body: bytes) -> Iterator[str]:
     """Names of the routing fields in a JSON body, those of responses included."""
     if any(part in body for part in _PLAIN) or _ESCAPED.search(body):
         try:
-            parsed = json.loads(body)
-            if isinstance(parsed, dict):
-                yield from (name for name in parsed if name.startswith(PREFIXES))
-            yield from (name for _, name in misplaced_fields(parsed))
-            yield from _rows(parsed, _DEPTH)
+            yield from unread_fields(json.loads(body))
         except (ValueError, RecursionError):  # not JSON, which vLLM reports
             return
-
-
-def _rows(value: Any, depth: int) -> Iterator[str]:
-    """Names of rows in a response that is sent back to vLLM."""
-    if isinstance(value, list):
-        for item in value:
-            if type(item) in (dict, list):  # of millions of token ids, none is asked
-                yield from _rows(item, depth)
-    elif isinstance(value, dict) and depth:
-        for name, item in value.items():
-            if name in _ROWS and item is not None:  # vLLM's answers have null without routing
-                yield name
-            yield from _rows(item, depth - 1)
 
 
 def _dispatching(vllms: Any) -> Any:

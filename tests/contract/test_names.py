@@ -367,10 +367,13 @@ def audio() -> TestClient:
         "return_routed_experts",
         "routed_experts_x",
         "vllm_xargs[return_routed_experts]",  # as OpenAI's client writes what is nested
+        "messages[0][return_routed_experts]",
+        "vllm_xargs[metadata][return_routed_experts]",
+        "metadata[return_routed_experts",
     ],
 )
 def test_fields_in_a_form_are_refused(audio: TestClient, path: str, name: str) -> None:
-    field = name.partition("[")[2].removesuffix("]") or name
+    field = name.rpartition("[")[2].removesuffix("]")
     forms = (
         {"data": {"model": "tiny", name: "true"}, "files": AUDIO_FILE},
         {"files": {**AUDIO_FILE, name: (None, "true")}},  # behind the file
@@ -381,6 +384,22 @@ def test_fields_in_a_form_are_refused(audio: TestClient, path: str, name: str) -
         response = audio.post(path, **form)
         assert (response.status_code, response.json()["error"]["param"]) == (400, field)
         assert NAMED in response.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metadata[routed_experts_run]",
+        "metadata[of][return_routed_experts]",
+        "tools[][routed_experts_x]",
+    ],
+)
+def test_names_in_what_is_a_users_own_are_not_ours_in_a_form(audio: TestClient, name: str) -> None:
+    """As in a JSON body. No model answers here."""
+    whole = audio.post(AUDIO, data={"model": "tiny", name: "7"}, files=AUDIO_FILE)
+    url_encoded = audio.post(AUDIO, data={"model": "tiny", name: "7"})
+    assert (whole.status_code, url_encoded.status_code) == (501, 400)
+    assert NAMED not in whole.text + url_encoded.text
 
 
 def test_a_field_whose_name_is_in_the_forms_charset_is_refused(audio: TestClient) -> None:
