@@ -18,7 +18,7 @@ from routed_experts.capture.wire.rows import weights_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights
 from routed_experts.server.http.wire_form import PART_BYTES, UNKNOWN_BYTE, WireForm
-from routed_experts.server.outputs.array_store import npy_header
+from routed_experts.server.outputs.npy import npy_header
 
 LINE_BYTES = 64 << 10
 """Maximum routing text in one line of a stream: common clients reject lines of 128 KiB."""
@@ -142,15 +142,10 @@ class Encoder:
             yield part
 
     def layers_first(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
-        """The rows of `arrays` with the layers first ([layers, n, columns]), and how many of them
-        are unknown. Counts nothing as sent."""
+        """A view of the rows of `arrays` with the layers first ([layers, n, columns]), and how many
+        of them are unknown. Counts nothing as sent."""
         rows, missing = self._converted(arrays)
-        num_rows, num_layers, num_columns = rows.shape
-        array = np.empty((num_layers, num_rows, num_columns), dtype=rows.dtype)
-        # numpy moves the columns with one copy
-        columns = np.dtype((np.void, num_columns * rows.dtype.itemsize))
-        array.view(columns)[..., 0] = rows.view(columns)[..., 0].T
-        return array, missing
+        return rows.swapaxes(0, 1), missing
 
     def histogram(self, arrays: Sequence[Rows]) -> Histogram:
         """Counts how often each expert of each layer was chosen, and adds up weights. Dense layers

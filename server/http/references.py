@@ -137,8 +137,7 @@ class ReferenceMaker(Delivery):
     def _refer(
         self, encoder: Encoder, rows: list[Rows], start: int, choice: int | None
     ) -> dict[str, Any]:
-        with self.store.copying:
-            array, missing = encoder.layers_first(rows)
+        array, missing = encoder.layers_first(rows)
         facts: dict[str, Any] = {"part": "prompt"}
         if choice is not None:
             facts = {"part": self.part, "choice": choice}

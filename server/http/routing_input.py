@@ -45,12 +45,12 @@ from routed_experts.server.http.input_memory import INPUT_BYTES_FLAG, InputMemor
 from routed_experts.server.http.request import body_of
 from routed_experts.server.http.stored_arrays import run_in_thread
 from routed_experts.server.outputs.array_store import (
-    HEADER_BYTES,
     ArrayGoneError,
     ArrayStore,
     StoreError,
     UnknownArrayError,
 )
+from routed_experts.server.outputs.npy import NPY_HEADER_BYTES
 from routed_experts.server.outputs.threads import Threads
 from routed_experts.server.vllm_api import VLLMValidationError
 
@@ -212,7 +212,7 @@ class InputReader:
         return num_layers, num_rows, top_k, dtype.name
 
     async def _read_stored(self, key: str, piece: "_Piece") -> NDArray[Any]:
-        span = (HEADER_BYTES, HEADER_BYTES + piece.num_bytes)
+        span = (NPY_HEADER_BYTES, NPY_HEADER_BYTES + piece.num_bytes)
         data = await self._ask_store(lambda store: store.read(key, [span]))
         layers_first = np.frombuffer(data, NUMPY_DTYPES[piece.dtype])
         shape = (piece.num_layers, piece.num_rows, piece.top_k)

@@ -33,7 +33,8 @@ from routed_experts.server.http.request import api_keys
 from routed_experts.server.http.seams import STREAMS_CHOICES, scales_out
 from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_paths
 from routed_experts.server.outputs import prefill_param
-from routed_experts.server.outputs.array_store import HEADER_BYTES, ArrayStore, StoreError
+from routed_experts.server.outputs.array_store import ArrayStore, StoreError
+from routed_experts.server.outputs.npy import NPY_HEADER_BYTES
 from routed_experts.server.vllm_api import get_logger
 
 logger = get_logger(__name__)
@@ -459,7 +460,7 @@ class _References:
                     await self._store.reader.run(self._store.delete, reference["id"])
 
     def _read(self, key: str) -> bytes:
-        return self._store.read(key, [(HEADER_BYTES, self._store.size(key))])
+        return self._store.read(key, [(NPY_HEADER_BYTES, self._store.size(key))])
 
     def _is_let_in(self, response: httpx.Response, path: str) -> bool:
         """Raises `SelfTestError` if the response to a request that reached our routes is not

@@ -15,13 +15,13 @@ from routed_experts.protocol.codec import CodecError
 from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import (
-    HEADER_BYTES,
     ArrayGoneError,
     ArrayStore,
     StoreError,
     UnknownArrayError,
 )
 from routed_experts.server.outputs.folders import MEMORY
+from routed_experts.server.outputs.npy import NPY_HEADER_BYTES
 from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationError, get_logger
 
 logger = get_logger(__name__)
@@ -56,7 +56,7 @@ class _Part:
         self._store = store
         self._key = key
         self._layer = num_tokens * row
-        self._first = HEADER_BYTES + begin * self._layer + first * row
+        self._first = NPY_HEADER_BYTES + begin * self._layer + first * row
         self.nbytes = (end - begin) * (last - first) * row
         self._piece = self.nbytes if last - first == num_tokens else (last - first) * row
         is_whole = (end - begin, last - first) == (num_layers, num_tokens)
@@ -169,7 +169,7 @@ async def _elsewhere(
         if value is not None:
             raise VLLMValidationError(
                 f"{name}: this array is an object of a bucket: read a Range of its .npy file, which "
-                f"has {HEADER_BYTES} bytes before the first layer, as routed_experts.protocol.fetch does",
+                f"has {NPY_HEADER_BYTES} bytes before the first layer, as routed_experts.protocol.fetch does",
                 parameter=name,
             )
     connection_of(request)  # so that the self-test knows who answered

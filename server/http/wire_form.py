@@ -21,10 +21,10 @@ from routed_experts.protocol.codec import (
     Rows,
     count_missing,
 )
+from routed_experts.server.outputs.npy import NPY_HEADER_BYTES
 
 PART_BYTES = 48 << 10
 """Bytes of an array that are encoded at once: whole groups of three, which in base64 are 64 KiB."""
-NPY_HEADER_BYTES = 128
 _OBJECT_BYTES = 128
 """Upper bound for the JSON text around `data`."""
 _FLOAT_TEXT_BYTES = 26

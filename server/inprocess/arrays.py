@@ -169,7 +169,7 @@ class ArrayBuffer(RowBuffer):
 
 
 def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReference:
-    layers_first = np.ascontiguousarray(array.swapaxes(0, 1))
+    layers_first = array.swapaxes(0, 1)
     stored = store.put(layers_first)
     # unsigned integers have no -1
     missing = 0 if array.dtype.kind == "u" else count_missing(array)

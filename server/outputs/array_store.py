@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from io import BytesIO
 from math import ceil, prod
 from multiprocessing.util import Finalize
@@ -36,6 +35,7 @@ from routed_experts.protocol.buckets import is_broken_url, is_bucket
 from routed_experts.protocol.codec import CodecError, read_npy_header
 from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.folders import Folder, blocks, hour_of, remove_unused
+from routed_experts.server.outputs.npy import NPY_HEADER_BYTES, npy_file
 from routed_experts.server.outputs.threads import Threads
 from routed_experts.server.settings import DEFAULT_LIFETIME_S, Settings
 from routed_experts.server.vllm_api import get_logger
@@ -43,9 +43,6 @@ from routed_experts.server.vllm_api import get_logger
 logger = get_logger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
-
-HEADER_BYTES = 128
-"""Of the `.npy` file of an array."""
 
 _ID = re.compile("[0-9a-f]{40}")
 ANSWERS_AT_ONCE = 16
@@ -144,9 +141,8 @@ class ArrayStore:
         self.writer = Threads(ANSWERS_AT_ONCE if self.bucket else 1, "routed-experts-store")
         # What runs in `writer` waits for these, so they are not the same threads.
         self._putter = Threads(PUTS_AT_ONCE, "routed-experts-store-puts")
-        # Copies of large arrays keep Python's lock for milliseconds, and many at once would keep the
-        # event loop waiting for all of them.
-        self.copying = threading.Lock()
+        # Copies of large arrays, one at a time: the event loop would compete with all for a core.
+        self._copying = threading.Lock()
         # for whatever else waits for a disk or a bucket; nothing of the server waits behind it
         self.reader = Threads(READS_AT_ONCE, "routed-experts-store-reads")
         self._next_warning = 0.0
@@ -183,7 +179,7 @@ class ArrayStore:
                         self.max_bytes = (self._objects.free_bytes() + used) // 2
                 else:
                     trial = name_of(_new_id(self.lifetime_s)[0])
-                    self._objects.put(trial, [b"trial"], {})
+                    self._objects.put(trial, b"trial", {})
                     self._objects.delete(trial)
                     self._objects.sign(trial, "GET", self.lifetime_s)
             self._is_open = True
@@ -275,18 +271,18 @@ class ArrayStore:
                 self.sweep()
 
     def put(self, array: NDArray[Any], **metadata: str) -> StoredArray:
-        """Stores `array`, which must be C-contiguous; an object of a bucket also has the
+        """Stores `array`, whose last axis is contiguous; an object of a bucket also has the
         `metadata`. Raises `StoreError` if it does not fit or cannot be written."""
-        header = npy_header(array.dtype.str, array.shape)
-        parts: list[bytes | memoryview] = [header, array.reshape(-1).view(np.uint8).data]
-        size = blocks(len(header) + array.nbytes)
+        self._try_bucket()
+        with self._copying:
+            file = npy_file(array)
+        size = blocks(file.nbytes)
         key, expires = _new_id(self.lifetime_s)
         name = name_of(key)
-        self._try_bucket()
         self._reserve(size)
         try:
             with self._errors("cannot be written to"):
-                self._objects.put(name, parts, metadata)
+                self._objects.put(name, file.data, metadata)
                 if self.bucket is None:
                     return StoredArray(key, expires, f"{self.folder}/{name}")
                 try:
@@ -339,9 +335,9 @@ class ArrayStore:
         """The shape [layers, rows, experts per token] and the dtype of an array. Raises as `size`
         does, and `CodecError` for a file that is damaged."""
         size = self.size(key)
-        header = self.read(key, [(0, HEADER_BYTES)])
+        header = self.read(key, [(0, NPY_HEADER_BYTES)])
         shape, dtype, order = read_npy_header(BytesIO(header))
-        if order != "C" or HEADER_BYTES + prod(shape) * dtype.itemsize != size:
+        if order != "C" or NPY_HEADER_BYTES + prod(shape) * dtype.itemsize != size:
             raise CodecError("its header and its size do not fit")
         return shape, dtype
 
@@ -397,12 +393,3 @@ def store_with(settings: Settings, default: Path) -> ArrayStore:
         settings.routed_experts_store_seconds,
         keeps=named is not None,
     )
-
-
-@lru_cache
-def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The first bytes of a `.npy` file of an array in C order."""
-    buffer = BytesIO()
-    described = {"descr": dtype, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(buffer, described)  # type: ignore[no-untyped-call]
-    return buffer.getvalue()

@@ -36,12 +36,12 @@ class Bucket:
         """Reads the environment."""
         self._objects = bucket_at(self.url)
 
-    def put(self, name: str, parts: Iterable[bytes | memoryview], metadata: dict[str, str]) -> None:
+    def put(self, name: str, content: bytes | memoryview, metadata: dict[str, str]) -> None:
         """Writes an object; returns when all who ask for it get it."""
         attributes = {"Content-Type": "application/octet-stream"}
         attributes |= {fact: _metadata(value) for fact, value in metadata.items()}
         with bucket_errors(self.url):
-            self._objects.put(name, b"".join(parts), attributes=attributes)
+            self._objects.put(name, content, attributes=attributes)
 
     def put_file(self, name: str, path: Path) -> None:
         """Writes a file's content."""

@@ -124,7 +124,7 @@ class Folder:
         disk = os.statvfs(self.path)
         return disk.f_bavail * disk.f_frsize
 
-    def put(self, name: str, parts: Iterable[bytes | memoryview], metadata: dict[str, str]) -> None:
+    def put(self, name: str, content: bytes | memoryview, metadata: dict[str, str]) -> None:
         """Writes a file, which has no `metadata`."""
         path = self.path / name
         for left in reversed(range(_TRIES)):
@@ -139,8 +139,7 @@ class Folder:
                     private_folder(path.parent)
         try:
             with file:
-                for part in parts:
-                    write_all(file, part)
+                write_all(file, content)
         except OSError:
             with suppress(OSError):
                 path.unlink()

@@ -48,7 +48,7 @@ def prepare(place: str | Path) -> None:
         bucket = Bucket(str(place))
         trial = f"{secrets.token_hex(8)}.trial"
         bucket.open()
-        bucket.put(trial, [b"trial"], {})
+        bucket.put(trial, b"trial", {})
         bucket.delete(trial)
     private_folder(folder)
     with tempfile.TemporaryFile(dir=folder):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -261,6 +262,23 @@ def test_the_arrays_of_an_answer_are_stored_beside_each_other(
     assert time.monotonic() - began < 4
     assert failure is None
     assert [references["routed_experts"]["choice"] for references in made] == [*range(16)]
+
+
+def test_an_array_is_copied_once_on_its_way_to_a_bucket() -> None:
+    """To join what is sent takes memory under Python's lock, while the event loop waits."""
+    from routed_experts.server.http.references import ReferenceMaker
+    from tests.contract.test_references import ENCODER, connection_of_nobody
+
+    store = ArrayStore(f"{URL}-copied")
+    store.open()
+    rows = np.zeros((20_000, L, K), np.int16)
+    maker = ReferenceMaker(store, connection_of_nobody())
+    tracemalloc.start()
+    (made,), _ = maker.references(ENCODER, [("routed_experts", 0, 0, [rows])])
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert made["routed_experts"]["bytes"] == rows.nbytes
+    assert rows.nbytes < most_bytes < 1.5 * rows.nbytes
 
 
 def test_answers_do_not_take_turns_to_wait_for_a_bucket_that_is_gone(
