@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
 from routed_experts.protocol.codec import CodecError
+from routed_experts.server.http import background
 from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import (
@@ -90,7 +91,7 @@ class _ArrayResponse(StreamingResponse):
     num_sent = 0  # bytes, those included that wait in the transport
 
     async def stream_response(self, send: Send) -> None:
-        watch = asyncio.create_task(self._watch())
+        watch = background.start("The watch over a client that reads an array", self._watch())
         try:
             await super().stream_response(send)
         finally:

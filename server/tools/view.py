@@ -60,7 +60,8 @@ class ViewServer(ThreadingHTTPServer):
 
     daemon_threads = True
     reading = Lock()
-    """Files that are opened in the page are read one after another."""
+    """Files that are opened in the page come and are read one after another, as each may take much
+    memory."""
 
     def __init__(
         self, viewed: Sequence[ViewedFile], port: int, model_info: ModelInfo | None = None
@@ -132,8 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
         }
 
     def _read_files(self, length: int) -> None:
-        body = self.rfile.read(length)
         with self.server.reading:
+            body = self.rfile.read(length)
             try:
                 self._respond(200, "application/jsonl", map(str.encode, read_saved(body)))
             except ValueError as error:

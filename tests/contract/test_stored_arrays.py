@@ -3,12 +3,13 @@ of theirs stays."""
 
 import asyncio
 import json
+import logging
 import os
 import random
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -185,6 +186,30 @@ def test_clients_that_read_slowly(
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(response._watch())
     assert transport.abort.called == is_aborted
+
+
+def test_a_watch_over_a_client_that_fails_is_logged_and_the_array_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"first"
+        await asyncio.sleep(0.01)  # in which the watch begins
+        yield b"second"
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    sent: list[bytes] = []
+    response = stored_arrays._ArrayResponse(pieces())
+    response.transport = Mock(**{"get_write_buffer_size.side_effect": OSError("no such socket")})
+    asyncio.run(response.stream_response(send))
+    assert b"".join(sent) == b"firstsecond"
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "The watch over a client that reads an array failed; the server goes on without it."
+    )
 
 
 class Client:

@@ -22,6 +22,7 @@ from routed_experts.server.cli.main import main
 from routed_experts.server.page import MAX_BYTES, READ_PATH
 from routed_experts.server.tools.view import ViewedFile, ViewServer
 from tests.conftest import Cases
+from tests.e2e.harness import wait_until
 from tests.long_runs import times
 from tests.protocol.answers import (
     EXPERTS,
@@ -307,3 +308,22 @@ def test_view_says_nothing_of_clients_that_leave(
         sock.sendall(b"Content-Length: 1000\r\n\r\n[")
     assert status_of(viewed, "GET /routed_experts") == 200
     assert capsys.readouterr().err == ""
+
+
+def test_view_takes_no_files_while_it_takes_others(viewed: ViewServer) -> None:
+    """Bodies of two clients at once would take twice the memory."""
+    large = 16 << 20  # more than a connection holds
+    begin = f"POST {READ_PATH} HTTP/1.1\r\nHost: localhost:{viewed.server_port}\r\n"
+    head = f"{begin}Content-Length: {large}\r\n\r\n".encode()
+    address = ("127.0.0.1", viewed.server_port)
+    with (
+        socket.create_connection(address, timeout=60) as first,
+        socket.create_connection(address, timeout=60) as second,
+    ):
+        first.sendall(head + b"[")
+        wait_until(viewed.reading.locked, "others are read beside it", 10)
+        second.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            second.sendall(head + bytes(large))
+        first.shutdown(socket.SHUT_WR)
+        assert first.recv(12) == b"HTTP/1.0 400"
