@@ -5,21 +5,27 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request, params
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from routed_experts.protocol.models import INPUT_FIELDS, OPT_IN, PREFIXES, PROMPT_START
 from routed_experts.server.http import routes
-from routed_experts.server.http.forms import CheckedForm, RoutingFieldError, routing_fields_of
+from routed_experts.server.http.forms import (
+    CheckedForm,
+    FormNames,
+    RoutingFieldError,
+    routing_fields_of,
+)
 from routed_experts.server.http.misplaced import unread_fields
 from routed_experts.server.http.request import (
     ENDPOINTS,
@@ -37,6 +43,7 @@ INVOCATIONS = "/invocations"
 """SageMaker's endpoint for all kinds of requests."""
 
 _OURS = __name__.partition(".")[0]
+_MULTIPART = "multipart/"
 _URL_ENCODED = "application/x-www-form-urlencoded"
 _LONGEST_NAME = 64
 _PLAIN = (*(prefix.encode() for prefix in PREFIXES), b"\0")  # a NUL is in each letter of UTF-16
@@ -74,7 +81,7 @@ def refuse_on_other_routes(app: FastAPI) -> None:
             # Where vLLM renders a prompt, it puts routing fields of its own into the request for
             # our endpoint.
             vllms = CompletionRequest.model_fields.keys() if route.path.endswith("/render") else ()
-            route.app = _RefusingRoute(route.app, {PROMPT_START}.intersection(vllms))
+            route.app = _RefusingRoute(route, {PROMPT_START}.intersection(vllms))
 
 
 def other_paths(app: FastAPI) -> list[str]:
@@ -95,24 +102,23 @@ def is_ours(route: Route | Mount) -> bool:
 
 class _RefusingRoute:
     """A route that rejects routing fields but those `allowed`. Bodies are parsed only if they may
-    have some, and forms are read as they
-    come, as they have files."""
+    have some."""
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
-        self._app = app
+    def __init__(self, route: Route | Mount, allowed: Collection[str]) -> None:
+        self._app = route.app
         self._allowed = allowed
+        self._takes_forms = _takes_forms(route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
         content_type = Headers(scope=scope).get("content-type", "")
-        if content_type.lower().startswith("multipart/"):
+        if self._takes_forms and _is(content_type, _MULTIPART):  # it has files
             await self._pass_form(scope, CheckedForm(content_type, receive, send))
             return
-        is_form = content_type.lower().startswith(_URL_ENCODED)
-        read_names = _names_in_url_encoded if is_form else _routing_fields
-        receive = await _checked(receive, read_names, self._allowed)
+        # Others may do what they do without a look at the body, so that it is read before.
+        receive = await _checked(receive, _reader_of(content_type), self._allowed)
         await self._app(scope, receive, send)
 
     async def _pass_form(self, scope: Scope, form: CheckedForm) -> None:
@@ -148,6 +154,33 @@ def _refusal(name: str) -> VLLMValidationError:
     if name in INPUT_FIELDS:
         message = f"{name}: this endpoint takes no routing: use {ENDPOINTS}"
     return VLLMValidationError(message, parameter=name)
+
+
+def _takes_forms(route: Route | Mount) -> bool:
+    """Whether a route declares that it takes a form, so that FastAPI reads it to its end."""
+    return (
+        isinstance(route, APIRoute)
+        and route.body_field is not None
+        and isinstance(route.body_field.field_info, params.Form)
+    )
+
+
+def _is(content_type: str, kind: str) -> bool:
+    return content_type.lower().startswith(kind)
+
+
+def _reader_of(content_type: str) -> Callable[[bytes], Iterator[str]]:
+    """What finds the names of the routing fields in a body of this type."""
+    if _is(content_type, _MULTIPART):
+        return partial(_names_in_multipart, content_type)
+    return _names_in_url_encoded if _is(content_type, _URL_ENCODED) else _routing_fields
+
+
+def _names_in_multipart(content_type: str, body: bytes) -> Iterator[str]:
+    """Names of the routing fields in a form of several parts, or in JSON that is called one."""
+    for name in FormNames(content_type).read(body):
+        yield from routing_fields_of(name)
+    yield from _routing_fields(body)
 
 
 def _names_in_url_encoded(body: bytes) -> Iterator[str]:

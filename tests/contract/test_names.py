@@ -316,8 +316,16 @@ def test_long_names_do_not_come_back(api: Server) -> None:
 # ---- routes that are not ours ----
 
 
+IN_JSON: list[dict[str, Any]] = [ASKS, {"routed_experts_x": 1}, {"extra_body": ASKS}]
+IN_FORMS = [
+    {"return_routed_experts": "true"},
+    {"routed_experts_x": "1"},
+    {"extra_body[return_routed_experts]": "true"},
+]
+
+
 def test_no_route_takes_our_fields_in_silence(api: Server) -> None:
-    """Every route that vLLM has, with whatever method takes a body."""
+    """Every route that vLLM has, with whatever method takes a body, also those that read none."""
     args = serve.parse(["model", "--enable-scale-out"])
     with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
         routes = [
@@ -332,15 +340,20 @@ def test_no_route_takes_our_fields_in_silence(api: Server) -> None:
     assert {
         ("POST", path) for path in ("/generative_scoring", "/v1/completions/derender", "/sleep")
     } <= {*asked}
+    url_encoded = [{**field, "model": "tiny"} for field in IN_FORMS]
+    several_parts = [{name: (None, value) for name, value in form.items()} for form in url_encoded]
+    ways: list[dict[str, Any]] = [
+        *({"json": {"model": "tiny", **fields}} for fields in IN_JSON),
+        *({"data": form} for form in url_encoded),
+        *({"files": form} for form in several_parts),
+    ]
     silent = []
     with api.client() as client:
         for method, path in asked:
-            for fields in (ASKS, {"routed_experts_x": 1}, {"extra_body": ASKS}):
-                response = client.request(
-                    method, re.sub(r"{\w+}", "x", path), json={"model": "tiny", **fields}
-                )
+            for way in ways:
+                response = client.request(method, re.sub(r"{\w+}", "x", path), **way)
                 if response.status_code != 400 or NAMED not in response.text:
-                    silent.append((method, path, fields, response.status_code, response.text))
+                    silent.append((method, path, way, response.status_code, response.text))
     assert silent == []
 
 
@@ -572,6 +585,10 @@ def test_what_others_attach(api: Server) -> None:
             assert send[0](path, json=big).json() == big
         assert client.get("/mounted/inner").text == ""
         assert client.post("/file", files={"file": json.dumps(ASKS)}).json() == json.dumps(ASKS)
+        form = client.post("/mounted/inner", files={"file": b"RIFF" * 500_000})
+        assert form.content.count(b"RIFF") == 500_000
+        with pytest.raises(VLLMValidationError):
+            client.post("/mounted/inner", files={"file": b"RIFF", "routed_experts_x": b"1"})
         with client.websocket_connect("/socket") as opened:
             opened.send_json(ASKS)
             assert opened.receive_json() == ASKS
