@@ -234,6 +234,12 @@ def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
         args.kv_cache_memory_bytes = _TINY_KV_CACHE_BYTES
     if current_platform.is_cpu():
         args.enforce_eager = True  # compiling takes longer than it saves for a tiny model
+    says_nothing_of_weights = not hasattr(args, WEIGHTS_KEY) and WEIGHTS_KEY not in (
+        args.additional_config or {}
+    )
+    if args.enable_return_routed_experts and says_nothing_of_weights:
+        # They cost next to nothing here, and the page has no ranks without them.
+        setattr(args, WEIGHTS_KEY, True)
 
 
 # ---- the plugin ----

@@ -159,7 +159,7 @@ def test_a_server_without_texts(tiny_model: Path, tmp_path: Path) -> None:
 def test_weights_of_a_server_that_captures_none(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `make serve` starts it; the page says with which flag it does."""
+    """Of a server without the flag, which the page names."""
     (tmp_path / "prompts.txt").write_text("a")
     with serving(tiny_model) as server:
         exported(server, tmp_path, "prompts.txt", "out.npz")
@@ -178,7 +178,7 @@ def test_weights_of_a_server_that_captures_none(
         in said
     )
     page = " ".join((ROOT / "docs/export.md").read_text(encoding="utf-8").split())
-    assert "`make serve ARGS=--enable-return-routed-expert-weights`" in page
+    assert "others need `--enable-return-routed-expert-weights`" in page
 
 
 def test_plain_prompts_and_a_server_that_refuses_one(

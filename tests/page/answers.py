@@ -67,7 +67,9 @@ def answer(
     return {"object": "text_completion", **of_prompt, "choices": [choice]}
 
 
-def two_that_part(count: int, prompt: int, at: int) -> list[dict[str, Any]]:
+def two_that_part(
+    count: int, prompt: int, at: int, has_weights: bool = False
+) -> list[dict[str, Any]]:
     """Two answers of 24 layers, top 8 of 128, whose experts part at a position and whose tokens one
     later."""
     one, other = rows_of(count, 24, 8, 128, seed=1), rows_of(count, 24, 8, 128, seed=2)
@@ -75,4 +77,9 @@ def two_that_part(count: int, prompt: int, at: int) -> list[dict[str, Any]]:
     other[at, :2] = one[at, :2]
     texts = words_of(count // 20 + 1)
     others = [*texts[: at + 1], *(text.swapcase() for text in texts[at + 1 :])]
-    return [answer(one, prompt, texts), answer(other, prompt, others)]
+    sides = ((one, texts), (other, others))
+    weights = (weights_of(one), weights_of(other)) if has_weights else (None, None)
+    return [
+        answer(rows, prompt, words, beside)
+        for (rows, words), beside in zip(sides, weights, strict=True)
+    ]

@@ -17,7 +17,13 @@ from tests.page.conftest import viewing
 from tests.page.seen import ask, compare
 
 KV = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
-FLAGS = ("--dtype", "float32", "--enforce-eager", *KV)
+FLAGS = (
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--enable-return-routed-expert-weights",
+    *KV,
+)
 
 
 def main(folder: Path) -> None:
@@ -32,7 +38,7 @@ def main(folder: Path) -> None:
                 tab.click("#tokens-a [data-i='80']")
                 take(tab, folder / f"page-chat-{width}-{theme}.png")
         with viewing(
-            {"two.jsonl": "\n".join(map(json.dumps, two_that_part(299, 60, at=110)))}
+            {"two.jsonl": "\n".join(map(json.dumps, two_that_part(299, 60, 110, has_weights=True)))}
         ) as url:
             compare(tab, url, height=1160, theme="dark")
             tab.click("#go")

@@ -54,6 +54,23 @@ def weighed() -> tuple[dict[str, Any], int]:
     return answer(rows, 10, weights=weights_of(rows)), 16
 
 
+def unordered() -> tuple[dict[str, Any], int]:
+    """With weights, of a router that returns its experts in another order than theirs."""
+    rows = rows_of(69, 3, 4, 16)
+    rows[20], rows[41, 1] = -1, -1
+    order = np.random.default_rng(3).permuted(np.tile(np.arange(4), (69, 3, 1)), axis=2)
+    rows, weights = (np.take_along_axis(values, order, 2) for values in (rows, weights_of(rows)))
+    return answer(rows, 10, weights=weights), 16
+
+
+def by_weight(routing: Routing) -> np.ndarray:
+    """[n, L, K] The place of each rank's choice; the router's order without weights."""
+    if routing.weights is None:
+        return np.broadcast_to(np.arange(routing.rows.shape[2]), routing.rows.shape)
+    known = np.where(np.isnan(routing.weights), -np.inf, routing.weights)
+    return np.argsort(-known, axis=2, kind="stable")
+
+
 def later() -> tuple[dict[str, Any], int]:
     """A later turn of a conversation, whose first rows are known from the turn before."""
     body = answer(rows_of(59, 2, 2, 32), 40)
@@ -80,7 +97,7 @@ def near(shown: list[str], expected: Any, digits: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("made", [weighed, later, short], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("made", [weighed, unordered, later, short], ids=lambda made: made.__name__)
 def test_every_number_is_numpys(tab: Tab, viewed: Viewed, made: Any) -> None:
     body, experts = made()
     (routing,) = collect(body, prompt_start=body["prompt_routed_experts"]["start"])
@@ -102,6 +119,8 @@ def check_every_cell(tab: Tab, routing: Routing) -> None:
     """What the pointer shows at each token: every expert of every layer."""
     shown = tips(tab, "#tokens-a .token")
     assert len(shown) == routing.start + len(routing.rows) + 1
+    order = by_weight(routing)
+    rows = np.take_along_axis(routing.rows, order, 2)
     for position, (title, layers) in enumerate(shown):
         assert title.startswith(f"Token {position} ")
         row = position - routing.start
@@ -109,22 +128,23 @@ def check_every_cell(tab: Tab, routing: Routing) -> None:
             assert {id for layer in layers for id, _ in layer} == {"\u2013"}
             continue
         ids = [[-1 if id == "?" else int(id) for id, _ in layer] for layer in layers]
-        assert ids == routing.rows[row].tolist()
-        if routing.weights is not None and (routing.rows[row] >= 0).all():
+        assert ids == rows[row].tolist()
+        if routing.weights is not None and (rows[row] >= 0).all():
             weights = [weight for layer in layers for _, weight in layer]
-            assert near(weights, routing.weights[row].ravel(), 3)
+            assert near(weights, np.take_along_axis(routing.weights, order, 2)[row].ravel(), 3)
 
 
 def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
     """A token in full, the load of its layer, and the tokens of an expert."""
     rows, weights, counts = routing.rows, routing.weights, counts_of(routing.rows, experts)
+    order = by_weight(routing)
     for row in {len(rows) // 2, min(20, len(rows) - 1), min(41, len(rows) - 1)}:
         choose(tab, row + routing.start)
-        shows(tab, rows[row])
+        shows(tab, np.take_along_axis(rows, order, 2)[row])
         if weights is None:
             assert (tab.is_hidden("#by-label"), tab.count("#detail small")) == (True, 0)
         else:
-            shows_weights(tab, weights[row])
+            shows_weights(tab, np.take_along_axis(weights, order, 2)[row])
     tab.click(f"#detail tbody tr:nth-child({LAYER + 1}) th")
     tab.type("#expert", str(EXPERT))
     many = counts[LAYER, EXPERT]
@@ -136,26 +156,31 @@ def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
     assert tab.text("#load-status").startswith(
         f"MoE layer {LAYER}: {words} the even share{unused} {by_choices}"
     )
-    positions, ranks = np.nonzero(rows[:, LAYER] == EXPERT)
+    positions, places = np.nonzero(rows[:, LAYER] == EXPERT)
+    ranks = np.argsort(order, axis=2)[positions, LAYER, places]
     shades = tab.js(
         "$$('#tokens-a .chosen').map(e => [Number(e.dataset.i), Number(e.style.getPropertyValue('--shade'))])"
     )
-    shaded = zip(positions + routing.start, 1 - ranks / rows.shape[2], strict=True)
+    alike = np.zeros(len(ranks))
+    least = alike if weights is None else ranks / rows.shape[2]
+    shaded = zip(positions + routing.start, 1 - least, strict=True)
     assert shades == [[position, pytest.approx(shade)] for position, shade in shaded]
     found = {int(row[0]): row[2:] for row in listed(tab)}
+    assert len(found) == len(positions)
+    if weights is None:
+        assert not any(found.values())  # neither rank nor weight
+        assert tab.is_hidden("#rank-label")
+        assert "weights" not in tab.text("#load-status")
+        return
     assert [found[position + routing.start][0] for position in positions] == [
         str(rank + 1) for rank in ranks
     ]
-    assert len(found) == len(positions)
-    if weights is None:
-        assert "weights" not in tab.text("#load-status")
-        return
     assert near(
         [found[position + routing.start][1] for position in positions],
-        weights[positions, LAYER, ranks],
+        weights[positions, LAYER, places],
         3,
     )
-    order = np.argsort(-weights[positions, LAYER, ranks], kind="stable")
+    order = np.argsort(-weights[positions, LAYER, places], kind="stable")
     assert list(found) == (positions[order] + routing.start).tolist()
     sums, known = np.zeros(experts), rows[:, LAYER] >= 0
     np.add.at(sums, rows[:, LAYER][known], weights[:, LAYER][known].astype(float))
@@ -217,6 +242,42 @@ def test_the_map_and_its_keys(tab: Tab, viewed: Viewed) -> None:
     tab.key("Home")
     selected(tab, 0)
     shows(tab, rows[0])
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_the_map_colours_the_largest_weight_or_the_rarest_colour(
+    tab: Tab, viewed: Viewed, has_weights: bool
+) -> None:
+    """And never the expert that a router happens to return first."""
+    body, experts = unordered()
+    (routing,) = collect(body)
+    if not has_weights:
+        del body["prompt_routed_expert_weights"], body["choices"][0]["routed_expert_weights"]
+    show(tab, viewed(body, given=ModelInfo(num_experts=experts)))
+    legend = tab.js(
+        "$$('#legend span').map(e => [e.textContent, getComputedStyle(e.firstChild).backgroundColor])"
+    )
+    colours = {name: [int(part) for part in re.findall(r"\d+", rgb)] for name, rgb in legend}
+    seven = [int(name) for name in colours if name.isdigit()]
+    assert len(seven) == len(OKABE_ITO)
+    wide = tab.js("($('#map').clientWidth - 42) / 70")
+    pixels = np.array(tab.js(MAP_COLOURS)).reshape(-1, 4)
+    for position, (ids, place) in enumerate(
+        zip(routing.rows[:, 0], by_weight(routing)[:, 0, 0], strict=True)
+    ):
+        if position == 0 or ids[0] < 0:  # the selected token has a frame
+            continue
+        coloured = [id for id in seven if id in ids]  # the busiest first
+        rarest = coloured[-1] if coloured else ids[0]
+        top = int(ids[place] if has_weights else rarest)
+        pixel = pixels[GUTTER + int((position + 0.5) * min(wide, 18))][:3].tolist()
+        assert pixel == colours[str(top) if top in seven else "others"], position
+    tab.console.clear()  # where the browser advises against reading pictures
+
+
+MAP_COLOURS = (
+    "[...$('#map canvas').getContext('2d').getImageData(0, 22, $('#map').clientWidth, 1).data]"
+)
 
 
 def test_the_load_and_its_keys(tab: Tab, viewed: Viewed) -> None:
@@ -413,7 +474,7 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     expected = [("A", position) for position in np.nonzero(one[:, 2] == expert)[0]]
     expected += [("B", position) for position in np.nonzero(other[:, 2] == expert)[0]]
     tab.wait_for_text("#expert-title", f"Expert {expert} of")
-    assert sorted((row[3], int(row[0])) for row in listed(tab)) == expected
+    assert sorted((row[-1], int(row[0])) for row in listed(tab)) == expected
     show(tab, viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
     tab.choose("#pick-b", "1")
     assert "from different models" in error_in(tab)
@@ -488,15 +549,17 @@ def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:
     shown |= {123456.7: "123457", 2.5e6: "2.5e6", 3e38: "3.0e38", -0.25: "-0.250", -123.4: "-123.4"}
     shown |= {0.0001: "1e-4", 0: "0", 7: "7", 100: "100"}
     weights[20, :2] = np.reshape(list(shown), (2, 8))
+    order = np.argsort(-weights[20], axis=1, kind="stable")
+    texts = np.take_along_axis(np.reshape([*shown.values(), *[""] * 8], (3, 8)), order, 1)
     url = viewed(answer(rows, 10, weights=weights), answer(rows, 10))
     for width in (1440, 1024, 390):
         compare(tab, url, width=width)
         choose(tab, 20)
         shows(tab, rows[20], column=2)
+        shows(tab, np.take_along_axis(rows[20], order, 1))
         small = "$$('#detail tbody tr').slice(0, 2).flatMap(r => [...r.children[1].querySelectorAll('small')])"
-        assert [text.strip() for text in tab.js(f"{small}.map(e => e.textContent)")] == list(
-            shown.values()
-        )
+        written = [text.strip() for text in tab.js(f"{small}.map(e => e.textContent)")]
+        assert written == texts[:2].ravel().tolist()
         assert not tab.count("#detail td:nth-child(3) small")
         assert (
             tab.js("$$('.chip').filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)")
@@ -553,7 +616,7 @@ SHOWN = "$$('select, #expert, #rank, #map-status, #experts').map(e => e.id + (e.
 
 
 def test_a_link_brings_the_view_back(tab: Tab, viewed: Viewed) -> None:
-    compare(tab, viewed(*two_that_part(119, 20, at=70)))
+    compare(tab, viewed(*two_that_part(119, 20, at=70, has_weights=True)))
     tab.wait_for_text("#parting", "119")
     tab.type("#rank", "3")
     tab.click("#detail tbody tr:nth-child(3) .chip")

@@ -700,11 +700,30 @@ def test_the_tiny_model_is_served_by_its_name(
     given = serve.parse(["--dtype", "bfloat16", "--kv-cache-memory-bytes", "123456"])
     serve.use_tiny_model(given, tiny_model)
     assert (given.dtype, given.kv_cache_memory_bytes) == ("bfloat16", 123456)
+    assert args.enable_return_routed_expert_weights
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert serve.tiny_model_dir() == tmp_path / "routed-experts" / "tiny-moe"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert serve.tiny_model_dir() == tmp_path / ".cache" / "routed-experts" / "tiny-moe"
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_weights"),
+    [
+        ([], True),
+        (["--no-enable-return-routed-expert-weights"], False),
+        (["--additional-config", '{"enable_return_routed_expert_weights": false}'], False),
+        (["--no-enable-return-routed-experts"], False),
+    ],
+)
+def test_the_tiny_model_has_weights_unless_a_flag_says_otherwise(
+    tiny_model: Path, flags: list[str], has_weights: bool
+) -> None:
+    args = serve.parse(flags)
+    serve.use_tiny_model(args, tiny_model)
+    settings = serve.configure(args)
+    assert has_weights is (settings is not None and settings.enable_return_routed_expert_weights)
 
 
 # ---- signals ----

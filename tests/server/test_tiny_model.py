@@ -18,7 +18,12 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def use(directory: Path) -> None:
     args = argparse.Namespace(
-        served_model_name=None, dtype="auto", kv_cache_memory_bytes=None, enforce_eager=False
+        served_model_name=None,
+        dtype="auto",
+        kv_cache_memory_bytes=None,
+        enforce_eager=False,
+        enable_return_routed_experts=True,
+        additional_config={},
     )
     serve.use_tiny_model(args, directory)
 

@@ -18,6 +18,7 @@ export class Answer {
     this.promptLength = whole.promptLength ?? null; // P, once it is known
     this.rows = new Int16Array(this.size * 256);
     this.weights = this.hasWeights ? new Float32Array(this.rows.length) : null; // of the ids in rows
+    this.places = this.hasWeights ? new Uint8Array(this.rows.length) : null; // in its cell, of the choice of each rank
     this.length = 0; // rows
     this.counts = new Uint32Array(layers * experts);
     this.slots = new Float64Array(layers); // ids counted for each layer
@@ -42,6 +43,7 @@ export class Answer {
     this.rows.set(ids, at);
     this.weights &&= grown(this.weights, at + ids.length);
     this.weights?.set(weights, at);
+    if (this.weights) this.#rank(at, ids.length);
     this.length += ids.length / this.size;
     this.#count(ids, this.weights && weights);
   }
@@ -54,10 +56,26 @@ export class Answer {
     return values.subarray(at, at + this.topK);
   }
 
+  /**
+   * The choices of a cell, {id, weight, rank}: by weight, the largest first, whose rank is 1. Routers need not return them
+   * in that order, so without weights there is no rank (null), and the order is the router's.
+   */
+  choices(position, layer) {
+    const ids = Array.from(this.cell(position, layer));
+    if (!this.weights || !ids.length) return ids.map((id) => ({ id, weight: null, rank: null }));
+    const weights = this.cell(position, layer, this.weights);
+    return Array.from(this.cell(position, layer, this.places), (place, i) => ({ id: ids[place], weight: weights[place], rank: i + 1 }));
+  }
+
+  /** The expert of a rank, from 1, of an answer with weights. */
+  expertOfRank(position, layer, rank) {
+    const at = (position - this.start) * this.size + layer * this.topK;
+    return this.rows[at + this.places[at + rank - 1]];
+  }
+
   /** The experts of a cell in words, with their weights if it has them. */
   cellInWords(position, layer) {
-    const weights = this.weights && this.cell(position, layer, this.weights);
-    const words = Array.from(this.cell(position, layer), (id, k) => `${id < 0 ? "unknown" : id}${weights ? ` (${weightText(weights[k])})` : ""}`);
+    const words = this.choices(position, layer).map(({ id, weight }) => `${id < 0 ? "unknown" : id}${weight === null ? "" : ` (${weightText(weight)})`}`);
     return words.join(", ") || "no row";
   }
 
@@ -85,6 +103,24 @@ export class Answer {
   text(position) {
     const token = this.tokens[position];
     return token?.text ?? (token?.id != null ? `#${token.id}` : "");
+  }
+
+  /** Sorts the choices of new cells by weight, unknown ones last. Equal ones stay in the router's order. */
+  #rank(from, count) {
+    const { topK, weights } = this;
+    const known = (at) => (Number.isNaN(weights[at]) ? -Infinity : weights[at]);
+    this.places = grown(this.places, from + count);
+    const { places } = this;
+    for (let cell = from; cell < from + count; cell += topK) {
+      for (let k = 0; k < topK; k++) {
+        let rank = k;
+        while (rank && known(cell + places[cell + rank - 1]) < known(cell + k)) {
+          places[cell + rank] = places[cell + rank - 1];
+          rank--;
+        }
+        places[cell + rank] = k;
+      }
+    }
   }
 
   #count(ids, weights) {

@@ -74,6 +74,22 @@ export class Busiest {
     this.ofLayer.forEach((busiest, layer) => busiest.forEach((expert, i) => (this.places[layer * this.experts + expert] = i)));
   }
 
+  /**
+   * Of the experts of a cell, the least busy that has a colour, because the busiest ones are in most cells; any other if
+   * none has one, and -1 if they are not known.
+   */
+  among(layer, ids) {
+    let best = ids[0];
+    let bestPlace = -1;
+    for (const id of ids) {
+      const place = this.places[layer * this.experts + id];
+      if (id < 0 || place === KINDS.length || place < bestPlace) continue;
+      best = id;
+      bestPlace = place;
+    }
+    return best;
+  }
+
   /** The colour of an expert that is known. */
   colour(layer, expert) {
     return ramps().kinds[this.places[layer * this.experts + expert]];

@@ -49,21 +49,20 @@ function rowOf({ a, token, layer, expert, busiest }, b, at) {
 
 /** The experts of a cell; those that the other answer has not are marked. */
 function chips(answer, token, layer, busiest, other, expert) {
-  const ids = answer.cell(token, layer);
-  const weights = answer.weights && answer.cell(token, layer, answer.weights);
+  const choices = answer.choices(token, layer);
   const others = other?.cell(token, layer);
   const chip = (_, k) => {
-    const id = ids[k] ?? null;
+    const { id, weight } = choices[k] ?? { id: null, weight: null };
     const isKnown = id !== null && id >= 0;
     const relation = !others?.length || !isKnown ? "" : others.includes(id) ? " same" : " differs";
     const className = `chip${relation}${isKnown && id === expert ? " chosen" : ""}`;
     const style = isKnown ? `border-left-color: ${css(busiest.colour(layer, id))}` : "";
     const element = made("span", { className, style }, isKnown ? String(id) : id === null ? "–" : "?");
     if (isKnown) element.dataset.expert = id;
-    if (weights) element.append(made("small", {}, id === null ? "" : ` ${Number.isNaN(weights[k]) ? "?" : weightText(weights[k])}`));
+    if (answer.weights) element.append(made("small", {}, id === null ? "" : ` ${Number.isNaN(weight) ? "?" : weightText(weight)}`));
     return element;
   };
-  return made("div", { className: weights ? "chips weighed" : "chips" }, ...Array.from({ length: answer.topK }, chip));
+  return made("div", { className: answer.weights ? "chips weighed" : "chips" }, ...Array.from({ length: answer.topK }, chip));
 }
 
 /** For the box beside the pointer: a token's experts in one layer, or in those around the selected one. */

@@ -8,7 +8,7 @@ import { Experts } from "./expert.js";
 import { LoadMap } from "./load.js";
 import { TokenMap } from "./map.js";
 import { TokenText } from "./text.js";
-import { changed, select, view } from "./view.js";
+import { changed, hasRanks, select, view } from "./view.js";
 import { cellInWords, describeSelected, expertTitle, loadInWords, summary } from "./words.js";
 
 export const map = new TokenMap($("map"), view, select);
@@ -32,7 +32,9 @@ export function build() {
   $("name-a").textContent = `A: ${a.name}`;
   $("name-b").textContent = `B: ${b?.name}`;
   document.body.classList.toggle("two", Boolean(b));
+  document.body.classList.toggle("ranked", hasRanks());
   $("rank").max = a.topK;
+  $("rank-label").hidden = !hasRanks();
   $("expert").max = a.experts - 1;
   $("views").hidden = false;
   $("empty").hidden = true;

@@ -10,12 +10,12 @@ const TYPICAL = 4; // texts of tokens, beside an expert
 const AROUND = 4; // tokens before and after one
 const REST = 600; // milliseconds between two drawings while an answer grows
 
-/** Of the selected expert: what rows {answer, side, position, rank, weight} show. */
+/** Of the selected expert: what rows {answer, side, position, rank, weight} show; the last two only where there are weights. */
 const COLUMNS = {
   position: { title: "Position", cell: ({ position }) => String(position) },
   token: { title: "Token in its context", cell: contextOf },
-  rank: { title: "Rank", cell: ({ rank }) => String(rank) },
-  weight: { title: "Weight", cell: ({ weight }) => (Number.isNaN(weight) ? "" : weightText(weight)) },
+  rank: { title: "Rank", cell: ({ rank }) => String(rank ?? "") },
+  weight: { title: "Weight", cell: ({ weight }) => (weight === null || Number.isNaN(weight) ? "" : weightText(weight)) },
   side: { title: "In", cell: ({ side }) => side },
 };
 
@@ -24,13 +24,13 @@ function contextOf({ answer, position }) {
   return [around(position - AROUND, position), made("mark", {}, flat(answer.text(position))), around(position + 1, position + 1 + AROUND)];
 }
 
-/** The tokens of an answer that chose an expert. `weight` is NaN where it is unknown. */
+/** The tokens of an answer that chose an expert. `rank` and `weight` are null without weights. */
 function tokensOf(answer, side, layer, expert) {
   const found = [];
   for (let position = answer.start; position < answer.end; position++) {
-    const place = answer.cell(position, layer).indexOf(expert);
-    const weight = answer.weights ? answer.cell(position, layer, answer.weights)[place] : NaN;
-    if (place >= 0) found.push({ answer, side, position, rank: place + 1, weight });
+    if (!answer.cell(position, layer).includes(expert)) continue;
+    const { rank, weight } = answer.choices(position, layer).find(({ id }) => id === expert);
+    found.push({ answer, side, position, rank, weight });
   }
   return found;
 }
@@ -112,8 +112,9 @@ export class Experts {
     const { a, b, layer, expert } = this.view;
     const sides = b ? { A: a, B: b } : { A: a };
     const found = Object.entries(sides).flatMap(([side, answer]) => tokensOf(answer, side, layer, expert));
-    this.rows = found.sort((one, other) => (other.weight || 0) - (one.weight || 0) || one.rank - other.rank);
-    this.columns = Object.keys(COLUMNS).filter((name) => (name !== "weight" || a.weights || b?.weights) && (name !== "side" || b));
+    this.rows = found.sort((one, other) => (other.weight || 0) - (one.weight || 0));
+    const hasWeights = Boolean(a.weights || b?.weights);
+    this.columns = Object.keys(COLUMNS).filter((name) => (hasWeights || !["rank", "weight"].includes(name)) && (name !== "side" || b));
     const cells = (i) => this.columns.map((name) => COLUMNS[name].cell(this.rows[i]));
     this.table.fill(this.columns.map((name) => COLUMNS[name].title), this.rows.length, cells);
   }

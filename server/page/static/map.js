@@ -6,6 +6,7 @@ import { tipOf } from "./detail.js";
 import { $, made } from "./dom.js";
 import { watchPointer } from "./tip.js";
 import { visible } from "./tokens.js";
+import { hasRanks } from "./view.js";
 
 const AXIS = 20;
 const GAP = 10;
@@ -56,11 +57,14 @@ export class TokenMap {
   /** What is drawn one below the other: each answer, and where they differ. */
   get #bands() {
     const { a, b, busiest, comparison, rank } = this.view;
+    const isRanked = hasRanks();
     const bands = [a, b].filter(Boolean).map((answer, i) => {
-      const { start, end, rows, size, topK } = answer;
-      const place = Math.min(rank, topK) - 1;
+      const { start, end, topK } = answer;
+      const ofRank = (layer, position) => answer.expertOfRank(position, layer, Math.min(rank, topK));
+      const ofColoured = (layer, position) => busiest.among(layer, answer.cell(position, layer));
+      const expert = isRanked ? ofRank : ofColoured;
       const colour = (layer, position) => {
-        const id = rows[(position - start) * size + layer * topK + place];
+        const id = expert(layer, position);
         return id < 0 ? 0 : busiest.colour(layer, id);
       };
       return { name: "AB"[i], answer, start, end, colour };

@@ -88,15 +88,15 @@ export class TokenText {
     this.element.setAttribute("aria-activedescendant", span.id);
   }
 
-  /** Shades the tokens that chose an expert of a layer, those most that chose it first. */
+  /** Shades the tokens that chose an expert of a layer: all alike, or with weights those most that chose it first. */
   highlight(layer, expert) {
     const key = expert === null ? "" : [layer, expert, this.shown.length, this.answer.length].join();
     if (key === this.chosen) return;
     this.chosen = key;
     this.shown.forEach((span, i) => {
-      const place = expert === null ? -1 : this.answer.cell(i, layer).indexOf(expert);
-      span.classList.toggle("chosen", place >= 0);
-      if (place >= 0) span.style.setProperty("--shade", 1 - place / this.answer.topK);
+      const choice = expert === null ? null : this.answer.choices(i, layer).find(({ id }) => id === expert);
+      span.classList.toggle("chosen", Boolean(choice));
+      if (choice) span.style.setProperty("--shade", 1 - ((choice.rank ?? 1) - 1) / this.answer.topK);
     });
   }
 

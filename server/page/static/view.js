@@ -8,7 +8,7 @@ export const view = {
   token: 0,
   layer: 0,
   expert: null,
-  rank: 1, // of the choice that the map has colours for
+  rank: 1, // of the choice that the map has colours for, where there are weights
   byWeight: false, // what the load adds up, where there are weights
   busiest: null, // which experts have a colour
   growing: false,
@@ -19,8 +19,11 @@ export const view = {
   changed,
 };
 
+/** Whether all answers that are shown have weights, so that their choices have ranks. */
+export const hasRanks = () => [view.a, view.b].every((answer) => !answer || answer.hasWeights);
+
 /** Whether loads are those of weights. */
-export const loadsByWeight = () => view.byWeight && [view.a, view.b].every((answer) => !answer || answer.hasWeights);
+export const loadsByWeight = () => view.byWeight && hasRanks();
 
 let isScheduled = false;
 
