@@ -10,6 +10,9 @@ from routed_experts.capture.wire.rows import INPUT_FLAG
 from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput, RoutingInput
 
+_SALT_MARK = "/routed_experts:"
+"""In the salt of a request's prefix cache, before what we say."""
+
 
 class RouterInputs:
     """What is expected of running requests that have an input, by their ids."""
@@ -40,15 +43,21 @@ class RouterInputs:
         """Gives a new request's KV a name of its own: that of these tokens under this routing is
         not that of the same tokens under another.
 
-        Here, because every request comes here, whoever made it.
+        Here, because every request comes here, whoever made it. No two of them can have one name:
+        a name ends in the digest of an input, or in `none`, or it has no mark, and what is before
+        the last mark is the client's.
         """
         encoded = EncodedInput.of(request.sampling_params)
-        if encoded is None:
-            return
-        # It comes as plain bytes, which a log or a dump of the request would print.
-        request.sampling_params.extra_args[INPUT_ARG] = encoded
         own_salt = request.cache_salt or ""
-        request.cache_salt = f"{own_salt}/routed_experts:{encoded.digest.hex()}"
+        if encoded is not None:
+            # It comes as plain bytes, which a log or a dump of the request would print.
+            request.sampling_params.extra_args[INPUT_ARG] = encoded
+            self._rename(request, f"{own_salt}{_SALT_MARK}{encoded.digest.hex()}")
+        elif _SALT_MARK in own_salt:
+            self._rename(request, f"{own_salt}{_SALT_MARK}none")
+
+    def _rename(self, request: Any, salt: str) -> None:
+        request.cache_salt = salt
         # A request hashes its blocks when it is made. Each block's hash contains the one before,
         # so the first block's salt is enough.
         request.block_hashes.clear()

@@ -212,25 +212,42 @@ def test_bytes_that_are_no_input_end_their_request_only(engine: Engine) -> None:
     assert client.reasons == {"broken": FinishReason.ERROR, "natural": FinishReason.LENGTH}
 
 
+def salted(engine: Engine, args: Mapping[str, Any] | None, own_salt: str | None) -> Any:
+    """A request after the scheduler gave its KV a name. Its hashes stand for vLLM's."""
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(extra_args=None if args is None else as_in_messages(args)),
+        cache_salt=own_salt,
+        block_hashes=[own_salt],
+    )
+    request.update_block_hashes = lambda: request.block_hashes.append(request.cache_salt)
+    engine.core.scheduler.aux_output_connector.router_inputs.salt(request)
+    return request
+
+
 def test_a_prompt_is_hashed_with_its_input(engine: Engine) -> None:
     """So that the prefix cache never takes one for the other. The bytes that a message brings are
     not printed."""
-    router_inputs = engine.core.scheduler.aux_output_connector.router_inputs
-    salted = []
-    for args in (routing_args(rows=rows_for(8)), routing_args(rows=rows_for(8, seed=1))):
-        request = SimpleNamespace(
-            sampling_params=SimpleNamespace(extra_args=as_in_messages(args)),
-            cache_salt="the client's",
-            block_hashes=[b"made before"],
-        )
-        request.update_block_hashes = lambda request=request: request.block_hashes.append(
-            request.cache_salt
-        )
-        router_inputs.salt(request)
-        assert len(repr(request.sampling_params.extra_args)) < 100
-        salted += request.block_hashes
-    assert len(set(salted)) == 2
-    assert all(salt.startswith("the client's/") for salt in salted)
+    one = salted(engine, routing_args(rows=rows_for(8)), "the client's")
+    other = salted(engine, routing_args(rows=rows_for(8, seed=1)), "the client's")
+    assert len(repr(one.sampling_params.extra_args)) < 100
+    assert one.block_hashes != other.block_hashes
+    for request in (one, other):
+        assert len(request.block_hashes) == 1
+        assert request.block_hashes[0].startswith("the client's/")
+
+
+def test_no_salt_of_a_program_is_that_of_an_input(engine: Engine) -> None:
+    """Whatever a program takes as a salt: here, what the engine makes of others."""
+    args = routing_args(rows=rows_for(8))
+    names: set[str | None] = {None, "the client's"}
+    own_salts = list(names)
+    for _ in range(3):
+        made = [salted(engine, each, salt) for salt in own_salts for each in (args, None)]
+        own_salts = [request.cache_salt for request in made]
+        names.update(own_salts)
+    cases = [(each, salt) for salt in names for each in (args, None)]
+    hashes = [salted(engine, each, salt).block_hashes[0] for each, salt in cases]
+    assert len(set(hashes)) == len(cases)
 
 
 def test_the_dump_of_a_dying_engine_does_not_print_an_input() -> None:
