@@ -1,6 +1,8 @@
 """Requests that say which experts their tokens take, in vLLM's own engine core, stepped by hand;
 and vLLM's own routers, whose formula must be known."""
 
+import gc
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,9 @@ from routed_experts.capture.wire.rows import INPUT_KEY
 from routed_experts.capture.worker.router_input.family import family_of, prove
 from routed_experts.capture.worker.router_input.filling import RouterInputOfTables
 from routed_experts.capture.worker.router_input.refusals import check_input_layers
+from routed_experts.capture.worker.router_input.rewriting import rewrite_behind
 from routed_experts.capture.worker.router_input.running import RunningInputs
+from routed_experts.capture.worker.router_input.tables import Tables
 from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput, Groups, routing_args
 from routed_experts.server.inprocess.input_check import InputCheck
 from tests.contract.served import worker_in_this_process
@@ -371,12 +375,38 @@ def test_a_router_that_does_something_else_is_not_trusted(other: dict[str, Any])
     assert not prove(family, router._compute_routing, torch.zeros(3, E))
 
 
-def test_the_correction_is_the_routers_own_tensor() -> None:
-    """So that new weights are followed."""
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["in place", "replaced"])
+def test_new_weights_of_a_correction_are_followed(is_replaced: bool) -> None:
     router = router_of(ROUTERS["groups, sigmoid, corrected"])
-    correction = family_of(router, E, K).correction
-    assert correction is not None
-    assert correction.data_ptr() == router.e_score_correction_bias.data_ptr()
+    parameter = torch.nn.Parameter(BIAS.clone(), requires_grad=False)
+    router.e_score_correction_bias = parameter
+    family = family_of(router, E, K)
+    if is_replaced:
+        parameter.data = 3 * BIAS.flip(0)
+    else:
+        parameter.data.copy_(3 * BIAS.flip(0))
+    assert prove(family, router._compute_routing, torch.zeros(3, E))
+
+
+def test_nothing_is_left_of_a_router_that_is_gone() -> None:
+    """Its tables are on the device, and a process may have one engine after the other."""
+    tables = Tables(
+        1,
+        max_tokens=4,
+        top_k=K,
+        num_experts=E,
+        max_requests=1,
+        max_steps_in_flight=1,
+        device=torch.device("cpu"),
+    )
+    router = router_of(ROUTERS["softmax"])
+    rewrite_behind(SimpleNamespace(router=router, layer_id=0), tables, 0, family_of(router, E, K))
+    logits = torch.zeros(3, E)
+    router._compute_routing(torch.zeros(3, 8), logits, None)
+    left = weakref.ref(tables)
+    del router, tables
+    gc.collect()
+    assert left() is None
 
 
 def own_formula(**options: Any) -> Any:

@@ -59,8 +59,8 @@ class Family:
     scale: float = 1.0
     """What weights are multiplied by."""
     correction: Tensor | None = None
-    """[E], added to scores for the choice only. The router's own tensor, into which new weights are
-    loaded."""
+    """[E], added to scores for the choice only. The router's own parameter, and not its `data`, for
+    which a loader of weights may put another tensor."""
     groups: Groups = ONE_GROUP
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -110,8 +110,7 @@ def family_of(router: Any, num_experts: int, top_k: int) -> Family:
         raise UnsupportedConfig(f"The router {name} chooses by the id of a token")
     if getattr(router, "bias_vl", None) is not None:
         raise UnsupportedConfig(f"The router {name} chooses for pictures in another way")
-    parameter = getattr(router, "e_score_correction_bias", None)
-    correction = None if parameter is None else parameter.data
+    correction = getattr(router, "e_score_correction_bias", None)
     groups = _groups_of(router, num_experts, correction is not None)
     has_scale = _is_grouped(router) or correction is not None
     scale = float(router.routed_scaling_factor) if has_scale else 1.0

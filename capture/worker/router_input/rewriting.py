@@ -1,7 +1,9 @@
 """Puts itself behind the routers of a worker, and rewrites what they return, in place."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -52,8 +54,8 @@ def rewrite_behind(runner: MoERunner, tables: Tables, layer: int, family: Family
     router = runner.router
     route: Route = router._compute_routing
     rewriter = Rewriter(tables, layer, family, route, name=f"layer {runner.layer_id}")
-    key = len(_rewriters)
-    _rewriters.append(rewriter)
+    key = next(_keys)
+    _rewriters[key] = rewriter
 
     def compute_routing(
         hidden_states: Tensor,
@@ -145,8 +147,10 @@ class Rewriter:
         return Routing(weights[:, :top_k], ids[:, :top_k])
 
 
-_rewriters: list[Rewriter] = []
-"""By the number that is in compiled code."""
+_keys = itertools.count()
+_rewriters: WeakValueDictionary[int, Rewriter] = WeakValueDictionary()
+"""By the number that is in compiled code. The routers keep them: a process may have several engines,
+one after the other, and each one's tables go with it."""
 
 
 def _rewrite(weights: Tensor, ids: Tensor, logits: Tensor, key: int) -> None:
