@@ -106,15 +106,21 @@ def main() -> None:
     parser.add_argument("--prompt", default="Which experts?")
     parser.add_argument("--group", type=int, default=4, help="answers in a group")
     parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", help="of the model here (default: the server's)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--mistakes", action="store_true", help="show what common mistakes look like, too"
     )
     args = parser.parse_args()
     info, routings, texts = rollouts(args.url, args.prompt, args.group, args.max_tokens)
+    dtype = args.dtype or info["model_dtype"]
+    if dtype != info["model_dtype"]:
+        # Their log-probabilities differ by rounding alone, which would hide what replay does.
+        parser.error(
+            f"the server's model is in {info['model_dtype']}: start it with --dtype {dtype}, or leave --dtype out here"
+        )
     model = (
-        AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, dtype))
         .to(args.device)
         .eval()
     )

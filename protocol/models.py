@@ -440,7 +440,15 @@ class RoutedExpertsInfo(BaseModel):
         default=0,
         description="decoder layers of the model, dense ones too, without those of multi-token prediction",
     )
+    model_dtype: str = Field(
+        default="",
+        description="type of the model's activations, by PyTorch's name: a trainer of another type picks other experts",
+    )
     dtype: Literal["int16"] = "int16"
+    sorted_by_weight: bool = Field(
+        default=False,
+        description="whether a token's experts surely come with the largest weight first; if not, they may come so",
+    )
     weights: bool = Field(
         default=False, description="whether requests may ask for the routers' weights"
     )

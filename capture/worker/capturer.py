@@ -24,6 +24,8 @@ class RowShape:
     weights_on_input: bool = False
     # of the routers; known where requests may say which experts their tokens take
     groups: Groups = ONE_GROUP
+    # whether a token's experts come with the largest weight first
+    sorted_by_weight: bool = False
 
     @classmethod
     def of_stages(cls, stages: Sequence["RowShape"]) -> "RowShape":
@@ -49,7 +51,16 @@ class RowShape:
         groups = stages_with_layers[0].groups
         if any(stage.groups != groups for stage in stages_with_layers):
             raise ValueError("the routers of a model must agree in their groups of experts")
-        return cls(layer_ids, num_experts, top_k, weights_scale, weights_on_input, groups)
+        sorted_by_weight = all(stage.sorted_by_weight for stage in stages_with_layers)
+        return cls(
+            layer_ids,
+            num_experts,
+            top_k,
+            weights_scale,
+            weights_on_input,
+            groups,
+            sorted_by_weight,
+        )
 
 
 LocalTokenSlice = Callable[[torch.Tensor], tuple[int, torch.Tensor]]

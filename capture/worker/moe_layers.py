@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 
 from routed_experts.capture.engine.config import BOUNDED_REPLAY
 from routed_experts.capture.engine.versions import (
@@ -63,6 +64,20 @@ def has_parts(modules: Iterable[torch.nn.Module]) -> bool:
     part of the tokens. Each model decides this itself; not all follow vLLM's configuration."""
     return any(
         isinstance(module, MoERunner) and module.moe_config.sp_size > 1 for module in modules
+    )
+
+
+def returns_sorted(runners: Sequence[MoERunner], device: torch.device) -> bool:
+    """Whether all these routers return a token's experts with the largest weight first.
+
+    vLLM's fused top-k on CUDA takes the largest score again and again, and its weights rise with
+    its scores. All else is not promised: routers with a bias sort by biased scores, those with
+    groups sort nothing, nor do those on CPUs, and kernels that route by themselves have an order of
+    their own.
+    """
+    return device.type == "cuda" and all(
+        type(runner.router) is FusedTopKRouter and not getattr(runner, "is_monolithic", False)
+        for runner in runners
     )
 
 

@@ -19,7 +19,7 @@ from routed_experts.capture.seams.required import WORKER
 from routed_experts.capture.wire.rows import captures_weights, takes_input
 from routed_experts.capture.worker.binding import bind, storing_after_forward
 from routed_experts.capture.worker.capturer import Capturer, RowShape
-from routed_experts.capture.worker.moe_layers import find_moe_layers, has_parts
+from routed_experts.capture.worker.moe_layers import find_moe_layers, has_parts, returns_sorted
 from routed_experts.capture.worker.router_input.family import Family
 from routed_experts.capture.worker.router_input.filling import (
     NoRouterInput,
@@ -64,7 +64,10 @@ class WorkerCapture(Worker):
         if with_weights:
             check_weights(layers, is_eager=self.model_config.enforce_eager)
         families: list[Family] | None = None
-        own_shape = layers.shape
+        # rows that requests send have any order
+        sorts = not takes_input(self.vllm_config) and bool(layers.runners)
+        sorts = sorts and returns_sorted(layers.runners, torch.device(self.device))
+        own_shape = replace(layers.shape, sorted_by_weight=sorts)
         if takes_input(self.vllm_config):
             check_input_layers(layers)
             families = families_of(layers.runners, layers.shape.top_k)
@@ -177,6 +180,7 @@ class WorkerCapture(Worker):
             "top_k": shape.top_k,
             "num_experts": shape.num_experts,
             "layer_ids": list(shape.layer_ids),
+            "sorted_by_weight": shape.sorted_by_weight,
             "weights": self._capturer.cache.weights is not None,
             "weights_scale": list(shape.weights_scale),
             "weights_on_input": shape.weights_on_input,

@@ -16,6 +16,8 @@ def start(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     task = asyncio.create_task(_logged(name, work))
     _running.add(task)
     task.add_done_callback(_running.discard)
+    # What was cancelled before its first step never ran: Python would warn of it.
+    task.add_done_callback(lambda _: work.close())
     return task
 
 

@@ -68,6 +68,7 @@ async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:
     of_model = {
         "model": model,
         "num_hidden_layers": engine.model_config.get_total_num_hidden_layers(),
+        "model_dtype": str(engine.model_config.dtype).removeprefix("torch."),
     }
     return RoutedExpertsInfo(
         **worker, **of_model, version=VERSION, vllm_version=VLLM_VERSION, capture=capture

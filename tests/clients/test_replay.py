@@ -4,6 +4,8 @@
 """
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -23,7 +25,8 @@ from transformers import AutoModelForCausalLM
 from routed_experts import replay
 from routed_experts.protocol.collect import Routing
 from routed_experts.replay import ReplayError, replayed
-from tests.clients.test_collect import run_example
+from tests.clients.test_collect import ROOT, run_example
+from tests.contract.served import serving_quickly
 from tests.e2e.harness import Server, prompt_of
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT, HookOracle, Shape, make_model
 from tests.protocol.answers import rows_of
@@ -618,20 +621,24 @@ def test_the_page(load: Callable[..., Any], documented: list[str]) -> None:
 
 
 @pytest.mark.e2e
-def test_the_example(server: Server) -> None:
-    """A bfloat16 trainer of a float32 server: replay is closer than the live router, and mistakes
-    are further away."""
-    out = run_example(
-        "replay.py",
-        str(server.model),
-        "--url",
-        server.url,
-        "--max-tokens",
-        "64",
-        "--group",
-        "8",
-        "--mistakes",
-    )
+def test_the_example(tiny_model: Path, tmp_path: Path) -> None:
+    """Server and trainer in bfloat16: replay is closer than the live router, and mistakes are
+    further away."""
+    flags = ("--dtype", "bfloat16", "--enforce-eager", "--enable-return-routed-expert-weights")
+    sizes = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
+    with serving_quickly(tiny_model, tmp_path / "log", *flags, *sizes) as server:
+        assert server.info()["model_dtype"] == "bfloat16"
+        out = run_example(
+            "replay.py",
+            str(server.model),
+            "--url",
+            server.url,
+            "--max-tokens",
+            "64",
+            "--group",
+            "8",
+            "--mistakes",
+        )
     found = re.findall(r"^(\w.*?) {3,}(\S+) +(\S+) +(\S+) +(\d+) of (\d+)$", out, re.MULTILINE)
     means = {name: float(mean) for name, mean, *_ in found}
     others = {name: int(count) for name, *_, count, _ in found}
@@ -648,3 +655,13 @@ def test_the_example(server: Server) -> None:
     assert step is not None
     assert float(step[2]) > 0
     assert float(step[3]) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.e2e
+def test_the_example_refuses_a_model_of_another_type(server: Server) -> None:
+    """Else rounding alone would tell more than replay."""
+    command = [sys.executable, str(ROOT / "examples/replay.py"), str(server.model)]
+    command += ["--url", server.url, "--dtype", "bfloat16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert "the server's model is in float32: start it with --dtype bfloat16" in done.stderr

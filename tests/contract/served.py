@@ -104,6 +104,7 @@ class ServedExecutor(around.ArithmeticExecutor):
             }
             has_weights = captures_weights(self.vllm_config)
             info |= {"weights": has_weights, "weights_scale": [1.0] * L, "weights_on_input": False}
+            info["sorted_by_weight"] = False
             info |= {"input": takes_input(self.vllm_config), "groups": self.groups}
             return [
                 info

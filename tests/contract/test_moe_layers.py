@@ -43,7 +43,12 @@ from routed_experts.capture.worker import binding, direct_writes
 from routed_experts.capture.worker.binding import bind, capture_choice
 from routed_experts.capture.worker.capturer import Capturer, RowShape
 from routed_experts.capture.worker.direct_writes import write_directly
-from routed_experts.capture.worker.moe_layers import MoELayers, find_moe_layers, has_parts
+from routed_experts.capture.worker.moe_layers import (
+    MoELayers,
+    find_moe_layers,
+    has_parts,
+    returns_sorted,
+)
 from routed_experts.capture.worker.refusals import REFUSED_ROUTERS
 from routed_experts.capture.worker.weights import check_weights, check_weights_are_kept
 from routed_experts.server.http.seams import _first_or_none
@@ -467,6 +472,20 @@ def test_what_a_model_says_of_its_weights(engine: Engine) -> None:
         False,
     )
     assert info["device_bytes"] == 2 * 5 * engine.worker.model_runner.max_num_tokens * 4 * 4
+
+
+def test_an_order_is_promised_on_cuda_for_the_plain_top_k_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.worker.routed_experts_info()["sorted_by_weight"] is False  # on a CPU
+    cuda = torch.device("cuda")
+    plain = SimpleNamespace(router=FusedTopKRouter(top_k=2, global_num_experts=4))
+    assert returns_sorted([plain, plain], cuda)
+    assert not returns_sorted([plain], torch.device("cpu"))
+    by_itself = SimpleNamespace(router=plain.router, is_monolithic=True)
+    other = SimpleNamespace(router=object.__new__(CustomRoutingRouter))
+    for layer in (by_itself, other):
+        assert not returns_sorted([plain, layer], cuda)
 
 
 def layers_of(engine: Engine) -> MoELayers:

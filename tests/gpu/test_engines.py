@@ -237,6 +237,8 @@ def load(server: Server, oracle: Oracle, requests: int) -> tuple[int, int]:
                 )
                 tokens = [*answer.prompt, *answer.tokens[:-1]]
                 check_weights(rows_of(answer_of(beside)), rows_of(answer), tokens, oracle)
+                if server.info()["sorted_by_weight"]:
+                    assert (np.diff(rows_of(answer_of(beside)), axis=-1) <= 0).all()
                 weights += len(rows_of(answer))
         else:
             assert "routed_experts" not in json.dumps(got)

@@ -1,6 +1,7 @@
 """What runs beside requests: a failure is logged, and does not end it."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -66,3 +67,18 @@ def test_work_that_is_done_once_is_logged_if_it_fails(log: pytest.LogCaptureFixt
     asyncio.run(run())
     (record,) = log.records
     assert record.getMessage() == "Telling the address failed; the server goes on without it."
+
+
+def test_work_that_is_cancelled_before_it_begins_is_no_warning(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    async def work() -> None:
+        raise AssertionError("it never begins")
+
+    async def run() -> None:
+        background.start("Work", work()).cancel()
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
