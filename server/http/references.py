@@ -1,7 +1,7 @@
 """References, which stand in a response in place of arrays."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,11 +46,15 @@ class Delivery:
         self, encoder: Encoder, arrays: Arrays
     ) -> tuple[list[dict[str, Any]], StoreError | None]:
         """Stores `arrays` and their weights. Returns the references of each by name, none for an
-        array that is sent inline, and why arrays could not be stored. Raises `LostRowsError`."""
+        array that is sent inline, and why arrays could not be stored. Raises `LostRowsError`.
+
+        Several threads may do this for one response. `count_references` counts what was stored.
+        """
         return [{} for _ in arrays], None
 
-    def hand_over(self) -> None:
-        """Called before the part of the response is sent that has the references made so far."""
+    def hand_over(self, ids: Collection[str] | None = None) -> None:
+        """Called before the part of the response is sent that has the references with these `ids`,
+        or all that were made so far."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,10 @@ class ReferenceMaker(Delivery):
         with waiting_for_store():
             return await asyncio.wrap_future(prepared)
 
-    def hand_over(self) -> None:
-        for key in self._stored:
+    def hand_over(self, ids: Collection[str] | None = None) -> None:
+        for key in [*self._stored] if ids is None else ids:
             self._handed_over[key] = self.connection.num_sent
-        self._stored.clear()
+            self._stored.remove(key)
 
     def _delete_unsent_later(self) -> None:
         """In a thread of the store, after everything that was submitted for this response: whoever
@@ -112,10 +116,6 @@ class ReferenceMaker(Delivery):
                 return {}
 
         made = self.store.run_all(try_to_store, arrays)
-        for (name, *_), references in zip(arrays, made, strict=True):
-            encoders = encoder.named_encoders(name)
-            for array_name, reference in references.items():
-                encoders[array_name].count(reference["shape"][0], reference["missing"])
         if not failures:
             return made, None
         self.store.warn("Routed experts come inline: %s", failures[0])
@@ -153,6 +153,14 @@ class ReferenceMaker(Delivery):
         # The URL of what is in a folder is relative to the API's base.
         url = stored.url or f"{_ROWS}/{stored.id}"
         return stored.reference(array, start, missing, url=url, **facts)
+
+
+def count_references(encoder: Encoder, arrays: Arrays, made: list[dict[str, Any]]) -> None:
+    """Counts the rows of `arrays` that the response refers to."""
+    for (name, *_), references in zip(arrays, made, strict=True):
+        encoders = encoder.named_encoders(name)
+        for array_name, reference in references.items():
+            encoders[array_name].count(reference["shape"][0], reference["missing"])
 
 
 def cannot_store(error: StoreError) -> HTTPException:

@@ -21,7 +21,12 @@ from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.metrics import count_response
-from routed_experts.server.http.references import AT_ONCE_BYTES, Delivery, cannot_store
+from routed_experts.server.http.references import (
+    AT_ONCE_BYTES,
+    Delivery,
+    cannot_store,
+    count_references,
+)
 from routed_experts.server.http.request import MSGPACK
 from routed_experts.server.http.vllm_http import (
     ErrorResponse,
@@ -223,6 +228,7 @@ class RoutedResponse:
         inline."""
         named = [(array.name, array.choice, array.start, array.rows) for array in arrays]
         made, failure = self.delivery.references(self.encoder, named)
+        count_references(self.encoder, named, made)
         rows_inline = sum(
             num_rows(array.rows)
             for references, array in zip(made, arrays, strict=True)

@@ -6,7 +6,7 @@ generator, and writes what is due into its chunks.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,7 +21,7 @@ from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.chunks import DATA, Chunk
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, joined
 from routed_experts.server.http.metrics import count_response
-from routed_experts.server.http.references import Delivery
+from routed_experts.server.http.references import Delivery, count_references
 from routed_experts.server.http.wire_form import LostRowsError
 from routed_experts.server.outputs.row_buffer import (
     Causes,
@@ -286,6 +286,14 @@ class DueAtEnd:
 # ---- the stream ----
 
 
+class Ending(NamedTuple):
+    """The last chunk of a choice, whose arrays are being stored."""
+
+    chunk: Chunk
+    arrays: Arrays
+    values: "asyncio.Task[dict[str, Any]]"  # what the chunk gets
+
+
 class SSERewriter:
     """Takes rows off the outputs that enter vLLM's stream generator, and adds them to the chunks
     that leave it."""
@@ -316,6 +324,7 @@ class SSERewriter:
         self._has_own_field = has_own_field
         self._delivery = delivery or Delivery()
         self._rows_in_line = encoder.form.rows_in(LINE_BYTES)
+        self._endings: deque[Ending] = deque()
 
     def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yields `results` after taking off their row buffers."""
@@ -329,6 +338,10 @@ class SSERewriter:
                 chunk = Chunk(event)
                 if self._has_own_field:
                     chunk.drop_own_field()
+                if self._endings:
+                    # a chunk without a choice is for after all choices
+                    async for line in self._ended(waits=chunk.index < 0):
+                        yield line
                 choice = self._due.choice_of(chunk)
                 if choice is None:
                     yield chunk.text
@@ -337,26 +350,31 @@ class SSERewriter:
                 if text is not None:  # as with most chunks
                     yield text
                     continue
-                due = self._due.take(choice)
-                if due is None:
-                    yield chunk.text
-                    continue
-                async for line in self._lines(chunk, due):
+                async for line in self._with_all(chunk, choice):
                     yield line
+            async for line in self._ended(waits=True):
+                yield line
         except Exception as error:
             is_ours = isinstance(error, LostRowsError | StreamLimitError)
             logger.error("The stream ended with an error: %s", error, exc_info=not is_ours)
             failure = error
         finally:
             self._count()
-            # the traceback of a cancelled stream keeps this object alive
-            self._rows.choices.clear()
+            self._let_go()
             close = getattr(events, "aclose", None)  # aborts a running request in the engine
             if close is not None:
                 await close()
         if failure is not None:
             yield f"{DATA}{self._error_event(failure)}\n\n"
             yield f"{DATA}[DONE]\n\n"
+
+    def _let_go(self) -> None:
+        """Stores no more, and keeps no rows: the traceback of a cancelled stream keeps this object
+        alive."""
+        self._rows.choices.clear()
+        for ending in self._endings:
+            ending.values.cancel()
+        self._endings.clear()
 
     def _count(self) -> None:
         lost, causes = self._rows.lost() if self.encoder.counts.missing else (0, Counter())
@@ -373,21 +391,45 @@ class SSERewriter:
             return None
         return chunk.with_fields(self._fields(_OWN, row, choice.next_row - 1))
 
-    async def _lines(self, chunk: Chunk, due: Due) -> AsyncIterator[str]:
-        """`chunk` with what is due. If that exceeds a line, chunks without tokens come before
-        it."""
-        arrays: Arrays = {_OWN: (due.choice.next_row - num_rows(due.rows), due.rows)}
+    async def _with_all(self, chunk: Chunk, choice: Choice) -> AsyncIterator[str]:
+        """The chunk with all that is due with it. One whose arrays are stored comes later, so that
+        those of choices that end together are stored beside each other."""
+        due = self._due.take(choice)
+        if due is None:
+            yield chunk.text
+            return
+        arrays: Arrays = {_OWN: (choice.next_row - num_rows(due.rows), due.rows)}
         if due.prompt_rows is not None:
             arrays[_PROMPT] = self._options.prompt_start, due.prompt_rows
-        values = await self._values(due.choice, arrays) if due.is_last else {}
+        if due.is_last and self._options.by_reference:
+            stored = asyncio.create_task(self._values(choice, arrays))
+            self._endings.append(Ending(chunk, arrays, stored))
+            return
+        values = await self._values(choice, arrays) if due.is_last else {}
+        async for line in self._lines(chunk, arrays, values):
+            yield line
+
+    async def _ended(self, waits: bool) -> AsyncIterator[str]:
+        """The last chunks of choices whose arrays are stored by now, or of all, if it `waits`. They
+        come in the order in which the choices ended: the first has the prompt's references."""
+        while self._endings and (waits or self._endings[0].values.done()):
+            chunk, arrays, values = self._endings.popleft()
+            async for line in self._lines(chunk, arrays, await values):
+                yield line
+
+    async def _lines(
+        self, chunk: Chunk, arrays: Arrays, values: dict[str, Any]
+    ) -> AsyncIterator[str]:
+        """`chunk` with `arrays` and other fields. If they exceed a line, chunks without tokens come
+        before it."""
         num_lines = self._num_lines(arrays)
         blank = chunk.without_tokens() if num_lines > 1 else chunk
         num_bytes = 0  # since the last pause
         for number, fields in enumerate(self._fields_of_lines(arrays, num_lines), 1):
             if number == num_lines:
-                # In the same moment as with an unstreamed response: before the part that has the
-                # references, all of which are made by now.
-                self._delivery.hand_over()
+                # In the same moment as with an unstreamed response. Histograms have no id.
+                ids = [value["id"] for value in values.values() if "id" in value]
+                self._delivery.hand_over(ids)
                 yield _with_fields(chunk, _json_fields(values) | fields)
                 return
             yield _with_fields(blank, fields)
@@ -465,6 +507,7 @@ class SSERewriter:
         made, _ = await self._delivery.run(
             num_bytes, self._delivery.references, self.encoder, named
         )
+        count_references(self.encoder, named, made)
         values: dict[str, Any] = {}
         for (name, *_), references in zip(named, made, strict=True):
             values |= references

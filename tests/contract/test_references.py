@@ -481,6 +481,23 @@ def test_what_is_stored_after_the_request_has_ended_is_deleted(tmp_path: Path) -
     wait_until_empty(tmp_path / "store")
 
 
+def test_a_client_that_leaves_between_two_choices_has_the_first(tmp_path: Path) -> None:
+    """Of a stream: the arrays of both are stored when the first is sent."""
+    connection = connection_of_nobody()
+    maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20), connection)
+    arrays = [("routed_experts", choice, 0, []) for choice in range(2)]
+    first, second = (
+        references["routed_experts"]["id"]
+        for references in asyncio.run(maker.run(1, maker.references, ENCODER, arrays))[0]
+    )
+    maker.hand_over([first])
+    connection.num_sent += 1
+    connection.end()
+    maker.store.writer.submit(lambda: None).result(60)
+    assert [path.stem for path in stored_in(tmp_path / "store")] == [first]
+    assert first != second
+
+
 def test_a_client_that_leaves_before_the_response_begins(tmp_path: Path) -> None:
     """Behind a middleware in which sending takes turns, the body is then never asked for."""
     connection = connection_of_nobody()

@@ -9,7 +9,7 @@ import random
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -378,10 +378,10 @@ def test_a_client_whose_leaving_the_event_loop_has_not_read(
     edge, is_ready, has_left = Edge(40, folder), Event(), Event()
     hand_over = ReferenceMaker.hand_over
 
-    def hand_over_late(maker: ReferenceMaker) -> None:
+    def hand_over_late(maker: ReferenceMaker, ids: Collection[str] | None = None) -> None:
         is_ready.set()
         assert has_left.wait(60)
-        hand_over(maker)
+        hand_over(maker, ids)
 
     monkeypatch.setattr(ReferenceMaker, "hand_over", hand_over_late)
     with running(edge.app(), log_level) as server:
