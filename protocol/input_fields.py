@@ -46,7 +46,7 @@ class ReplayedArray(BaseModel):
     shape: list[Size] = Field(
         description="[rows, layers, experts per token]", min_length=3, max_length=3
     )
-    dtype: Literal["int16", "uint8", "int32"]
+    dtype: Literal["int16", "uint8", "int32", "uint16"]
     start: Position = Field(default=0, description="position in the prompt of the first row")
 
 

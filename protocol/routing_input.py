@@ -34,6 +34,9 @@ Pair = tuple[int, int]
 """A decoder layer, and an expert of it."""
 
 
+_LAYER = "{layer}"
+
+
 class RoutingInputError(ValueError):
     """A request says something about its routing that is impossible.
 
@@ -42,13 +45,24 @@ class RoutingInputError(ValueError):
         problem: the rest of the sentence that begins with the field.
     """
 
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field} {problem}")
+    def __init__(self, field: str, problem: str, layer: int | None = None) -> None:
+        """`layer` is the index in a row of the layer that `{layer}` in `problem` stands for."""
         self.field = field
-        self.problem = problem
+        self.problem = problem.replace(_LAYER, f"MoE layer {layer}")
+        self._template = problem
+        self._layer = layer
+        super().__init__(f"{field} {self.problem}")
+
+    def in_model(self, layer_ids: Sequence[int]) -> "RoutingInputError":
+        """The same error, with the number of the decoder layer, where a model with these decoder
+        layers is known."""
+        if self._layer is None or self._layer >= len(layer_ids):
+            return self
+        layer = f"decoder layer {layer_ids[self._layer]}"
+        return RoutingInputError(self.field, self._template.replace(_LAYER, layer))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.field, self.problem)
+        return type(self), (self.field, self._template, self._layer)
 
 
 @dataclass(frozen=True)
@@ -256,7 +270,11 @@ def routing_args(
             deactivate=deactivated,
             bias=bias,
         )
-    return {INPUT_ARG: RoutingInput(rows=rows, start=start, bias=bias).encode()}
+    try:
+        said = RoutingInput(rows=rows, start=start, bias=bias)
+    except RoutingInputError as error:
+        raise (error if info is None else error.in_model(info["layer_ids"])) from None
+    return {INPUT_ARG: said.encode()}
 
 
 def steering_bias(
@@ -356,8 +374,9 @@ def _check_distinct(rows: Rows) -> None:
             token, layer, _ = (int(index) for index in np.argwhere(twice)[0])
             raise RoutingInputError(
                 "rows",
-                f"have an expert twice in layer {layer} of row {token}: "
+                f"have an expert twice in {_LAYER} of row {token}: "
                 f"{_listed(rows[token, layer].tolist())}; an unknown row has -1 everywhere",
+                layer,
             )
 
 
@@ -391,8 +410,9 @@ def _check_rows_are_allowed(rows: Rows | None, bias: Bias | None) -> None:
             token, slot = (int(index) for index in np.argwhere(is_wrong)[0])
             raise RoutingInputError(
                 "rows",
-                f"have expert {int(ids[token, slot])} in layer {layer} of row {token}, which is "
+                f"have expert {int(ids[token, slot])} in {_LAYER} of row {token}, which is "
                 "never to be chosen there",
+                layer,
             )
 
 
@@ -403,13 +423,15 @@ def _check_choice(layer: int, bias: Bias, top_k: int, groups: Groups) -> None:
     if num_always > top_k:
         raise RoutingInputError(
             "activate",
-            f"has {num_always} experts of layer {layer}, but {top_k} are chosen for a token",
+            f"has {num_always} experts of {_LAYER}, but {top_k} are chosen for a token",
+            layer,
         )
     num_left = int((bias > -np.inf).sum())
     if num_left < top_k:
         raise RoutingInputError(
             "deactivate",
-            f"leaves {num_left} experts in layer {layer}, but {top_k} are chosen for a token",
+            f"leaves {num_left} experts in {_LAYER}, but {top_k} are chosen for a token",
+            layer,
         )
     if groups.count == 1:
         return
@@ -417,16 +439,18 @@ def _check_choice(layer: int, bias: Bias, top_k: int, groups: Groups) -> None:
     if always_of_group.sum() > groups.chosen:
         raise RoutingInputError(
             "activate",
-            f"has experts in {int(always_of_group.sum())} groups of layer {layer}, but a token's "
+            f"has experts in {int(always_of_group.sum())} groups of {_LAYER}, but a token's "
             f"experts are of {groups.chosen}",
+            layer,
         )
     left_of_group = (bias > -np.inf).reshape(groups.count, -1).sum(axis=1)
     worst = _fewest_left(left_of_group, always_of_group, groups)
     if worst < top_k:
         raise RoutingInputError(
             "deactivate",
-            f"may leave {worst} experts in the {groups.chosen} groups of layer {layer} that are "
+            f"may leave {worst} experts in the {groups.chosen} groups of {_LAYER} that are "
             f"chosen for a token, which has {top_k}",
+            layer,
         )
 
 

@@ -256,7 +256,8 @@ class InputReader:
             )
         except RoutingInputError as error:
             name = _FIELD_OF[error.field]
-            raise FieldError(name, f"{name} {error.problem}") from None
+            problem = error.in_model(info.layer_ids).problem
+            raise FieldError(name, f"{name} {problem}") from None
         return said.encode()
 
     def _bias(self, fields: FieldsOfInput) -> NDArray[np.float32]:

@@ -1,6 +1,6 @@
 """Checks what a program's requests say about their experts, before they go to the engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from routed_experts.capture.wire.rows import INPUT_KEY
@@ -9,6 +9,7 @@ from routed_experts.protocol.routing_input import (
     EncodedInput,
     Groups,
     RoutingInput,
+    RoutingInputError,
 )
 from routed_experts.server.vllm_api import EngineCoreRequest, VLLMValidationError
 
@@ -21,11 +22,13 @@ class InputCheck:
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on
         self._model: dict[str, Any] = {}  # what an input must fit; {} until known
+        self._layer_ids: Sequence[int] = ()
 
     def learn(self, worker: Mapping[str, Any]) -> None:
         """Stores the dimensions that a worker reported."""
         self._model = {name: worker[name] for name in ("num_layers", "top_k", "num_experts")}
         self._model["groups"] = Groups(*worker["groups"])
+        self._layer_ids = worker["layer_ids"]
 
     def check(self, request: EngineCoreRequest) -> None:
         """Raises `VLLMValidationError` for an input that cannot be followed. As long as the model's
@@ -48,5 +51,8 @@ class InputCheck:
             if self._model:
                 num_tokens = len(request.prompt_token_ids or ()) or None
                 routing_input.check(**self._model, num_prompt_tokens=num_tokens)
+        except RoutingInputError as error:
+            problem = error.in_model(self._layer_ids)
+            raise VLLMValidationError(f"The routing input of a request: {problem}.") from None
         except ValueError as error:
             raise VLLMValidationError(f"The routing input of a request: {error}.") from None

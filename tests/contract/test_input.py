@@ -188,7 +188,7 @@ def test_rows_in_and_rows_out(api: Server, arrived: Arrived, stream: bool) -> No
     assert np.array_equal(decode(chunks[0]["prompt_routed_experts"]), rows)
 
 
-@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32"])
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32", "uint16"])
 def test_each_dtype_of_responses(api: Server, arrived: Arrived, dtype: str) -> None:
     rows = rows_for(6)
     body = body_for(COMPLETIONS)
@@ -221,7 +221,7 @@ def stored(server: Server, rows: NDArray[Any], lifetime_s: float = 60.0) -> str:
     return store.put(np.ascontiguousarray(rows.transpose(1, 0, 2))).id
 
 
-@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32"])
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32", "uint16"])
 def test_stored_rows(api: Server, arrived: Arrived, dtype: str) -> None:
     rows = rows_for(6)
     reference = {"id": stored(api, rows.astype(dtype)), "start": 3, "url": "routed_experts/rows/x"}
@@ -328,10 +328,15 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "must be ids of experts",
         replay(changed((1, 2, 3), 0).astype(np.int32) + NUM_EXPERTS),
     ),
+    "an id that int16 has not": (
+        REPLAY,
+        "not 65535",
+        replay(changed((1, 2, 3), -1).astype(np.uint16), dtype="uint16"),
+    ),
     "a negative id": (REPLAY, "not -2", replay(changed((1, 2, 3), -2))),
     "an expert twice in a row": (
         REPLAY,
-        "twice in layer 2 of row 1",
+        f"twice in decoder layer {LAYER_IDS[2]} of row 1",
         replay(changed((1, 2, 3), int(rows_for(3)[1, 2, 4]))),
     ),
     "rows behind the prompt": (REPLAY, "end at position 21", replay(start=18)),
@@ -385,22 +390,22 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "more activated than are chosen": (
         ACTIVATE,
-        f"has {K + 1} experts of layer 0",
+        f"has {K + 1} experts of decoder layer {LAYER_IDS[0]}",
         {ACTIVATE: whole_layer(0)},
     ),
     "activated in more groups than are chosen": (
         ACTIVATE,
-        "3 groups",
+        f"3 groups of decoder layer {LAYER_IDS[0]}",
         {ACTIVATE: [[1, group * GROUP_SIZE] for group in range(3)]},
     ),
     "fewer left than are chosen": (
         DEACTIVATE,
-        f"leaves {K - 1} experts",
+        f"leaves {K - 1} experts in decoder layer {LAYER_IDS[0]}",
         {DEACTIVATE: all_but(range(K - 1))},
     ),
     "a row with an expert that is deactivated": (
         REPLAY,
-        "never to be chosen",
+        f"in decoder layer {LAYER_IDS[0]} of row 0, which is never to be chosen",
         {**replay(), DEACTIVATE: [[1, int(rows_for(3)[0, 0, 0])]]},
     ),
     "beam search": (REPLAY, "beam search", {**replay(), "use_beam_search": True, "n": 2}),

@@ -277,7 +277,13 @@ def test_nothing_is_left_of_requests_that_ended(engine: Engine) -> None:
 
 # ---- what a program is told ----
 
-MODEL = {"num_layers": L, "top_k": K, "num_experts": E, "groups": [1, 1, 1]}
+MODEL = {
+    "layer_ids": range(1, L + 1),
+    "num_layers": L,
+    "top_k": K,
+    "num_experts": E,
+    "groups": [1, 1, 1],
+}
 
 
 def request_with(args: Mapping[str, Any] | None) -> Any:
@@ -299,6 +305,7 @@ def test_a_program_may_give_what_fits_the_model() -> None:
         (True, {INPUT_ARG: {"data": b"bytes"}}, "these bytes are no routing input"),
         (True, routing_args(rows=rows_for(11)), "prompt's 10 tokens"),
         (True, routing_args(rows=rows_for(10)[:, :2]), "5 layers"),
+        (True, routing_args(bias=np.full((L, E), np.inf)), "16 experts of decoder layer 1,"),
         (False, routing_args(rows=rows_for(10)), "build it with additional_config"),
     ],
 )

@@ -104,7 +104,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str, str]] = [
     ({"rows": rows_of(1), "start": -1}, "start", "must be from 0 to"),
     ({"rows": rows_of(1)[0]}, "rows", "the shape"),
     ({"rows": rows_of(0)}, "rows", "the shape"),
-    ({"rows": TWICE}, "rows", "have an expert twice in layer 0 of row 0: 3, 3"),
+    ({"rows": TWICE}, "rows", "have an expert twice in MoE layer 0 of row 0: 3, 3"),
     ({"rows": np.array([[[0, -2]]])}, "rows", "not -2"),
     ({"rows": np.array([[[0, 1 << 15]]])}, "rows", "not 32768"),
     ({"bias": np.zeros(8)}, "bias", "the shape"),
@@ -114,7 +114,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str, str]] = [
     (
         {"rows": np.array([[[4, 5], [6, 7]]]), "bias": bias_of({(1, 7): NEVER})},
         "rows",
-        "have expert 7 in layer 1 of row 0, which is never to be chosen",
+        "have expert 7 in MoE layer 1 of row 0, which is never to be chosen",
     ),
 ]
 
@@ -144,19 +144,19 @@ WRONG_MODEL: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         {"bias": bias_of({(1, expert): ALWAYS for expert in range(3)})},
         {},
         "activate",
-        "has 3 experts of layer 1, but 2 are chosen",
+        "has 3 experts of MoE layer 1, but 2 are chosen",
     ),
     (
         {"bias": bias_of({(1, expert): NEVER for expert in range(7)})},
         {},
         "deactivate",
-        "leaves 1 experts in layer 1",
+        "leaves 1 experts in MoE layer 1",
     ),
     (
         {"bias": bias_of({(0, 0): ALWAYS, (0, 7): ALWAYS})},
         {"groups": Groups(4, 1)},
         "activate",
-        "has experts in 2 groups of layer 0",
+        "has experts in 2 groups of MoE layer 0",
     ),
 ]
 
@@ -232,6 +232,18 @@ def test_contradictory_steering_is_refused(said: dict[str, Any], field: str, wor
     with pytest.raises(RoutingInputError, match=words) as raised:
         routing_args(**said, info=INFO)
     assert raised.value.field == field
+
+
+def test_an_error_names_the_decoder_layer_where_the_model_is_known() -> None:
+    with pytest.raises(RoutingInputError, match="twice in decoder layer 1 of row 0"):
+        routing_args(rows=TWICE, info=INFO)
+    banned = RoutingInput(bias=bias_of({(1, expert): NEVER for expert in range(7)}))
+    with pytest.raises(RoutingInputError, match="in MoE layer 1") as raised:
+        banned.check(**MODEL)
+    copied = pickle.loads(pickle.dumps(raised.value))
+    assert str(copied.in_model(INFO["layer_ids"])).startswith(
+        "deactivate leaves 1 experts in decoder layer 3,"
+    )
 
 
 def test_steering_needs_the_names_of_the_layers() -> None:
