@@ -272,20 +272,28 @@ class RoutedServing:
                     param,
                 )
                 return
-        copies = num_choices if options.layout == "joined" else 1
-        prompt_rows = copies * sum(length - options.prompt_start for length in prompt_lens)
+        is_joined = options.layout == "joined"
+        prompts = [length - options.prompt_start for length in prompt_lens]
+        prompt_rows = sum(prompts) * (num_choices if is_joined else 1)
         if options.by_reference:
             options = await self.check_store_capacity(request, options, prompt_rows)
-        if options.rows and not options.by_reference:
-            num_answers = len(prompt_lens) * num_choices
-            known_tokens = max(max_tokens or min_tokens, 1)
-            self.check_size(request, options, prompt_rows + num_answers * (known_tokens - 1))
-            if max_tokens is None:
-                self.end_at_limit(request, prompt_rows, num_answers)
+        if not options.rows:
+            return
+        num_answers = len(prompt_lens) * num_choices
+        known_rows = max(max_tokens or min_tokens, 1) - 1
+        if options.by_reference:
+            arrays = [*prompts, *[known_rows] * num_answers]
+            if is_joined:
+                arrays = [prompt + known_rows for prompt in prompts] * num_choices
+            self.check_stored_size(request, options, arrays)
+        else:
+            self.check_size(request, options, prompt_rows + num_answers * known_rows)
+        if max_tokens is None:
+            self.end_at_limit(request, prompt_rows, num_answers)
 
     def end_at_limit(self, request: Any, prompt_rows: int, num_answers: int) -> None:
         """Has a request that says no `max_tokens` end where the rows of its choices together surely
-        exceed the maximum size of a response.
+        exceed the maximum size of a response, beside what the store can take.
 
         What vLLM then allows, the rest of the context, says nothing of how long an answer will be,
         so that nothing can be refused before. But nothing is generated for a response that cannot
@@ -298,12 +306,27 @@ class RoutedServing:
         if options.format == "list" and getattr(request, "stream", False):
             # its text is shorter than `text_bytes` says; the stream ends where it becomes too long
             return
-        beyond = self.form(options).rows_beyond(self._max_bytes)
+        form = self.form(options)
+        beyond = form.rows_beyond(self._max_bytes)
         most_rows = beyond - prompt_rows
-        request._most_tokens = most_rows + 1  # the last has no row
+        most_of_choice = most_rows
+        if options.by_reference:
+            capacity = self._store_capacity
+            if capacity is None:
+                return
+            stored = form.rows_stored_in(capacity)
+            most_rows += stored
+            # the array of a choice is in one of both places
+            most_of_choice = min(max(stored + 1, beyond), most_rows)
+        request._most_tokens = most_of_choice + 1  # the last has no row
         if num_answers > 1:
-            error = VLLMValidationError(self.too_large(options, beyond), parameter=OPT_IN)
+            message = self.too_large(options, prompt_rows + most_rows)
+            error = VLLMValidationError(message, parameter=OPT_IN)
             request._budget = TokenBudget(most_rows + num_answers, error)
+
+    @property
+    def _store_capacity(self) -> int | None:
+        return None if self.server.store is None else self.server.store.capacity
 
     async def check_store_capacity(
         self, request: Any, options: RoutingOptions, num_rows: int
@@ -354,11 +377,33 @@ class RoutedServing:
         if self.form(options).text_bytes(num_rows) > self._max_bytes:
             _cannot(request, options, self.too_large(options, num_rows), OPT_IN)
 
+    def check_stored_size(self, request: Any, options: RoutingOptions, arrays: list[int]) -> None:
+        """Raises `VLLMValidationError` if of arrays of so many rows those that no empty store can
+        take exceed the maximum size of a response."""
+        capacity = self._store_capacity
+        if capacity is None:
+            return
+        form = self.form(options)
+        too_long = sum(rows for rows in arrays if form.stored_bytes(rows) > capacity)
+        others = sum(arrays) - too_long
+        # at least, as an array is stored as a whole
+        inline = too_long + max(others - form.rows_stored_in(capacity), 0)
+        if inline and form.text_bytes(inline) > self._max_bytes:
+            _cannot(request, options, self.too_large(options, sum(arrays)), OPT_IN)
+
     def too_large(self, options: RoutingOptions, num_rows: int) -> str:
         """The message for rows that exceed the maximum size of a response."""
+        limit = f"{self._max_bytes} (--routed-experts-max-response-bytes)"
+        if options.by_reference:
+            what = (
+                f"is more than the store ({self._store_capacity} bytes, --routed-experts-store-bytes) and a response "
+                f"({limit}) can take"
+            )
+        else:
+            num_bytes = self.form(options).text_bytes(num_rows)
+            what = f"would take {num_bytes} bytes, and the limit of this server is {limit}"
         return (
-            f"The routing of {num_rows} tokens would take {self.form(options).text_bytes(num_rows)} bytes, "
-            f"and the limit of this server is {self._max_bytes} (--routed-experts-max-response-bytes): "
+            f"The routing of {num_rows} tokens {what}: "
             "ask for fewer tokens, a higher routed_experts_prompt_start or a narrower routed_experts_dtype"
             + (f", or leave out {WEIGHTS}" if options.weights else "")
         )

@@ -149,6 +149,10 @@ class WireForm:
         """Bytes of the files of `num_rows` rows."""
         return sum(num_rows * form.row_bytes + NPY_HEADER_BYTES for form in self.forms)
 
+    def rows_stored_in(self, num_bytes: int) -> int:
+        """An upper bound for the rows whose files fit into `num_bytes`."""
+        return num_bytes // sum(form.row_bytes for form in self.forms)
+
     # ---- arrays ----
 
     def converted(self, rows: Rows) -> tuple[NDArray[Any], int]:

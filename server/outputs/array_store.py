@@ -155,6 +155,13 @@ class ArrayStore:
         """Of a folder, by all servers; 0 of a bucket, which counts its bytes itself."""
         return 0 if self.bucket else self._counted + self._since
 
+    @property
+    def capacity(self) -> int | None:
+        """The bytes of arrays that fit an empty folder, in whole blocks; None: nothing is known."""
+        if self.bucket is not None or self.max_bytes is None:
+            return None
+        return self.max_bytes - self.max_bytes % blocks(1)
+
     def warn(self, message: str, *args: Any) -> None:
         """Logs a warning, once a minute, because a full store is a reason to log for each array."""
         if time.monotonic() >= self._next_warning:

@@ -40,6 +40,7 @@ from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.settings import Settings
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
+from tests.contract.test_api import CHAT, MESSAGES
 from tests.e2e.harness import ASK, COMPLETIONS, Server, prompt_of, wait_until
 
 GENERATE = "/inference/v1/generate"
@@ -419,6 +420,38 @@ def test_a_prompt_that_fits_where_its_answer_does_not(
     )
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_nothing_is_generated_for_what_neither_the_store_nor_a_response_can_take(
+    tiny_model: Path, tmp_path: Path, n: int
+) -> None:
+    """The store takes 200 rows, a response 100; the prompt has 51. Without `max_tokens`, no more
+    tokens are generated than both take."""
+    most = str(4 * -(-100 * L * K * 2 // 3))
+    flags = ("--routed-experts-max-response-bytes", most, "--max-model-len", "600")
+    body = {"model": "tiny", **MESSAGES, "n": n, "temperature": 1, "ignore_eos": True}
+    with (
+        limited(tiny_model, tmp_path / "store", 200 * L * K * 2, *flags) as server,
+        server.client() as client,
+    ):
+
+        def post(**more: Any) -> tuple[httpx.Response, float]:
+            """The answer, and how many tokens were generated for it."""
+            before = server.metric("vllm:generation_tokens_total")
+            answer = client.post(CHAT, json={**body, **ASK, **REFERENCE, **more})
+            return answer, server.metric("vllm:generation_tokens_total") - before
+
+        for more in ({"max_tokens": 300}, {"min_tokens": 300}):
+            refused, num_tokens = post(**more)
+            assert (refused.status_code, num_tokens) == (400, 0)
+            assert "is more than the store (" in refused.json()["error"]["message"]
+        too_long, num_tokens = post()
+        assert too_long.status_code in (400, 507)
+        assert 180 < num_tokens < 270
+        wait_until_empty(tmp_path / "store")
+        answer, _ = post(max_tokens=30)
+        assert answer.status_code == 200
+
+
 def test_arrays_without_rows_come_inline_whatever_the_limits(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -581,9 +614,9 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
         # Now the next rows do not fit: they come inline, if the limit of a response allows it.
         assert "data" in post(max_tokens=3).json()["choices"][0]["routed_experts"]
         assert any('"routed_experts":{"data"' in line for line in lines(max_tokens=3))
-        failed = post(max_tokens=30)
+        failed = post(max_tokens=8)
         assert (failed.status_code, failed.json()["error"]["code"]) == (507, 507)
-        *_, error, done = lines(max_tokens=30)
+        *_, error, done = lines(max_tokens=8)
         assert (done, "max-response-bytes" in error) == ("data: [DONE]", True)
 
         # Not even the prompt fits: nothing is generated.
@@ -633,8 +666,7 @@ def test_a_full_store_where_only_the_server_asks_for_references(
         assert (stored_arrays(server) - before).tolist() == [2, 1]
         assert '"url"' not in (long := post(3, max_tokens=90)).text
         assert (long.status_code, "routed_exp" in long.text) == (200, False)
-        # Until that one's prompt is deleted, not even a prompt fits.
-        wait_until(lambda: post(3, max_tokens=90, **ASK).status_code == 507, "no 507")
+        assert post(3, max_tokens=90, **ASK).status_code == 400
 
 
 def stored_arrays(server: Server) -> np.ndarray:
