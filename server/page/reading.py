@@ -1,6 +1,7 @@
 """Reads the files that browsers send to a server: one request after another, so that other requests
 stay quick."""
 
+import gc
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -35,10 +36,24 @@ LONGEST_BODY_S = 600.0
 """In which a body must have come: a client that sends a byte now and then would hold its place."""
 TOO_SLOW = "The files did not come in time: send them again, or open them with routed-experts view."
 BUSY = "The server is reading other files: try again in a minute, or open these with routed-experts view."
+_NEVER = 1 << 30
 _PIECE_BYTES = 256 << 10
 _PAUSE_S = 0.0005
 """After a line, for other threads: each else waits for the interpreter's lock as long as Python
 lets one hold it."""
+
+
+@contextmanager
+def without_full_collections() -> Iterator[None]:
+    """Python's collector of cycles visits all objects whenever their number has grown by a quarter,
+    and no other thread runs meanwhile: a second each time, with a million objects of a JSON text.
+    They have no cycles, so that it would free nothing. Young objects are visited as before."""
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Reading:
@@ -104,7 +119,8 @@ class Body:
         self._bytes = bytearray()
 
     def lines(self) -> Iterator[bytes]:
-        return map(str.encode, read_saved(self._bytes))
+        with without_full_collections():
+            return map(str.encode, read_saved(self._bytes))
 
 
 class Client:
@@ -191,11 +207,12 @@ def some_of(lines: Iterator[bytes], client: Client) -> bytes:
     """The next lines, as many as make a piece: to go to the thread for each line takes longer than
     a line. None after the client has left."""
     text = bytearray()
-    for line in lines:
-        text += line
-        time.sleep(_PAUSE_S)
-        if len(text) >= _PIECE_BYTES or client.has_left:
-            break
+    with without_full_collections():
+        for line in lines:
+            text += line
+            time.sleep(_PAUSE_S)
+            if len(text) >= _PIECE_BYTES or client.has_left:
+                break
     return bytes(text)
 
 

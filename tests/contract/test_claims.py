@@ -205,6 +205,34 @@ def test_a_thread_reads_no_further_line_for_a_client_that_left() -> None:
     assert reading.some_of(lines(), client) == b"firstsecond"
 
 
+def test_no_full_collection_runs_while_files_are_read() -> None:
+    """Each would hold all other threads for as long as it takes to visit what was parsed."""
+
+    def lines() -> Iterator[bytes]:
+        parsed = json.loads(f"[{'[],' * 300_000}[]]")
+        yield b"line"
+        del parsed
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is received")
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        nonlocal full_collections
+        full_collections += phase == "start" and info["generation"] == 2
+
+    full_collections = 0
+    before = gc.get_threshold()
+    gc.freeze()  # what is there would make the number grow by less than a quarter
+    gc.callbacks.append(count)
+    try:
+        assert reading.some_of(lines(), reading.Client(receive)) == b"line"
+    finally:
+        gc.callbacks.remove(count)
+        gc.unfreeze()
+    assert full_collections == 0
+    assert gc.get_threshold() == before
+
+
 # ---- everything that a body can say ----
 
 
