@@ -10,7 +10,7 @@ folder or bucket, and nothing is handed over when a server ends or is killed.
 reference; and every server of the folder or bucket, which sweep it for arrays whose time has passed.
 A folder that nobody named goes with its last process.
 
-**Full.** A folder has a limit of bytes, which are counted about once a second; a bucket has its own.
+**Full.** A folder has a limit of bytes (`FolderBytes` counts them); a bucket has its own.
 An array that does not fit or cannot be written is a `StoreError`: the response then has it inline, or
 is an error with status 507. A reference is made when its array has been written to the end.
 """
@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol.buckets import is_broken_url, is_bucket
 from routed_experts.protocol.codec import CodecError, read_npy_header
 from routed_experts.server.outputs.buckets import Bucket
+from routed_experts.server.outputs.folder_bytes import FolderBytes
 from routed_experts.server.outputs.folders import Folder, blocks, hour_of, remove_unused
 from routed_experts.server.outputs.npy import NPY_HEADER_BYTES, npy_file
 from routed_experts.server.outputs.threads import Threads
@@ -54,10 +55,6 @@ _SILENT_S = 5.0
 """A bucket is gone if a request fails after so long, all tries included: others would as well."""
 _GONE_S = 10.0
 """How long nothing is written to a bucket that is gone."""
-_COUNT_S = 1.0
-"""How old a count of a folder's bytes may be."""
-_COUNT_SHARE = 0.02
-"""Of the time, what counting may take: a folder with very many arrays is counted less often."""
 _WARNING_S = 60.0
 _CLOSE_S = 2.0
 """How long a process that ends waits for what is being written."""
@@ -126,16 +123,8 @@ class ArrayStore:
         self._objects = self.bucket or Folder(Path(self.folder or ""), keeps)
         self._keeps = keeps
         self._is_open = False
-        # Of all processes when they were counted, and of this process since then. What is being
-        # written during a count is in both.
-        self._counted = 0
-        self._since = 0
-        self._writing = 0
-        self._count_again = 0.0  # on the monotonic clock
-        # One count at a time: two would each take off what was written since the one before. It is
-        # taken before `_lock`.
-        self._counting = threading.RLock()
-        self._lock = threading.RLock()  # for what stands above; free while arrays are written
+        self._bytes = FolderBytes(self._sweep)  # of a bucket, nothing
+        self._opening = threading.Lock()
         # For a folder, several threads would take twice the CPU time, and keep the event loop
         # waiting for Python's lock. Those of a bucket wait for the network.
         self.writer = Threads(ANSWERS_AT_ONCE if self.bucket else 1, "routed-experts-store")
@@ -153,7 +142,7 @@ class ArrayStore:
     @property
     def used_bytes(self) -> int:
         """Of a folder, by all servers; 0 of a bucket, which counts its bytes itself."""
-        return 0 if self.bucket else self._counted + self._since
+        return self._bytes.used
 
     @property
     def capacity(self) -> int | None:
@@ -173,7 +162,7 @@ class ArrayStore:
         can be written to. Raises `StoreError`."""
         if self._is_open:
             return
-        with self._counting, self._lock:
+        with self._opening:
             if self._is_open:
                 return
             if self.folder is not None and not self._keeps:
@@ -248,34 +237,25 @@ class ArrayStore:
         self.open()
         if self.has_room(num_bytes):
             return
-        # somebody may have deleted arrays, or removed the folder
-        self._count_if_old(at_once=not (self.folder and self.folder.is_dir()))
+        if self.folder is not None and self.folder.is_dir():
+            self._bytes.count_if_old()  # somebody may have deleted arrays
+        else:
+            self._bytes.count()  # somebody has removed the folder
         if not self.has_room(num_bytes):
             raise StoreError(f"{self.used_bytes} of {self.max_bytes} bytes are used")
 
     def sweep(self) -> int:
         """Removes arrays that have expired, of all servers. Returns the bytes of the others in a
         folder."""
-        with self._counting:
-            began = time.monotonic()
-            with self._lock:
-                before = self._since - self._writing
-            with self._errors("cannot be swept"):
-                counted = self._objects.sweep(time.time())
-            ended = time.monotonic()
-            with self._lock:
-                self._counted = counted
-                self._since -= before
-                self._count_again = ended + max(_COUNT_S, (ended - began) / _COUNT_SHARE)
-                return self.used_bytes
+        if self.bucket is None:
+            self._bytes.count()
+        else:
+            self._sweep()
+        return self.used_bytes
 
-    def _count_if_old(self, at_once: bool = False) -> None:
-        """Counts again, unless another thread did so while this one waited for it."""
-        if not at_once and time.monotonic() < self._count_again:
-            return  # without waiting for a count that runs
-        with self._counting:
-            if at_once or time.monotonic() >= self._count_again:
-                self.sweep()
+    def _sweep(self) -> int:
+        with self._errors("cannot be swept"):
+            return self._objects.sweep(time.time())
 
     def put(self, array: NDArray[Any], **metadata: str) -> StoredArray:
         """Stores `array`, whose last axis is contiguous; an object of a bucket also has the
@@ -283,44 +263,43 @@ class ArrayStore:
         self._try_bucket()
         with self._copying:
             file = npy_file(array)
-        size = blocks(file.nbytes)
         key, expires = _new_id(self.lifetime_s)
-        name = name_of(key)
+        if self.bucket is not None:
+            url = self._put_into_bucket(self.bucket, name_of(key), file.data, metadata)
+            return StoredArray(key, expires, f"{self.bucket.url}/{name_of(key)}", url)
+        size = blocks(file.nbytes)
         self._reserve(size)
         try:
             with self._errors("cannot be written to"):
-                self._objects.put(name, file.data, metadata)
-                if self.bucket is None:
-                    return StoredArray(key, expires, f"{self.folder}/{name}")
-                try:
-                    url = self.bucket.sign(name, "GET", self.lifetime_s)
-                except OSError:
-                    with suppress(OSError):
-                        self.bucket.delete(name)
-                    raise
-                return StoredArray(key, expires, f"{self.bucket.url}/{name}", url)
+                self._objects.put(name_of(key), file.data, metadata)
         except StoreError:
-            self._count_off(size)
+            self._bytes.take_off(size)
             raise
         finally:
-            with self._lock:
-                self._writing -= size
+            self._bytes.has_written(size)
+        return StoredArray(key, expires, f"{self.folder}/{name_of(key)}")
+
+    def _put_into_bucket(
+        self, bucket: Bucket, name: str, content: memoryview, metadata: dict[str, str]
+    ) -> str:
+        """Returns the signed URL."""
+        self.open()
+        with self._errors("cannot be written to"):
+            bucket.put(name, content, metadata)
+            try:
+                return bucket.sign(name, "GET", self.lifetime_s)
+            except OSError:
+                with suppress(OSError):
+                    bucket.delete(name)
+                raise
 
     def _reserve(self, size: int) -> None:
         """Counts an array that is going to be written. Raises `StoreError` if it does not fit."""
-        if self.folder and self._is_open:
-            self._count_if_old()  # others may have written
-        while True:
+        if self._is_open:
+            self._bytes.count_if_old()  # others may have written
+        self.make_room(size)
+        while not self._bytes.reserve(size, self.max_bytes or 0):  # another thread was faster
             self.make_room(size)
-            with self._lock:
-                if self.has_room(size):
-                    self._since += size
-                    self._writing += size
-                    return
-
-    def _count_off(self, size: int) -> None:
-        with self._lock:
-            self._since -= size
 
     def size(self, key: str) -> int:
         """The bytes of an array's file. Raises the errors of this module."""
@@ -361,7 +340,8 @@ class ArrayStore:
         size = self.size(key)
         with self._errors("cannot be changed", key):
             self._objects.delete(name_of(key))
-        self._count_off(blocks(size))
+        if self.bucket is None:
+            self._bytes.take_off(blocks(size))
 
     def discard(self, key: str) -> None:
         """Deletes an array that no client was told of. If that fails, it goes when it expires."""

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from routed_experts.server.outputs import array_store, folders
+from routed_experts.server.outputs import array_store, folder_bytes, folders
 from routed_experts.server.outputs.array_store import (
     ArrayGoneError,
     ArrayStore,
@@ -45,6 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     both = SimpleNamespace(time=clock.time, monotonic=clock.time)
     monkeypatch.setattr(array_store, "time", both)
+    monkeypatch.setattr(folder_bytes, "time", both)
     return clock
 
 
