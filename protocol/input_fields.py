@@ -114,6 +114,8 @@ class FieldsOfInput:
     activate: tuple[Expert, ...] = ()
     deactivate: tuple[Expert, ...] = ()
     bias: BiasArray | tuple[ExpertBias, ...] = ()
+    body_bytes: int = 0
+    """Of the request's body, which stays in memory until the request ends."""
 
     @property
     def has_bias(self) -> bool:

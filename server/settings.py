@@ -149,8 +149,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
     routed_experts_input_bytes: Annotated[
         Bytes,
         _BYTES,
-        "maximum bytes of what the running requests of an API process say of their routing (default: 1 GiB); then new "
-        "ones get 503",
+        "maximum bytes of what the running requests of an API process say of their routing, with their bodies "
+        "(default: 1 GiB); then new ones get 503",
     ] = INPUT_BYTES
     enable_return_routed_expert_weights: Annotated[
         bool,

@@ -7,7 +7,7 @@ and only then are they decoded, in a thread, one request at a time.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from itertools import pairwise
 from math import isfinite, prod
@@ -88,11 +88,14 @@ async def input_of(raw_request: Request) -> FieldsOfInput | None:
                 parameter=next(iter(fields)),
             )
         try:
-            raw_request.scope[_SCOPE_KEY] = parse_input(fields)
+            parsed = parse_input(fields)
         except FieldError as error:
             raise VLLMValidationError(str(error), parameter=error.param) from None
-    parsed: FieldsOfInput | None = raw_request.scope.get(_SCOPE_KEY)
-    return parsed
+        if parsed is not None:
+            num_bytes = len(await raw_request.body())
+            raw_request.scope[_SCOPE_KEY] = replace(parsed, body_bytes=num_bytes)
+    said: FieldsOfInput | None = raw_request.scope.get(_SCOPE_KEY)
+    return said
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class InputReader:
         num_requests: int,
         connection: Connection,
     ) -> None:
-        """The engine has the bytes once for each choice."""
+        """The engine has the bytes once for each choice, and this process the body."""
         num_layers, top_k = self.captured.shape
         num_bytes = 0
         if pieces:
@@ -194,11 +197,12 @@ class InputReader:
         if fields.has_bias:
             num_bytes += 4 * num_layers * self.captured.num_experts
         num_bytes *= max(num_requests, 1)  # vLLM refuses a choice less than one, but later
+        num_bytes += fields.body_bytes
         if num_bytes > self.memory.max_bytes:
             raise FieldError(
                 fields.first_field,
-                f"{fields.first_field}: what this request says of its routing takes {num_bytes} "
-                f"bytes, and the limit of this server is {self.memory.max_bytes} "
+                f"{fields.first_field}: what this request says of its routing takes, with its "
+                f"body, {num_bytes} bytes, and the limit of this server is {self.memory.max_bytes} "
                 f"({INPUT_BYTES_FLAG}): send fewer rows or choices",
             )
         self.memory.take(num_bytes, connection)

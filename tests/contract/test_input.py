@@ -479,19 +479,27 @@ ROW_BYTES = 2 * L * K
 
 @pytest.fixture(scope="module")
 def small(tiny_model: Path) -> Iterator[Server]:
-    """With memory for 30 rows."""
+    """With memory for 60 rows, or for 25 and a body that has them in base64."""
     with served(
-        tiny_model, TakesInput, *FLAGS, f"--routed-experts-input-bytes={30 * ROW_BYTES}"
+        tiny_model, TakesInput, *FLAGS, f"--routed-experts-input-bytes={60 * ROW_BYTES}"
     ) as server:
         yield server
 
 
 def test_a_request_that_never_fits(small: Server) -> None:
-    body = {**body_for(COMPLETIONS, prompt_of(31, 1)), REPLAY: array_of(rows_for(31))}
+    body = {**body_for(COMPLETIONS, prompt_of(61, 1)), REPLAY: array_of(rows_for(61))}
     message = refused(small, COMPLETIONS, REPLAY, **body)
     assert "--routed-experts-input-bytes" in message
-    for_two = {**body_for(COMPLETIONS), REPLAY: array_of(rows_for(16)), "n": 2}
-    assert "choices" in refused(small, COMPLETIONS, REPLAY, **for_two)
+    for_three = {**body_for(COMPLETIONS), REPLAY: array_of(rows_for(16)), "n": 3}
+    assert "choices" in refused(small, COMPLETIONS, REPLAY, **for_three)
+
+
+def test_the_body_takes_memory_too(small: Server) -> None:
+    body = {**body_for(COMPLETIONS, prompt_of(30, 1)), REPLAY: array_of(rows_for(30))}
+    assert "with its body" in refused(small, COMPLETIONS, REPLAY, **body)
+    body = {**body_for(COMPLETIONS, prompt_of(30, 1)), REPLAY: array_of(rows_for(24))}
+    assert post(small, COMPLETIONS, **body).status_code == 200
+    assert post(small, COMPLETIONS, **body, user="u" * 10 * ROW_BYTES).status_code == 400
 
 
 def test_a_negative_number_of_choices_makes_no_room(
@@ -506,8 +514,9 @@ def test_a_negative_number_of_choices_makes_no_room(
 
     monkeypatch.setattr(InputMemory, "take", taking)
     body = {**body_for(COMPLETIONS), REPLAY: array_of(rows_for(10)), "n": -100}
-    assert post(small, COMPLETIONS, **body).status_code == 400
-    assert taken == [10 * ROW_BYTES]
+    response = post(small, COMPLETIONS, **body)
+    assert response.status_code == 400
+    assert taken == [10 * ROW_BYTES + len(response.request.content)]
 
 
 def test_memory_is_for_running_requests(small: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +532,7 @@ def test_memory_is_for_running_requests(small: Server, monkeypatch: pytest.Monke
             assert response.status_code == 503
             assert response.headers["retry-after"] == "1"
             assert response.json()["error"]["code"] == 503
-            few = {**body, REPLAY: array_of(rows_for(10))}
+            few = {**body, REPLAY: array_of(rows_for(4))}
             assert other.post(COMPLETIONS, json=few).status_code == 200
 
         def fits() -> bool:
