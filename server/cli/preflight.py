@@ -50,6 +50,9 @@ _NO_NUMBER = "invalid literal for int()"
 _LONGEST_VALUE = 60
 _HOW_TO_MEND = "change it, or unset it."
 _LOG_FILE = "VLLM_LOGGING_CONFIG_PATH"
+_CONFIGURES_LOG = "VLLM_CONFIGURE_LOGGING"
+_OF_VLLMS_LOG = ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_PREFIX")
+"""Without effect where vLLM configures no log. The level and the file are checked there too."""
 
 
 def check_environment() -> None:
@@ -57,12 +60,14 @@ def check_environment() -> None:
 
     vLLM reads all of them when an engine starts, and what is wrong with one ends there in a trace.
     """
-    for name, read in _vllms_variables().items():
+    variables = _vllms_variables()
+    for name, read in variables.items():
         if name not in os.environ:
             continue
         try:
             read()
-            if name in _CHECKS_OF_LOG:
+            is_used = name not in _OF_VLLMS_LOG or variables[_CONFIGURES_LOG]()
+            if name in _CHECKS_OF_LOG and is_used:
                 _CHECKS_OF_LOG[name](os.environ[name])
         except ImportError:  # of what vLLM imports to read it
             continue

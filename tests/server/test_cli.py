@@ -432,6 +432,27 @@ def test_a_variable_that_the_log_can_use_is_taken(
     preflight.check_environment()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("VLLM_LOGGING_STREAM", "stderr"), ("VLLM_LOGGING_PREFIX", "100%")]
+)
+def test_a_variable_of_a_log_that_vllm_does_not_configure_is_not_checked(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
+    preflight.check_environment()
+
+
+@pytest.mark.parametrize("name", ["VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH"])
+def test_a_variable_that_vllm_checks_whether_or_not_it_configures_a_log(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "verbose")
+    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
+    with pytest.raises(CommandError, match=f"vLLM cannot read {name}='verbose'"):
+        preflight.check_environment()
+
+
 def test_variables_are_checked_before_vllm_is_imported() -> None:
     """Until 0.30, vLLM sets its log up when it is imported."""
     code = (
