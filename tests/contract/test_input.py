@@ -68,9 +68,11 @@ class TakesInput(ServedExecutor):
     def compute(self, request_id: str, sequence: Any, tokens: Any, start: int, end: int) -> Any:
         rows = super().compute(request_id, sequence, tokens, start, end)
         said = self._inputs.get(request_id)
-        if said is None or said.rows is None:
+        if said is None:
             return rows
-        rows = rows.copy()
+        rows = rows.copy() if said.bias is None else steered(rows, said.bias)
+        if said.rows is None:
+            return rows
         for position in range(max(start, said.start), min(end, said.end)):
             given = said.rows[position - said.start]
             is_given = (given >= 0).all(axis=1)
@@ -88,6 +90,15 @@ class TakesInput(ServedExecutor):
             rows.told = Told(self._num_told, num_steered)
             attach(output, rows)
         return output
+
+
+def steered(rows: NDArray[Any], bias: NDArray[np.float32]) -> NDArray[Any]:
+    """The rows [n, L, K] with the experts that a bias activates, and without those that it bans."""
+    scores = np.full((*rows.shape[:2], NUM_EXPERTS), -K)
+    np.put_along_axis(scores, rows.astype(np.int64), -np.arange(K), axis=2)
+    scores = scores + np.where(np.isinf(bias), bias, 0)
+    order = np.argsort(-scores, axis=2, kind="stable")
+    return order[..., :K].astype(rows.dtype)
 
 
 @dataclass
