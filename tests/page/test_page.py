@@ -63,11 +63,13 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
     ask(tab, kind=kind)
     ended(tab)
     assert not tab.js("$('#ask').open")  # the form makes room for the answer, and comes again
+    assert tab.js("document.activeElement === $('#ask summary')")
     tab.click("#ask summary")
     assert tab.js("$('#ask').open && $('#prompt').value") == PROMPT
     rows = np.concatenate([said.prompt_rows, said.rows])
     tab.wait("!$('#tokens-a .number')")  # the texts are asked for in addition
     assert shown_tokens(tab) == texts_of([*said.prompt, *said.tokens])
+    assert not [text for text in tab.texts("#experts .typical") if text.startswith("#")]
     assert (
         f"{len(said.prompt)} prompt and 40 generated tokens, {len(rows)} rows of 8 layers"
         in tab.text("#summary")
@@ -75,8 +77,11 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
     for token in (len(rows) - 1, 3):  # the last row is selected while the answer grows
         if token == 3:
             choose(tab, token)
-        shows(tab, rows[token])
-        shows_weights(tab, weights_for(rows[token : token + 1])[0])
+        weights = weights_for(rows[token : token + 1])[0]
+        known = np.where(np.isnan(weights), -np.inf, weights)
+        order = np.argsort(-known, axis=1, kind="stable")
+        shows(tab, np.take_along_axis(rows[token], order, 1))
+        shows_weights(tab, np.take_along_axis(weights, order, 1))
     assert all(url.startswith(api.url) for url in tab.requested)
     asked = [url for url in tab.requested if url.endswith("texts") or "tokenize" in url]
     assert set(asked) == {f"{api.url}/{TEXTS}"}
@@ -184,6 +189,28 @@ def test_nothing_is_compared_that_nobody_chose(tab: Tab, api: Server, tmp_path: 
     ask(tab, prompt="Hello", tokens=5)
     ended(tab)
     assert tab.is_hidden("#notice")
+
+
+def test_ctrl_and_enter_send_from_every_field(tab: Tab, api: Server) -> None:
+    tab.open(f"{api.url}/routed_experts")
+    tab.type("#prompt", "Hello")
+    tab.type("#max-tokens", "3")
+    tab.js("$('#kind').focus()")
+    tab.js(
+        "$('#kind').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', ctrlKey: true, bubbles: true}))"
+    )
+    tab.wait_for_text("#summary", " and 3 generated tokens")
+
+
+def test_texts_that_come_late_reach_the_tables(tab: Tab, api: Server, tmp_path: Path) -> None:
+    (choice,) = (body := api.complete(**ASK, prompt=PROMPT, max_tokens=3))["choices"]
+    choice.pop("logprobs", None)
+    (tmp_path / "answer.jsonl").write_text(json.dumps({**body, "model": api.info()["model"]}))
+    tab.open(f"{api.url}/routed_experts")
+    tab.give_file("#file", tmp_path / "answer.jsonl")
+    tab.wait("$('#experts .typical')")
+    tab.wait("!$('#tokens-a .number')")
+    tab.wait("!$$('#experts .typical').some(e => e.textContent.startsWith('#'))")
 
 
 def test_errors_of_the_server_are_shown(tab: Tab, api: Server) -> None:

@@ -630,6 +630,15 @@ def test_a_link_brings_the_view_back(tab: Tab, viewed: Viewed) -> None:
     assert tab.js("location.href") == link
 
 
+def test_a_selected_token_is_one_of_the_shorter_response(tab: Tab, viewed: Viewed) -> None:
+    show(tab, viewed(answer(ROWS, 10, TEXTS), answer(ROWS[:20], 10, TEXTS[:21])))
+    choose(tab, 90)
+    tab.choose("#pick-a", "1")
+    tab.wait_for_text("#summary", " 20 rows")
+    selected(tab, 20)
+    tab.wait("location.hash.includes('token=20&')")
+
+
 def test_a_link_says_which_file_to_open(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
     file = tmp_path / "other.jsonl"
     file.write_text(json.dumps(answer(ROWS, 10, TEXTS)))

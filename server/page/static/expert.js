@@ -2,6 +2,7 @@
 
 import { $, made } from "./dom.js";
 import { quoted, saveCsv } from "./download.js";
+import { numArrivals } from "./names.js";
 import { PagedTable } from "./pages.js";
 import { flat, visible, weightText } from "./tokens.js";
 import { loadsByWeight } from "./view.js";
@@ -83,7 +84,7 @@ export class Experts {
   draw() {
     const { a, b, layer, expert, growing } = this.view;
     const list = [a.name, b?.name, layer, expert, loadsByWeight()].join();
-    const shows = [list, a.length, b?.length].join();
+    const shows = [list, a.length, b?.length, numArrivals].join();
     const isOther = list !== this.list || a !== this.of;
     if (!isOther && (shows === this.shows || (growing && performance.now() - this.drawn < REST))) return;
     const { first } = this.table;

@@ -37,7 +37,7 @@ const open = (files) => openFiles(files).then(followLink);
 
 onSubmit("key-form", setKey);
 onSubmit("request", () => send(forgetLink));
-on("prompt", "keydown", (event) => {
+on("request", "keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("request").requestSubmit();
 });
 for (const id of ["pick-a", "pick-b"]) {

@@ -8,6 +8,9 @@ const texts = new Map(); // by id, of the one model that the server has
 let waiting = []; // tokens
 let isAsking = false;
 
+/** How often texts have come: what shows texts is drawn again when that has changed. */
+export let numArrivals = 0;
+
 /** Gives a token {id, text: null} its text, now or later: one request at a time, for all that wait. */
 export async function name(token, changed) {
   if (texts.has(token.id)) token.text = texts.get(token.id);
@@ -25,6 +28,7 @@ export async function name(token, changed) {
     }
     for (const token of waiting) token.text = texts.get(token.id) ?? null;
     waiting = waiting.filter(({ text }) => text === null);
+    numArrivals++;
     changed();
     await new Promise((done) => setTimeout(done, REST));
   }

@@ -10,7 +10,7 @@ import { name as nameToken } from "./names.js";
 import { line, read } from "./saved.js";
 import { failed, server } from "./server.js";
 import { request } from "./stream.js";
-import { changed, view } from "./view.js";
+import { changed, stayWithin, view } from "./view.js";
 
 export const EXAMPLE = "example.json";
 const AT_FIRST = 32 << 20; // bytes of files that are opened at once
@@ -43,7 +43,7 @@ export function show(a, b) {
   } catch (error) {
     showError(error);
   }
-  view.layer = Math.min(view.layer, view.a.layers - 1);
+  stayWithin();
   $("pick-a").value = String(responses.indexOf(a));
   $("pick-b").value = view.b ? String(responses.indexOf(view.b)) : "";
   notify("");
@@ -74,8 +74,15 @@ export async function pick() {
 export function begin(answer) {
   add(answer);
   Object.assign(view, { token: 0, isPinned: false });
-  $("ask").open = false;
+  closeForm();
   show(answer, view.b === picked ? picked : null);
+}
+
+/** The form's title takes the focus that was in it. */
+function closeForm() {
+  const hadFocus = $("ask").contains(document.activeElement);
+  $("ask").open = false;
+  if (hadFocus) $("ask").querySelector("summary").focus();
 }
 
 /** Opens files, or a promise of them, which the server reads, and shows the first answer in them. */

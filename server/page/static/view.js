@@ -37,15 +37,20 @@ export function changed() {
   });
 }
 
+/** Selects what there is: the nearest token and layer of the answers that are shown. */
+export function stayWithin() {
+  const last = Math.max(view.a.tokens.length, view.a.end, view.b?.end ?? 0) - 1;
+  view.token = Math.min(Math.max(view.token, 0), Math.max(last, 0));
+  view.layer = Math.min(Math.max(view.layer, 0), view.a.layers - 1);
+}
+
 /** Selects a token, a layer, an expert of it: those that are given. */
 export function select(cell) {
   if (!view.a) return;
   if (cell.token !== undefined) view.isPinned = true;
   if (cell.layer !== undefined && cell.expert === undefined && cell.layer !== view.layer) view.expert = null;
   Object.assign(view, cell);
-  const last = Math.max(view.a.tokens.length, view.a.end, view.b?.end ?? 0) - 1;
-  view.token = Math.min(Math.max(view.token, 0), Math.max(last, 0));
-  view.layer = Math.min(Math.max(view.layer, 0), view.a.layers - 1);
+  stayWithin();
   view.isRevealed = false;
   changed();
 }
