@@ -395,15 +395,16 @@ class RoutedServing:
         """The message for rows that exceed the maximum size of a response."""
         limit = f"{self._max_bytes} (--routed-experts-max-response-bytes)"
         if options.by_reference:
-            what = (
-                f"is more than the store ({self._store_capacity} bytes, --routed-experts-store-bytes) and a response "
-                f"({limit}) can take"
-            )
+            store = f"{self._store_capacity} bytes, --routed-experts-store-bytes"
+            problem = f"The routing of {num_rows} tokens is more than the store ({store}) and a response ({limit}) can take"
         else:
             num_bytes = self.form(options).text_bytes(num_rows)
-            what = f"would take {num_bytes} bytes, and the limit of this server is {limit}"
+            problem = (
+                f"The routing of {num_rows} tokens would take {num_bytes} bytes, and the limit of this server is "
+                f"{limit}"
+            )
         return (
-            f"The routing of {num_rows} tokens {what}: "
+            f"{problem}: "
             "ask for fewer tokens, a higher routed_experts_prompt_start or a narrower routed_experts_dtype"
             + (f", or leave out {WEIGHTS}" if options.weights else "")
         )
