@@ -133,6 +133,11 @@ def _variable_behind(error: Exception) -> str | None:
 
 def _check_log_level(value: str) -> None:
     names = logging.getLevelNamesMapping()
+    vllm = find_spec("vllm")
+    if vllm is not None and vllm.submodule_search_locations:
+        (folder, *_) = vllm.submodule_search_locations
+        if Path(folder, "config/logging.py").exists():  # where it knows no second names of levels
+            names = {name: names[name] for name in names if name not in ("WARN", "FATAL")}
     if value.upper() not in names:
         raise ValueError(f"it must be one of {', '.join(names)}")
 

@@ -395,8 +395,11 @@ class RoutedServing:
         """The message for rows that exceed the maximum size of a response."""
         limit = f"{self._max_bytes} (--routed-experts-max-response-bytes)"
         if options.by_reference:
-            store = f"{self._store_capacity} bytes, --routed-experts-store-bytes"
-            problem = f"The routing of {num_rows} tokens is more than the store ({store}) and a response ({limit}) can take"
+            store = f"{self._store_capacity} (--routed-experts-store-bytes)"
+            problem = (
+                f"The routing of {num_rows} tokens is more than the store, {store} bytes, and a "
+                f"response, {limit}, can take"
+            )
         else:
             num_bytes = self.form(options).text_bytes(num_rows)
             problem = (

@@ -443,7 +443,7 @@ def test_nothing_is_generated_for_what_neither_the_store_nor_a_response_can_take
         for more in ({"max_tokens": 300}, {"min_tokens": 300}):
             refused, num_tokens = post(**more)
             assert (refused.status_code, num_tokens) == (400, 0)
-            assert "is more than the store (" in refused.json()["error"]["message"]
+            assert "is more than the store, " in refused.json()["error"]["message"]
         too_long, num_tokens = post()
         assert too_long.status_code in (400, 507)
         assert 180 < num_tokens < 270

@@ -392,6 +392,7 @@ def test_a_variable_that_vllm_cannot_read_is_a_sentence(
         ("VLLM_LOGGING_LEVEL", "verbose", "it must be one of CRITICAL, "),
         ("VLLM_LOGGING_LEVEL", "10", "it must be one of CRITICAL, "),
         ("VLLM_LOGGING_LEVEL", "", "it must be one of CRITICAL, "),
+        ("VLLM_LOGGING_LEVEL", "WARN", "it must be one of CRITICAL, "),
         ("VLLM_LOGGING_STREAM", "stderr", "it must be ext://sys.stdout or ext://sys.stderr"),
         ("VLLM_LOGGING_STREAM", "ext://sys.argv", "it must be ext://sys.stdout or"),
         ("VLLM_LOGGING_STREAM", "ext://sys.nothing", "it must be ext://sys.stdout or"),
