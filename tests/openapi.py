@@ -5,6 +5,7 @@ python -m tests.openapi --check FILE  fails if it is not up to date
 """
 
 import sys
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,26 @@ def describe() -> dict[str, Any]:
                 option["properties"] = {
                     PARAM: {"$ref": f"#/components/schemas/{PrefillRows.__name__}"}
                 }
+    _give_each_its_title(schemas)
     spec["components"]["schemas"] = dict(sorted(schemas.items()))
+    spec["components"]["securitySchemes"] = {
+        "api_key": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "The key of `--api-key`, if the server has one.",
+        }
+    }
+    spec["security"] = [{}, {"api_key": []}]
     return spec
+
+
+def _give_each_its_title(schemas: dict[str, Any]) -> None:
+    """Generators of clients name classes after titles, and leave out what has the title of another:
+    such schemas get their own names as titles."""
+    counts = Counter(schema.get("title") for schema in schemas.values())
+    for name, schema in schemas.items():
+        if counts[schema.get("title")] > 1:
+            schema["title"] = name.replace("-", "").replace("__", "_")
 
 
 class _Dumper(yaml.SafeDumper):

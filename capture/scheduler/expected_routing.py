@@ -15,7 +15,8 @@ class ExpectedRouting:
         self._rows = said.rows
         self._start = said.start
         self._end = said.end
-        self._limits = None if said.bias is None else _Limits(said.bias)
+        has_limits = said.bias is not None and bool(np.isinf(said.bias).any())
+        self._limits = _Limits(said.bias) if has_limits and said.bias is not None else None
 
     def num_given(self, start: int, num_tokens: int) -> int:
         """For how many of the `num_tokens` tokens from position `start` on there is a row."""
@@ -26,13 +27,18 @@ class ExpectedRouting:
     def is_followed(self, start: int, captured: Rows) -> bool:
         """Whether `captured` ([n, L, K]), of the tokens from position `start` on, are the rows that
         were given, and elsewhere a choice that the bias allows."""
-        is_given = np.zeros(captured.shape[:2], np.bool_)
         num_given = self.num_given(start, len(captured))
-        if self._rows is not None and num_given:
-            first = max(start, self._start)
-            given = self._rows[first - self._start :][:num_given]
-            part = slice(first - start, first - start + num_given)
-            is_given[part] = (given >= 0).all(axis=2)
+        if self._rows is None or not num_given:
+            return self._limits is None or self._limits.are_kept(captured, None)
+        first = max(start, self._start)
+        given = self._rows[first - self._start :][:num_given]
+        part = slice(first - start, first - start + num_given)
+        is_same = np.array_equal(given, captured[part])  # most often, and fastest to see
+        if is_same and self._limits is None:
+            return True
+        is_given = np.zeros(captured.shape[:2], np.bool_)
+        is_given[part] = (given >= 0).all(axis=2)
+        if not is_same:
             differs = (given != captured[part]).any(axis=2)
             if (is_given[part] & differs).any():
                 return False
@@ -44,9 +50,12 @@ _BANNED = 1000
 
 
 class _Limits:
-    """Which experts a bias [L, E] says are never or always chosen."""
+    """Which experts a bias [L, E] says are never or always chosen; in the layers where it says so
+    of any."""
 
     def __init__(self, bias: Bias) -> None:
+        self._layers = np.flatnonzero(np.isinf(bias).any(axis=1))
+        bias = bias[self._layers]
         num_layers, num_experts = bias.shape
         width = num_experts + 1  # behind the last expert: for ids of -1, which count nothing
         counts = np.zeros((num_layers, width), np.float32)  # floats, which add up fastest
@@ -56,9 +65,10 @@ class _Limits:
         self._first_of_layer = width * np.arange(num_layers)[:, None]
         self._num_activated = (bias == np.inf).sum(axis=1)
 
-    def are_kept(self, captured: Rows, is_given: NDArray[np.bool_]) -> bool:
+    def are_kept(self, captured: Rows, is_given: NDArray[np.bool_] | None) -> bool:
         """Whether no expert was chosen that must not be, and every one that must, where the router
-        chose: in the layers of tokens that are not in `is_given` ([n, L])."""
+        chose: in the layers of tokens that are not in `is_given` ([n, L]; None: nowhere given)."""
+        captured = captured[:, self._layers]
         # An id of -1 counts as what is before the layer's first expert: the column of the layer
         # before it, or the last one of all.
         counts = self._counts.take(captured + self._first_of_layer, mode="wrap")
@@ -67,4 +77,7 @@ class _Limits:
         if is_kept.all():
             return True
         is_unknown = (captured < 0).any(axis=2) & (num_activated < self._num_activated)
-        return bool((is_kept | is_given | is_unknown).all())
+        is_right = is_kept | is_unknown
+        if is_given is not None:
+            is_right |= is_given[:, self._layers]
+        return bool(is_right.all())

@@ -59,6 +59,7 @@ def _steered(family: Family, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tens
     steered = torch.where(is_always, best + MARGIN, steered)
     scores = family.scores(steered)
     # Also in the choice: an expert's correction may be greater than others' scores.
-    preferences = family.preferences(scores).nan_to_num(nan=UNSCORED)
+    # No number, and no score however large or small, stands above or below what is said.
+    preferences = family.preferences(scores).nan_to_num(nan=UNSCORED).clamp(UNSCORED, -UNSCORED)
     preferences = preferences.masked_fill(is_never, NEVER).masked_fill(is_always, ALWAYS)
     return scores, preferences

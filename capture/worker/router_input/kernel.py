@@ -120,6 +120,7 @@ def _rewrite_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
             correction = tl.load(correction_ptr + expert, mask=expert < EXPERTS, other=0.0)
             preferences += correction.to(tl.float32)[None, :]
         preferences = tl.where(preferences == preferences, preferences, UNSCORED)  # NaN
+        preferences = tl.minimum(tl.maximum(preferences, UNSCORED), -UNSCORED)
         preferences = tl.where(is_never, NEVER, preferences)
         preferences = tl.where(is_always, ALWAYS, preferences)
         preferences = tl.where(is_expert, preferences, float("-inf"))

@@ -18,7 +18,7 @@ export class Answer {
     this.promptLength = whole.promptLength ?? null; // P, once it is known
     this.rows = new Int16Array(this.size * 256);
     this.weights = this.hasWeights ? new Float32Array(this.rows.length) : null; // of the ids in rows
-    this.places = this.hasWeights ? new Uint8Array(this.rows.length) : null; // in its cell, of the choice of each rank
+    this.places = this.hasWeights ? new Uint16Array(this.rows.length) : null; // in its cell, of the choice of each rank
     this.length = 0; // rows
     this.counts = new Uint32Array(layers * experts);
     this.slots = new Float64Array(layers); // ids counted for each layer
