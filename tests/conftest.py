@@ -4,6 +4,7 @@ the most."""
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,6 +63,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group_of(nodeid)
 
     return Groups(config, log) if config.getvalue("dist") in ("loadfile", "loadgroup") else None
+
+
+def _hide_attributes_that_llvmlite_makes_up() -> None:
+    """llvmlite's object for its library answers any name with a function, `__dict__` too. vLLM's
+    engine on CPUs asks all objects of all modules for it, and ends there once a test before it in
+    the same process has imported numba, as that of n-gram drafts does."""
+    with suppress(ImportError):
+        from llvmlite.binding import ffi
+
+        library = type(ffi.lib)
+        made_up = library.__getattr__
+
+        def getattr_(self: Any, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return made_up(self, name)
+
+        library.__getattr__ = getattr_
+
+
+_hide_attributes_that_llvmlite_makes_up()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

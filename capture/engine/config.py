@@ -156,8 +156,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "equal request ids with several API processes",
         # One that refuses an id in use does not know those of the others.
         lambda c: (
-            getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
-            and c.parallel_config._api_process_count > 1
+            envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION and c.parallel_config._api_process_count > 1
         ),
         "Where request ids have no random end, a client of one API process can end another's request of the same id: "
         "remove VLLM_DISABLE_REQUEST_ID_RANDOMIZATION from the environment, or set --api-server-count to 1.",

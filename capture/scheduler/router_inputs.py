@@ -56,8 +56,8 @@ class RouterInputs:
         elif _SALT_MARK in own_salt:
             self._rename(request, f"{own_salt}{_SALT_MARK}none")
 
-    def _rename(self, request: Any, salt: str) -> None:
-        request.cache_salt = salt
+    def _rename(self, request: Any, name: str) -> None:
+        request.cache_salt = name
         # A request hashes its blocks when it is made. Each block's hash contains the one before,
         # so the first block's salt is enough.
         request.block_hashes.clear()

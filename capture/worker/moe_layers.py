@@ -76,8 +76,7 @@ def returns_sorted(runners: Sequence[MoERunner], device: torch.device) -> bool:
     their own.
     """
     return device.type == "cuda" and all(
-        type(runner.router) is FusedTopKRouter and not getattr(runner, "is_monolithic", False)
-        for runner in runners
+        type(runner.router) is FusedTopKRouter and not runner.is_monolithic for runner in runners
     )
 
 

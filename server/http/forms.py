@@ -15,6 +15,8 @@ from routed_experts.server.http.misplaced import unread_fields
 _BRACKETS = re.compile(r"[][]")
 _NESTED = re.compile(r"[^][]+(?:\[[^][]*\])+")
 """The name of a field of an object or list, as clients write it: `object[field]`, `list[]`."""
+_DEEPEST = 200
+"""Parts of a name that are looked into as an object."""
 
 
 def routing_fields_of(name: str) -> Iterator[str]:
@@ -22,10 +24,11 @@ def routing_fields_of(name: str) -> Iterator[str]:
     parts = _BRACKETS.split(name)
     if not any(part.startswith(PREFIXES) for part in parts):
         return
-    if _NESTED.fullmatch(name):
+    ours = [part for part in parts if part.startswith(PREFIXES)]
+    if len(parts) <= _DEEPEST and _NESTED.fullmatch(name):
         yield from unread_fields(_nested(parts[0], parts[1::2]))
     else:
-        yield from (part for part in parts if part.startswith(PREFIXES))
+        yield from ours
 
 
 def _nested(name: str, keys: list[str]) -> dict[str, Any]:
@@ -42,9 +45,17 @@ def _charset_of(options: dict[bytes, bytes]) -> str:
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
     try:
         codecs.lookup(charset)
-    except LookupError:  # at which FastAPI ends the request
+    except (LookupError, ValueError):  # at which FastAPI ends the request
         return "utf-8"
     return charset
+
+
+def _decoded(name: bytes, charset: str) -> str:
+    """As the form's parser reads it."""
+    try:
+        return name.decode(charset)
+    except (UnicodeError, LookupError):  # of a codec that is none of text, too
+        return name.decode("latin-1")
 
 
 class FormNames:
@@ -102,7 +113,7 @@ class FormNames:
 
     def _end_headers(self) -> None:
         name = parse_options_header(self._disposition)[1].get(b"name", b"")
-        self._names.append(name.decode(self._charset, "replace"))
+        self._names.append(_decoded(name, self._charset))
 
 
 class CheckedForm:

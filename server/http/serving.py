@@ -121,6 +121,7 @@ class RoutedServing:
     """Extension of vLLM's serving classes."""
 
     server: ServerState
+    model_config: Any  # of the engine, which vLLM sets
 
     @property
     def captured(self) -> CapturedEngine | None:
@@ -280,16 +281,23 @@ class RoutedServing:
         if not options.rows:
             return
         num_answers = len(prompt_lens) * num_choices
-        known_rows = max(max_tokens or min_tokens, 1) - 1
+        known_rows = [self._known_rows(length, max_tokens or min_tokens) for length in prompt_lens]
         if options.by_reference:
-            arrays = [*prompts, *[known_rows] * num_answers]
+            arrays = [*prompts, *known_rows * num_choices]
             if is_joined:
-                arrays = [prompt + known_rows for prompt in prompts] * num_choices
+                joined = zip(prompts, known_rows, strict=True)
+                arrays = [prompt + rows for prompt, rows in joined] * num_choices
             self.check_stored_size(request, options, arrays)
         else:
-            self.check_size(request, options, prompt_rows + num_answers * known_rows)
+            self.check_size(request, options, prompt_rows + num_choices * sum(known_rows))
         if max_tokens is None:
             self.end_at_limit(request, prompt_rows, num_answers)
+
+    def _known_rows(self, prompt_len: int, num_tokens: int) -> int:
+        """How many rows a choice surely has that may have `num_tokens` tokens, or must: vLLM ends
+        it where the context ends."""
+        room = self.model_config.max_model_len - prompt_len
+        return max(min(num_tokens, room), 1) - 1
 
     def end_at_limit(self, request: Any, prompt_rows: int, num_answers: int) -> None:
         """Has a request that says no `max_tokens` end where the rows of its choices together surely

@@ -107,14 +107,15 @@ class _RefusingRoute:
     def __init__(self, route: Route | Mount, allowed: Collection[str]) -> None:
         self._app = route.app
         self._allowed = allowed
-        self._takes_forms = _takes_forms(route)
+        # a mounted application reads what it wants, and may take uploads of any size
+        self._passes_forms = isinstance(route, Mount) or _takes_forms(route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
         content_type = Headers(scope=scope).get("content-type", "")
-        if self._takes_forms and _is(content_type, _MULTIPART):  # it has files
+        if self._passes_forms and _is(content_type, _MULTIPART):  # it has files
             await self._pass_form(scope, CheckedForm(content_type, receive, send))
             return
         # Others may do what they do without a look at the body, so that it is read before.
@@ -178,15 +179,22 @@ def _reader_of(content_type: str) -> Callable[[bytes], Iterator[str]]:
 
 def _names_in_multipart(content_type: str, body: bytes) -> Iterator[str]:
     """Names of the routing fields in a form of several parts, or in JSON that is called one."""
-    for name in FormNames(content_type).read(body):
-        yield from routing_fields_of(name)
+    if "charset" in content_type.lower() or _may_have_names(body, b"\\"):
+        for name in FormNames(content_type).read(body):
+            yield from routing_fields_of(name)
     yield from _routing_fields(body)
+
+
+def _may_have_names(body: bytes, escape: bytes) -> bool:
+    """Whether a routing field's name may be in a form, whose parser takes seconds for many parts."""
+    return escape in body or any(part in body for part in _PLAIN)
 
 
 def _names_in_url_encoded(body: bytes) -> Iterator[str]:
     """Names of the routing fields in a form without files, or in JSON that is called one."""
-    for name, _ in parse_qsl(body.decode("latin-1"), keep_blank_values=True):
-        yield from routing_fields_of(name)
+    if _may_have_names(body, b"%"):
+        for name, _ in parse_qsl(body.decode("latin-1"), keep_blank_values=True):
+            yield from routing_fields_of(name)
     yield from _routing_fields(body)
 
 

@@ -479,11 +479,13 @@ def test_an_order_is_promised_on_cuda_for_the_plain_top_k_only(
 ) -> None:
     assert engine.worker.routed_experts_info()["sorted_by_weight"] is False  # on a CPU
     cuda = torch.device("cuda")
-    plain = SimpleNamespace(router=FusedTopKRouter(top_k=2, global_num_experts=4))
+    plain = SimpleNamespace(
+        router=FusedTopKRouter(top_k=2, global_num_experts=4), is_monolithic=False
+    )
     assert returns_sorted([plain, plain], cuda)
     assert not returns_sorted([plain], torch.device("cpu"))
     by_itself = SimpleNamespace(router=plain.router, is_monolithic=True)
-    other = SimpleNamespace(router=object.__new__(CustomRoutingRouter))
+    other = SimpleNamespace(router=object.__new__(CustomRoutingRouter), is_monolithic=False)
     for layer in (by_itself, other):
         assert not returns_sorted([plain, layer], cuda)
 

@@ -452,6 +452,19 @@ def test_nothing_is_generated_for_what_neither_the_store_nor_a_response_can_take
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("delivery", [{}, REFERENCE], ids=["inline", "reference"])
+def test_only_tokens_that_the_context_has_room_for_count(
+    tiny_model: Path, tmp_path: Path, delivery: dict[str, Any]
+) -> None:
+    """The store takes 40 rows, a response 30. Of 600 tokens, the context has room for 10."""
+    most = str(4 * -(-30 * L * K * 2 // 3))
+    flags = ("--routed-experts-max-response-bytes", most, "--max-model-len", "600")
+    with limited(tiny_model, tmp_path / "store", 40 * L * K * 2, *flags) as server:
+        asked = {"prompt": [7] * 590, "routed_experts_prompt_start": 580, "ignore_eos": True}
+        said = server.complete(max_tokens=600, **asked, **ASK, **delivery)
+    assert said["choices"][0]["routed_experts"]["shape"][0] == 9
+
+
 def test_arrays_without_rows_come_inline_whatever_the_limits(
     tiny_model: Path, tmp_path: Path
 ) -> None:
