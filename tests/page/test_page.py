@@ -193,6 +193,7 @@ def test_nothing_is_compared_that_nobody_chose(tab: Tab, api: Server, tmp_path: 
 
 def test_ctrl_and_enter_send_from_every_field(tab: Tab, api: Server) -> None:
     tab.open(f"{api.url}/routed_experts")
+    tab.wait_for("#ask")
     tab.type("#prompt", "Hello")
     tab.type("#max-tokens", "3")
     tab.js("$('#kind').focus()")
@@ -207,6 +208,7 @@ def test_texts_that_come_late_reach_the_tables(tab: Tab, api: Server, tmp_path: 
     choice.pop("logprobs", None)
     (tmp_path / "answer.jsonl").write_text(json.dumps({**body, "model": api.info()["model"]}))
     tab.open(f"{api.url}/routed_experts")
+    tab.wait_for("#ask")  # then the page knows the server's model
     tab.give_file("#file", tmp_path / "answer.jsonl")
     tab.wait("$('#experts .typical')")
     tab.wait("!$('#tokens-a .number')")
