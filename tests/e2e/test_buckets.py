@@ -414,8 +414,8 @@ def test_a_process_ends_in_seconds_though_its_bucket_is_gone(
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
         with s3.stopped():
-            # Python itself takes half of this on a busy machine.
-            output = "".join(server.communicate("go\n", timeout=60))
+            # Seconds on an idle machine, up to a minute on a busy one.
+            output = "".join(server.communicate("go\n", timeout=150))
     assert server.returncode == 0
     assert "the arrays of 40 responses were neither stored nor deleted" in output
 
