@@ -15,8 +15,9 @@ class ExpectedRouting:
         self._rows = said.rows
         self._start = said.start
         self._end = said.end
-        has_limits = said.bias is not None and bool(np.isinf(said.bias).any())
-        self._limits = _Limits(said.bias) if has_limits and said.bias is not None else None
+        self._limits: _Limits | None = None
+        if said.bias is not None and np.isinf(said.bias).any():
+            self._limits = _Limits(said.bias)
 
     def num_given(self, start: int, num_tokens: int) -> int:
         """For how many of the `num_tokens` tokens from position `start` on there is a row."""

@@ -75,7 +75,9 @@ def returns_sorted(runners: Sequence[MoERunner], device: torch.device) -> bool:
     groups sort nothing, nor do those on CPUs, and kernels that route by themselves have an order of
     their own.
     """
-    return device.type == "cuda" and all(
+    if device.type != "cuda" or not runners:  # fused layers have no runners
+        return False
+    return all(
         type(runner.router) is FusedTopKRouter and not runner.is_monolithic for runner in runners
     )
 

@@ -64,11 +64,11 @@ class WorkerCapture(Worker):
         if with_weights:
             check_weights(layers, is_eager=self.model_config.enforce_eager)
         families: list[Family] | None = None
-        # rows that requests send have any order
-        sorts = not takes_input(self.vllm_config) and bool(layers.runners)
-        sorts = sorts and returns_sorted(layers.runners, torch.device(self.device))
-        own_shape = replace(layers.shape, sorted_by_weight=sorts)
-        if takes_input(self.vllm_config):
+        own_shape = layers.shape
+        if not takes_input(self.vllm_config):  # rows that requests send have any order
+            is_sorted = returns_sorted(layers.runners, torch.device(self.device))
+            own_shape = replace(own_shape, sorted_by_weight=is_sorted)
+        else:
             check_input_layers(layers)
             families = families_of(layers.runners, layers.shape.top_k)
             own_shape = replace(own_shape, groups=common_groups(families))

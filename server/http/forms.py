@@ -22,9 +22,9 @@ _DEEPEST = 200
 def routing_fields_of(name: str) -> Iterator[str]:
     """The routing fields in the name of a form's field, by the rule of JSON bodies."""
     parts = _BRACKETS.split(name)
-    if not any(part.startswith(PREFIXES) for part in parts):
-        return
     ours = [part for part in parts if part.startswith(PREFIXES)]
+    if not ours:
+        return
     if len(parts) <= _DEEPEST and _NESTED.fullmatch(name):
         yield from unread_fields(_nested(parts[0], parts[1::2]))
     else:

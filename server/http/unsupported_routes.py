@@ -48,6 +48,8 @@ _URL_ENCODED = "application/x-www-form-urlencoded"
 _LONGEST_NAME = 64
 _PLAIN = (*(prefix.encode() for prefix in PREFIXES), b"\0")  # a NUL is in each letter of UTF-16
 _ESCAPED = re.compile(rb"\\u00[5-7]")  # a letter or underscore, which no encoder of JSON escapes
+_BACKSLASH = re.compile(rb"\\")  # before a letter of a part's name
+_PERCENT = re.compile(b"%")
 
 
 def attach(app: FastAPI) -> None:
@@ -179,20 +181,21 @@ def _reader_of(content_type: str) -> Callable[[bytes], Iterator[str]]:
 
 def _names_in_multipart(content_type: str, body: bytes) -> Iterator[str]:
     """Names of the routing fields in a form of several parts, or in JSON that is called one."""
-    if "charset" in content_type.lower() or _may_have_names(body, b"\\"):
+    if "charset" in content_type.lower() or _may_have_names(body, _BACKSLASH):
         for name in FormNames(content_type).read(body):
             yield from routing_fields_of(name)
     yield from _routing_fields(body)
 
 
-def _may_have_names(body: bytes, escape: bytes) -> bool:
-    """Whether a routing field's name may be in a form, whose parser takes seconds for many parts."""
-    return escape in body or any(part in body for part in _PLAIN)
+def _may_have_names(body: bytes, escape: re.Pattern[bytes]) -> bool:
+    """Whether a routing field's name may be in a body, as it is or with what `escape` finds. To parse
+    one of many parts takes seconds."""
+    return any(part in body for part in _PLAIN) or escape.search(body) is not None
 
 
 def _names_in_url_encoded(body: bytes) -> Iterator[str]:
     """Names of the routing fields in a form without files, or in JSON that is called one."""
-    if _may_have_names(body, b"%"):
+    if _may_have_names(body, _PERCENT):
         for name, _ in parse_qsl(body.decode("latin-1"), keep_blank_values=True):
             yield from routing_fields_of(name)
     yield from _routing_fields(body)
@@ -200,7 +203,7 @@ def _names_in_url_encoded(body: bytes) -> Iterator[str]:
 
 def _routing_fields(body: bytes) -> Iterator[str]:
     """Names of the routing fields in a JSON body, those of responses included."""
-    if any(part in body for part in _PLAIN) or _ESCAPED.search(body):
+    if _may_have_names(body, _ESCAPED):
         try:
             yield from unread_fields(json.loads(body))
         except (ValueError, RecursionError):  # not JSON, which vLLM reports

@@ -67,6 +67,12 @@ export class Answer {
     return Array.from(this.cell(position, layer, this.places), (place, i) => ({ id: ids[place], weight: weights[place], rank: i + 1 }));
   }
 
+  /** Of `choices`, that of an expert; undefined if it was not chosen. */
+  choiceOf(position, layer, expert) {
+    if (!this.cell(position, layer).includes(expert)) return undefined;
+    return this.choices(position, layer).find(({ id }) => id === expert);
+  }
+
   /** The expert of a rank, from 1, of an answer with weights. */
   expertOfRank(position, layer, rank) {
     const at = (position - this.start) * this.size + layer * this.topK;

@@ -29,9 +29,8 @@ function contextOf({ answer, position }) {
 function tokensOf(answer, side, layer, expert) {
   const found = [];
   for (let position = answer.start; position < answer.end; position++) {
-    if (!answer.cell(position, layer).includes(expert)) continue;
-    const { rank, weight } = answer.choices(position, layer).find(({ id }) => id === expert);
-    found.push({ answer, side, position, rank, weight });
+    const choice = answer.choiceOf(position, layer, expert);
+    if (choice) found.push({ answer, side, position, rank: choice.rank, weight: choice.weight });
   }
   return found;
 }

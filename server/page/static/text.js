@@ -94,7 +94,7 @@ export class TokenText {
     if (key === this.chosen) return;
     this.chosen = key;
     this.shown.forEach((span, i) => {
-      const choice = expert === null ? null : this.answer.choices(i, layer).find(({ id }) => id === expert);
+      const choice = expert === null ? undefined : this.answer.choiceOf(i, layer, expert);
       span.classList.toggle("chosen", Boolean(choice));
       if (choice) span.style.setProperty("--shade", 1 - ((choice.rank ?? 1) - 1) / this.answer.topK);
     });
