@@ -129,8 +129,7 @@ def start(
             *(["--devices", *apart] if apart else []),
         ]
     command += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
-    if api_servers > 1:
-        command += ["--api-server-count", str(api_servers)]
+    command += ["--api-server-count", str(api_servers)]  # or ours would choose
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *flags],

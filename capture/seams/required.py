@@ -176,7 +176,8 @@ API: tuple[Name, ...] = (
     *_of("vllm.v1.engine.utils", "zmq_socket_ctx"),
     *_of("vllm.v1.utils", "APIServerProcessManager"),
     *_of("vllm.config.parallel:ParallelConfig", "_api_process_count", "_api_process_rank"),
-    *_of("vllm.engine.arg_utils:EngineArgs", "create_engine_config"),
+    *_of("vllm.engine.arg_utils:EngineArgs", "create_engine_config", "get_batch_defaults"),
+    *_of("vllm.engine.arg_utils:EngineArgs", "enable_fault_tolerance", since="0.32.0"),
     *_of("vllm.sampling_params:SamplingParams", "extra_args"),
     *_of("vllm.plugins", "load_endpoint_plugins"),
 )

@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.network_utils import zmq_socket_ctx
 from vllm.v1.engine import utils as engine_utils
@@ -36,6 +37,7 @@ from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.models import parse_options
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
+from routed_experts.server.api_server_count import api_server_count, usable_cores
 from routed_experts.server.cli.console import CommandError, guess, say
 from routed_experts.server.cli.preflight import check_address, sentence_of
 from routed_experts.server.http.seams import cli_env_setup, configure_logging_from_args
@@ -89,6 +91,8 @@ def main(argv: list[str]) -> int:
         use_tiny_model(args, tiny_model_dir())
     allow_plugin()
     settings = configure(args)
+    if settings is not None:
+        choose_api_server_count(args, usable_cores())
     if settings is None or args.headless:  # which stores and records nothing here
         run(args)
     else:
@@ -338,6 +342,66 @@ def _set_everywhere(variable: str, value: str) -> None:
     # for Ray's workers, which inherit nothing
     others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
     os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(filter(None, [others, variable]))
+
+
+# ---- API processes ----
+
+
+def choose_api_server_count(args: argparse.Namespace, cores: int) -> None:
+    """Sets `--api-server-count` where nobody does, if vLLM would start fewer API processes than
+    rows beside each token need."""
+    if args.api_server_count is not None or not _may_have_several_api_processes(args):
+        return
+    engines = args.data_parallel_size
+    engines_here = engines if (local := args.data_parallel_size_local) is None else local
+    if args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None:
+        engines = engines_here = engines_here or 1  # it serves its own engines only
+    workers = args.tensor_parallel_size * args.pipeline_parallel_size
+    # an only worker runs in the process of its engine core
+    processes = engines_here * (1 + workers if workers > 1 else 1)
+    at_once = engines * _max_num_seqs(args, workers)
+    count = api_server_count(at_once, cores, processes, least=engines)
+    if count == engines:  # as many as vLLM starts
+        return
+    args.api_server_count = count
+    logger.info(
+        "Starting %d API processes, as %d requests may run at once on %d cores; --api-server-count "
+        "sets another number. vLLM logs no throughput with several.",
+        *(count, at_once, cores),
+    )
+
+
+def _may_have_several_api_processes(args: argparse.Namespace) -> bool:
+    """Whether vLLM starts several and all that is turned on works with them."""
+    is_balanced_outside = (
+        args.data_parallel_multi_port_external_lb
+        or args.data_parallel_external_lb
+        or args.data_parallel_rank is not None
+    )
+    takes_one = (
+        args.headless  # it has none
+        or is_balanced_outside  # vLLM starts one beside each engine
+        or args.uds is not None  # several were not tested there
+        or getattr(args, "enable_fault_tolerance", False)  # since 0.32: vLLM refuses several
+        or args.enable_server_load_tracking  # which counts the requests of one process
+        or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING  # with which vLLM refuses several
+        or envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION  # with which the capture refuses several
+        or envs.VLLM_ENABLE_RESPONSES_API_STORE  # a process has the responses that it stored
+        or envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH  # an only process stays
+    )
+    return not takes_one
+
+
+def _max_num_seqs(args: argparse.Namespace, world_size: int) -> int:
+    """The requests that an engine will run at once; vLLM has decided that only when it makes the
+    configuration."""
+    if args.max_num_seqs is not None:
+        return int(args.max_num_seqs)
+    defaults = EngineArgs.get_batch_defaults(world_size)[1]
+    max_num_seqs: int = defaults[UsageContext.OPENAI_API_SERVER]
+    if args.performance_mode == "throughput":
+        max_num_seqs *= 2
+    return min(max_num_seqs, args.max_num_batched_tokens or max_num_seqs)
 
 
 # ---- folders ----

@@ -15,6 +15,7 @@ from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.protocol.models import PROMPT_STARTS
 from routed_experts.server import PLUGIN_NAME
+from routed_experts.server.api_server_count import STREAMS_PER_PROCESS, needed_for
 from routed_experts.server.http import background, unsupported_routes
 from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.drain import DrainMiddleware
@@ -53,9 +54,6 @@ logger = get_logger(__name__)
 _COUNT_S = 1.0
 _SWEEP_S = 15.0
 _SWEEP_BUCKET_S = 300.0  # which has whole hours to delete
-_STREAMS_PER_PROCESS = 256
-"""With rows beside each token a stream takes 60 to 140 µs of an API process's CPU a token, and a
-step of so many streams 20 to 25 ms on an H100 or H200 (docs/performance.md)."""
 ADDRESS_FILE_VARIABLE = "ROUTED_EXPERTS_ADDRESS_FILE"
 
 SERVING_CLASSES: dict[str, type[RoutedServing]] = {
@@ -211,12 +209,12 @@ def processes_to_add(config: VllmConfig) -> str:
     )
     at_once = config.scheduler_config.max_num_seqs * engines
     _, processes = rank_of_process(config)
-    needed = -(-at_once // _STREAMS_PER_PROCESS)
+    needed = needed_for(at_once)
     if needed <= processes:
         return ""
     return (
         f"\n  note   {at_once} requests may run at once; streams with routed experts need an API process for every "
-        f"{_STREAMS_PER_PROCESS}: --api-server-count {needed}"
+        f"{STREAMS_PER_PROCESS}: --api-server-count {needed}"
     )
 
 
