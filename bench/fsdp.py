@@ -63,7 +63,9 @@ def write_rollouts(folder: Path, args: argparse.Namespace) -> None:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    sizes = {"kv_cache_memory_bytes": 1 << 28, "enforce_eager": True} if args.device == "cpu" else {}
+    sizes = (
+        {"kv_cache_memory_bytes": 1 << 28, "enforce_eager": True} if args.device == "cpu" else {}
+    )
     llm = LLM(
         str(folder),
         skip_tokenizer_init=True,
