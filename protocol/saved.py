@@ -40,7 +40,6 @@ than 128 bytes."""
 _ITEMS_OF_ONE = 7
 """A response counts as so many besides its own: a real one takes more than 1024 bytes."""
 
-_AT_ONCE = 1 << 12  # tokens that are encoded while other threads wait
 TOO_LONG = f"a response takes more than {MAX_CHARS} characters: write one per line"
 DENSE_NEED = (
     "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
@@ -290,9 +289,7 @@ def _known_part(start: int, values: Sequence[Any]) -> str:
     """What is known from a position on, as JSON."""
     if not values:
         return "null"
-    pieces = (values[first : first + _AT_ONCE] for first in range(0, len(values), _AT_ONCE))
-    text = ", ".join(json.dumps(piece)[1:-1] for piece in pieces)
-    return f'{{"start": {start}, "values": [{text}]}}'
+    return json.dumps({"start": start, "values": values})
 
 
 def check_shown(answer: SavedAnswer, routing: Routing) -> None:

@@ -14,11 +14,11 @@ READ_PATH = "/v1/routed_experts/saved"
 MAX_BYTES = 32 << 20
 TOO_LARGE = f"Files of more than {MAX_BYTES >> 20} MiB at once: open them with routed-experts view."
 MOST_SIGNS = {"[": 5 << 19, "{": 1 << 19, "\n": 1 << 22}
-"""Of files that are read at once. A parser holds the interpreter until it has a whole value. An
-empty list of three bytes takes 64 bytes of memory and a microsecond of a server, an object with two
-fields 280 bytes. Rows of four experts as lists have a bracket per 13 bytes, log-probabilities a
-brace per 70, and JSON over lines a line per 8. Commas have no limit: such rows have as many as fit,
-and the values between them take at most 16 times the bytes of the file."""
+"""Of files that are read at once. An empty list of three bytes takes 64 bytes of memory and a
+microsecond, an object with two fields 280 bytes. Rows of four experts as lists have a bracket per 13
+bytes, log-probabilities a brace per 70, and JSON over lines a line per 8. Commas have no limit: such
+rows have as many as fit, and the values between them take at most 16 times the bytes of the
+file."""
 TOO_MANY_SIGNS = (
     "These files have more lists, objects or lines than are read at once: "
     "open them with routed-experts view."

@@ -1,29 +1,34 @@
-"""Reads the files that browsers send to a server: one request after another, so that other requests
-stay quick."""
+"""Reads the files that browsers send to a server, one request after another, in a process of its
+own for each: other requests stay quick, and this process keeps nothing."""
 
-import gc
-import time
+import json
+import os
+import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
+from subprocess import PIPE
 
 from anyio import (
     CancelScope,
-    CapacityLimiter,
-    Event,
+    EndOfStream,
+    IncompleteRead,
     Lock,
     create_task_group,
     fail_after,
     move_on_after,
+    open_process,
+    sleep_forever,
 )
-from anyio.to_thread import run_sync
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import State
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from routed_experts.server.page import HEADERS, MAX_BYTES, TOO_LARGE, read_saved
+from routed_experts.server.page import HEADERS, MAX_BYTES, TOO_LARGE
 
 MAX_WAITING_BYTES = 4 * MAX_BYTES
 """Of all bodies that come or wait."""
@@ -33,35 +38,28 @@ STALLED_S = 30.0
 """A client that sends no piece of its request, or takes none of its response, for so long loses it,
 as others wait."""
 LONGEST_BODY_S = 600.0
-"""In which a body must have come: a client that sends a byte now and then would hold its place."""
+"""In which a body must have come, and an answer must have been taken: a client that sends or takes
+a byte now and then would hold its place."""
 TOO_SLOW = "The files did not come in time: send them again, or open them with routed-experts view."
 BUSY = "The server is reading other files: try again in a minute, or open these with routed-experts view."
-_NEVER = 1 << 30
+FAILED = (
+    "The process that reads these files has ended before their end: "
+    "open them with routed-experts view."
+)
+NO_PROCESS = (
+    "The server cannot start a process that reads files ({}): open them with routed-experts view."
+)
+# -P: the folder in which the server was started has no modules of ours.
+COMMAND = [sys.executable, "-P", "-m", "routed_experts.server.page.reader_process"]
+_HEAD_BYTES = 1 << 16
 _PIECE_BYTES = 256 << 10
-_PAUSE_S = 0.0005
-"""After a line, for other threads: each else waits for the interpreter's lock as long as Python
-lets one hold it."""
-
-
-@contextmanager
-def without_full_collections() -> Iterator[None]:
-    """Python's collector of cycles visits all objects whenever their number has grown by a quarter,
-    and no other thread runs meanwhile: a second each time, with a million objects of a JSON text.
-    They have no cycles, so that it would free nothing. Young objects are visited as before."""
-    before = gc.get_threshold()
-    gc.set_threshold(*before[:2], _NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 class Reading:
     """What an application reads at this moment."""
 
     def __init__(self) -> None:
-        self.turn = Lock()
-        self.thread = CapacityLimiter(1)  # apart from the threads that other routes share
+        self.turn = Lock()  # of whose body is read
         self.num_bytes = 0  # of all bodies
 
     @classmethod
@@ -88,11 +86,13 @@ class Reading:
 
 
 class Body:
-    """The body of a request, as far as it is kept."""
+    """The body of a request, as far as it has come: in a file in memory, which the process that
+    reads it gets as it is, and which leaves nothing behind in this one."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._bytes = bytearray()
+        self._file = os.fdopen(os.memfd_create("routed-experts-saved"), "wb")
+        self._num_bytes = 0
 
     async def receive(self, request: Request) -> Response | None:
         """Reads the request to its end, so that the client hears of an error; returns the error."""
@@ -105,43 +105,25 @@ class Body:
                 return refusal
             if refusal is not None:
                 continue
-            if len(self._bytes) + len(chunk) > MAX_BYTES:
+            if self._num_bytes + len(chunk) > MAX_BYTES:
                 refusal = error_response(TOO_LARGE, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             elif not self._reading.reserve(len(chunk)):
                 refusal = busy_response()
             else:
-                self._bytes += chunk
+                self._num_bytes += len(chunk)
+                self._file.write(chunk)
             if refusal is not None:
                 self.drop()
 
     def drop(self) -> None:
-        self._reading.reserve(-len(self._bytes))
-        self._bytes = bytearray()
+        self._reading.reserve(-self._num_bytes)
+        self._num_bytes = 0
+        self._file.close()
 
-    def lines(self) -> Iterator[bytes]:
-        with without_full_collections():
-            return map(str.encode, read_saved(self._bytes))
-
-
-class Client:
-    """Whether the client of a request whose body has come is still there."""
-
-    def __init__(self, receive: Receive) -> None:
-        self.has_left = False
-        self._receive = receive
-        self._left = Event()
-
-    async def cancel_when_left(self, scope: CancelScope) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.has_left = True  # for the thread, which nothing else stops
-        self._left.set()
-        scope.cancel()
-
-    async def receive(self) -> Message:
-        """For a response, which must not receive beside this object."""
-        await self._left.wait()
-        return {"type": "http.disconnect"}
+    def from_start(self) -> int:
+        """The descriptor of the whole file."""
+        self._file.seek(0)
+        return self._file.fileno()
 
 
 class FilesResponse(Response):
@@ -163,57 +145,101 @@ class FilesResponse(Response):
             if refusal is not None:
                 await refusal(scope, receive, send)
                 return
-            client = Client(receive)
             async with create_task_group() as tasks:
-                tasks.start_soon(client.cancel_when_left, tasks.cancel_scope)
-                await _answer(body, reading, client, scope, send)
+                tasks.start_soon(_cancel_when_left, receive, tasks.cancel_scope)
+                await _answer(body, reading, scope, send)
                 tasks.cancel_scope.cancel()
 
 
-async def _answer(body: Body, reading: Reading, client: Client, scope: Scope, send: Send) -> None:
+async def _cancel_when_left(receive: Receive, scope: CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+async def _answer(body: Body, reading: Reading, scope: Scope, send: Send) -> None:
     with move_on_after(WAIT_S) as waited:
         await reading.turn.acquire()
     if waited.cancelled_caught:
-        await busy_response()(scope, client.receive, send)
+        await busy_response()(scope, _receive_nothing, send)
         return
     try:
-        response = await _response_to(body, reading.thread, client)
-        await response(scope, client.receive, _in_time(send))
+        with fail_after(LONGEST_BODY_S):
+            async with reader_of(body) as process:
+                response = await _response_of(process)
+                await response(scope, _receive_nothing, _in_time(send))
+    except NoProcessError as error:
+        response = error_response(
+            NO_PROCESS.format(error), HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError"
+        )
+        await response(scope, _receive_nothing, send)
     except (TimeoutError, ClientDisconnect):
         return  # uvicorn closes the connection, as the response is not whole
     finally:
         reading.turn.release()
 
 
-async def _response_to(body: Body, thread: CapacityLimiter, client: Client) -> Response:
+async def _receive_nothing() -> Message:
+    """For a response, which must not receive beside `_cancel_when_left`."""
+    await sleep_forever()
+    raise AssertionError
+
+
+class NoProcessError(Exception):
+    """The system has none left, for example."""
+
+
+@asynccontextmanager
+async def reader_of(body: Body) -> AsyncIterator[Process]:
+    """The process that reads a body. It does not outlive the context, nor this process."""
+    # A cancellation here would leave a process that has just been started.
+    with CancelScope(shield=True):
+        try:
+            process = await open_process(
+                COMMAND,
+                stdin=body.from_start(),
+                stdout=PIPE,
+                stderr=None,  # the server's
+                # Each thread of OpenBLAS would take addresses, which have a limit.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is for the server alone
+            )
+        except OSError as error:
+            raise NoProcessError(error.strerror) from error
     try:
-        lines = await run_sync(body.lines, limiter=thread)
-    except ValueError as error:
-        return error_response(str(error), HTTPStatus.BAD_REQUEST)
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        with CancelScope(shield=True):
+            await process.aclose()
+
+
+async def _response_of(process: Process) -> Response:
+    assert process.stdout is not None
+    output = BufferedByteReceiveStream(process.stdout)
+    try:
+        head = json.loads(await output.receive_until(b"\n", _HEAD_BYTES))
+    except IncompleteRead:
+        return error_response(FAILED, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+    if "error" in head:
+        return error_response(head["error"], HTTPStatus.BAD_REQUEST)
     return StreamingResponse(
-        _pieces(lines, thread, client), media_type="application/jsonl", headers=HEADERS
+        _pieces(output, process), media_type="application/jsonl", headers=HEADERS
     )
 
 
-async def _pieces(
-    lines: Iterator[bytes], thread: CapacityLimiter, client: Client
-) -> AsyncIterator[bytes]:
-    while text := await run_sync(some_of, lines, client, limiter=thread):
-        for first in range(0, len(text), _PIECE_BYTES):
-            yield text[first : first + _PIECE_BYTES]
-
-
-def some_of(lines: Iterator[bytes], client: Client) -> bytes:
-    """The next lines, as many as make a piece: to go to the thread for each line takes longer than
-    a line. None after the client has left."""
-    text = bytearray()
-    with without_full_collections():
-        for line in lines:
-            text += line
-            time.sleep(_PAUSE_S)
-            if len(text) >= _PIECE_BYTES or client.has_left:
-                break
-    return bytes(text)
+async def _pieces(output: BufferedByteReceiveStream, process: Process) -> AsyncIterator[bytes]:
+    end = b"\n"
+    with suppress(EndOfStream):
+        while True:
+            piece = await output.receive(_PIECE_BYTES)
+            yield piece
+            end = piece[-1:]
+    if await process.wait() != 0:
+        line = json.dumps({"error": {"message": FAILED}}).encode()
+        yield b"" if end == b"\n" else b"\n"
+        yield line + b"\n"
 
 
 def _in_time(send: Send) -> Send:
