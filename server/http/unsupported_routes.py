@@ -5,9 +5,9 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from functools import partial
-from typing import Any
-from urllib.parse import parse_qsl
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any
+from urllib.parse import unquote_plus
 
 from fastapi import Depends, FastAPI, Request, params
 from fastapi.exceptions import RequestValidationError
@@ -46,9 +46,14 @@ _OURS = __name__.partition(".")[0]
 _MULTIPART = "multipart/"
 _URL_ENCODED = "application/x-www-form-urlencoded"
 _LONGEST_NAME = 64
+_MOST_FIELDS = 2000
+"""Of a form that may name our fields: FastAPI reads at most 1000 fields and 1000 files."""
+_MOST_NAME_BYTES = 256 << 10
+"""Of the names of all fields together."""
+_FORM_BYTES_IN_MEMORY = 1 << 20  # as many as Starlette holds of a file
+_PIECE_BYTES = 64 << 10
 _PLAIN = (*(prefix.encode() for prefix in PREFIXES), b"\0")  # a NUL is in each letter of UTF-16
 _ESCAPED = re.compile(rb"\\u00[5-7]")  # a letter or underscore, which no encoder of JSON escapes
-_BACKSLASH = re.compile(rb"\\")  # before a letter of a part's name
 _PERCENT = re.compile(b"%")
 
 
@@ -121,6 +126,11 @@ class _RefusingRoute:
             await self._pass_form(scope, CheckedForm(content_type, receive, send))
             return
         # Others may do what they do without a look at the body, so that it is read before.
+        if _is(content_type, _MULTIPART):
+            with SpooledTemporaryFile(_FORM_BYTES_IN_MEMORY) as file:
+                receive = await _checked_form(FormNames(content_type), receive, file, self._allowed)
+                await self._app(scope, receive, send)
+            return
         receive = await _checked(receive, _reader_of(content_type), self._allowed)
         await self._app(scope, receive, send)
 
@@ -140,15 +150,81 @@ async def _checked(
     messages: list[Message] = []
     while not messages or messages[-1].get("more_body", False):
         messages.append(await receive())
-    for name in read_names(b"".join(message.get("body", b"") for message in messages)):
-        if name not in allowed:
-            raise _refusal(name)
+    body = b"".join(message.get("body", b"") for message in messages)
+    _refuse_fields(read_names(body), allowed)
     unread = iter(messages)
 
     async def again() -> Message:
         return next(unread, None) or await receive()
 
     return again
+
+
+async def _checked_form(
+    form: FormNames, receive: Receive, file: IO[bytes], allowed: Collection[str]
+) -> Receive:
+    """The same for a form of several parts, which is looked into as it comes and goes into `file`.
+    What is no form may be JSON that is called one."""
+    counted = _CountedNames()
+    refusal: VLLMValidationError | None = None
+    message: Message = {"more_body": True}
+    while message.get("more_body", False):  # to the end, so that the client hears of the error
+        message = await receive()
+        if refusal is not None:
+            continue
+        chunk = message.get("body", b"")
+        file.write(chunk)
+        try:
+            for name in form.read(chunk):
+                counted.add(name)
+                _refuse_fields(routing_fields_of(name), allowed)
+        except VLLMValidationError as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
+    file.seek(0)
+    if not file.read(_PIECE_BYTES).lstrip(b"\r\n").startswith(b"--"):
+        file.seek(0)
+        _refuse_fields(_routing_fields(file.read()), allowed)
+    file.seek(0)
+    has_left = message["type"] == "http.disconnect"
+    is_at_end = False
+
+    async def again() -> Message:
+        nonlocal is_at_end
+        if is_at_end:
+            return await receive()
+        piece = file.read(_PIECE_BYTES)
+        is_at_end = not piece
+        if is_at_end and has_left:
+            return await receive()
+        return {"type": "http.request", "body": piece, "more_body": bool(piece)}
+
+    return again
+
+
+def _refuse_fields(names: Iterator[str], allowed: Collection[str]) -> None:
+    for name in names:
+        if name not in allowed:
+            raise _refusal(name)
+
+
+class _CountedNames:
+    """Holds the names of a form's fields against their limits."""
+
+    def __init__(self) -> None:
+        self._num_fields = 0
+        self._num_bytes = 0
+
+    def add(self, name: str | bytes) -> None:
+        self._num_fields += 1
+        self._num_bytes += len(name)
+        if self._num_fields > _MOST_FIELDS:
+            raise VLLMValidationError(f"The form has more than {_MOST_FIELDS} fields and files.")
+        if self._num_bytes > _MOST_NAME_BYTES:
+            raise VLLMValidationError(
+                f"The names of the form's fields take more than {_MOST_NAME_BYTES >> 10} KiB."
+            )
 
 
 def _refusal(name: str) -> VLLMValidationError:
@@ -174,17 +250,7 @@ def _is(content_type: str, kind: str) -> bool:
 
 def _reader_of(content_type: str) -> Callable[[bytes], Iterator[str]]:
     """What finds the names of the routing fields in a body of this type."""
-    if _is(content_type, _MULTIPART):
-        return partial(_names_in_multipart, content_type)
     return _names_in_url_encoded if _is(content_type, _URL_ENCODED) else _routing_fields
-
-
-def _names_in_multipart(content_type: str, body: bytes) -> Iterator[str]:
-    """Names of the routing fields in a form of several parts, or in JSON that is called one."""
-    if "charset" in content_type.lower() or _may_have_names(body, _BACKSLASH):
-        for name in FormNames(content_type).read(body):
-            yield from routing_fields_of(name)
-    yield from _routing_fields(body)
 
 
 def _may_have_names(body: bytes, escape: re.Pattern[bytes]) -> bool:
@@ -196,8 +262,11 @@ def _may_have_names(body: bytes, escape: re.Pattern[bytes]) -> bool:
 def _names_in_url_encoded(body: bytes) -> Iterator[str]:
     """Names of the routing fields in a form without files, or in JSON that is called one."""
     if _may_have_names(body, _PERCENT):
-        for name, _ in parse_qsl(body.decode("latin-1"), keep_blank_values=True):
-            yield from routing_fields_of(name)
+        counted = _CountedNames()
+        for field in body.split(b"&", _MOST_FIELDS):
+            name, _, _ = field.partition(b"=")
+            counted.add(name)
+            yield from routing_fields_of(unquote_plus(name.decode("latin-1")))
     yield from _routing_fields(body)
 
 

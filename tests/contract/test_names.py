@@ -4,11 +4,13 @@ mean to vLLM."""
 import ast
 import json
 import re
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import anyio
 import httpx
 import pytest
 from fastapi import FastAPI, Request, UploadFile, WebSocket
@@ -448,6 +450,93 @@ def test_other_forms_are_vllms_matter(audio: TestClient) -> None:
     ]
     assert [answer.status_code for answer in answers] == [501, 400, 400, 400, 400]
     assert not any(NAMED in answer.text for answer in answers)
+
+
+def multipart(names: Iterable[str]) -> bytes:
+    head = '--B\r\nContent-Disposition: form-data; name="{}"\r\n\r\n\r\n'
+    return "".join(map(head.format, names)).encode() + b"--B--\r\n"
+
+
+MULTIPART = "multipart/form-data; boundary=B"
+URL_ENCODED = "application/x-www-form-urlencoded"
+MANY_FIELDS = [*["a"] * 100_000, "routed_experts_x"]
+LONG_NAMES = [*["%41" * 1000] * 1000, "routed_experts_x"]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "content", "message"),
+    [
+        (MULTIPART, multipart(MANY_FIELDS), "more than 2000 fields"),
+        (URL_ENCODED, "=&".join(MANY_FIELDS).encode(), "more than 2000 fields"),
+        (MULTIPART, multipart(LONG_NAMES), "names of the form's fields take more than 256 KiB"),
+        (URL_ENCODED, "=&".join(LONG_NAMES).encode(), "fields take more than 256 KiB"),
+    ],
+    ids=["parts", "pairs", "names of parts", "names in pairs"],
+)
+def test_a_form_is_read_up_to_a_limit(
+    api: Server, content_type: str, content: bytes, message: str
+) -> None:
+    """Each name takes a microsecond of an API process, or several."""
+    with api.client() as client:
+        headers = {"content-type": content_type}
+        response = client.post("/tokenize", content=content, headers=headers)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "content"),
+    [
+        (MULTIPART, multipart(["a"] * 1000)),
+        (URL_ENCODED, b"a=%31&" * 1000),
+        (URL_ENCODED, b"text=" + b"%41" * 1_000_000),
+    ],
+    ids=["parts", "pairs", "a long value"],
+)
+def test_a_form_as_large_as_any_that_is_read_passes(content_type: str, content: bytes) -> None:
+    app = FastAPI()
+
+    @app.post("/form")
+    async def form(request: Request) -> int:
+        return len(await request.body())
+
+    refuse_on_other_routes(app)
+    with TestClient(app) as client:
+        headers = {"content-type": content_type}
+        assert client.post("/form", content=content, headers=headers).json() == len(content)
+
+
+def test_a_large_form_is_not_held_in_memory() -> None:
+    """Nobody has declared that the route reads one."""
+    app = FastAPI()
+
+    @app.post("/form")
+    async def form(request: Request) -> int:
+        return sum([len(chunk) async for chunk in request.stream()])
+
+    refuse_on_other_routes(app)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield multipart(["file"]).removesuffix(b"\r\n--B--\r\n")
+        for _ in range(500):
+            yield bytes(1 << 16)
+        yield b"\r\n--B--\r\n"
+
+    async def send() -> int:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            headers = {"content-type": MULTIPART}
+            response = await client.post("/form", content=pieces(), headers=headers)
+            length: int = response.json()
+            return length
+
+    tracemalloc.start()
+    try:
+        assert anyio.run(send) > 500 << 16
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def test_rows_that_derender_would_drop(api: Server) -> None:
