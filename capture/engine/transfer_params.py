@@ -132,12 +132,15 @@ def check(params: Any, config: KVTransferConfig | None) -> None:
         for child, known in zip(children_of(config), used_by(config), strict=True):
             _check_pull(params, child, known)
     for name in _OBJECTS:
-        value = params.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, dict):
-            raise TransferParamsError("must be an object", name)
-        _check_types(value, _IN_OBJECTS, name)
+        _check_object(params.get(name), name)
+
+
+def _check_object(value: Any, name: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise TransferParamsError("must be an object", name)
+    _check_types(value, _IN_OBJECTS, name)
 
 
 def _check_types(values: Mapping[str, Any], types: Mapping[str, FieldType], *path: str) -> None:

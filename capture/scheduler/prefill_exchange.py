@@ -61,21 +61,28 @@ class PrefillRowsExchange:
         params = self._without_invalid(request, config)
         if params is None or PARAM not in params:
             return TakenParams()
-        value = params[PARAM]
-        of_connector = {key: other for key, other in params.items() if key != PARAM}
-        _set_transfer_params(request, of_connector)
+        params_of_connector = dict(params)
+        value = params_of_connector.pop(PARAM)
+        _set_transfer_params(request, params_of_connector)
         if self.pulls.lease_s is None:  # no KV connector exchanges rows
             return TakenParams()
         if value is True:  # this is a prefill instance
             opt_in = OptIn.of(request.sampling_params)
             return TakenParams(asks_for_rows=opt_in is not None and not opt_in.allow_missing)
         rows = prefill_rows.decode(value)
-        if rows is None or not of_connector.get("do_remote_prefill"):
+        if rows is None or not params_of_connector.get("do_remote_prefill"):
             return TakenParams()
+        return TakenParams(arrival=self._arrival_or_prefill(request, rows))
+
+    def _arrival_or_prefill(
+        self, request: Request, rows: prefill_rows.PrefillRows
+    ) -> Arrival | None:
+        """What a request may do that came with `rows`. If it may not pull its KV, it computes its
+        prompt."""
         arrival = self._arrival(request, rows)
         if arrival is None or arrival.pull is None:
-            _set_transfer_params(request, None)  # so that it computes the prompt
-        return TakenParams(arrival=arrival)
+            _set_transfer_params(request, None)
+        return arrival
 
     def _without_invalid(
         self, request: Request, config: KVTransferConfig | None

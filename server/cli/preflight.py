@@ -24,26 +24,34 @@ def check_address(host: str | None, port: int, uds: str | None) -> None:
     Several API processes of vLLM would share a port with another server of this user without an
     error.
     """
+    if uds is not None:
+        _check_socket_file(uds)
+    else:
+        _check_port(host, port)
+
+
+def _check_socket_file(path: str) -> None:
     try:
-        if uds is not None:
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.bind(uds)
-            os.unlink(uds)
-            return
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(path)
+        os.unlink(path)
+    except OSError as error:
+        why = error.strerror or str(error)  # one about a long path has no `strerror`
+        if error.errno == errno.EADDRINUSE:
+            why += "; if no server uses it, remove it"
+        raise CommandError(f"The server cannot listen on --uds {path}: {why}.") from None
+
+
+def _check_port(host: str | None, port: int) -> None:
+    try:
         family = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host or "", port))
     except (OSError, OverflowError) as error:
-        where = f"port {port}" if uds is None else f"--uds {uds}"
-        where += f" of --host {host}" if host and uds is None else ""
+        address = f"port {port} of --host {host}" if host else f"port {port}"
         why = getattr(error, "strerror", None) or error
-        hint = (
-            "; if no server uses it, remove it"
-            if uds and getattr(error, "errno", 0) == errno.EADDRINUSE
-            else ""
-        )
-        raise CommandError(f"The server cannot listen on {where}: {why}{hint}.") from None
+        raise CommandError(f"The server cannot listen on {address}: {why}.") from None
 
 
 _NO_NUMBER = "invalid literal for int()"
@@ -114,18 +122,39 @@ def _variable_behind(error: Exception) -> str | None:
     file has the configuration of a log that Python cannot use."""
     # Not the shell's `_`, which stands in much code.
     names = [name for name in os.environ if "_" in name.strip("_")]
-    for name in names:
-        if re.search(rf"\b{re.escape(name)}\b", str(error)):
-            return name
+    in_message = _first_in(str(error), names, r"\b{}\b")
+    if in_message is not None:
+        return in_message
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename == logging.config.__file__ and _LOG_FILE in names:
             return _LOG_FILE
-        first, last = frame.lineno or 0, frame.end_lineno or 0
-        code = "".join(linecache.getline(frame.filename, n) for n in range(first, last + 1))
-        for name in names:
-            if f'"{name}"' in code or f"'{name}'" in code:
-                return name
+        in_code = _first_in(_code_of(frame), names, "[\"']{}[\"']")
+        if in_code is not None:
+            return in_code
     return None
+
+
+def _first_in(text: str, names: list[str], pattern: str) -> str | None:
+    """The first of the names that stands in a text as the pattern says."""
+    for name in names:
+        if re.search(pattern.format(re.escape(name)), text):
+            return name
+    return None
+
+
+def _code_of(frame: traceback.FrameSummary) -> str:
+    """The lines of the statement that a frame was in."""
+    first = frame.lineno or 0
+    last = frame.end_lineno or 0
+    return "".join(linecache.getline(frame.filename, number) for number in range(first, last + 1))
+
+
+def _vllms_folder() -> Path | None:
+    """Where vLLM is installed. Does not import it, which reads variables of the environment."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
 
 
 # ---- the log ----
@@ -133,11 +162,10 @@ def _variable_behind(error: Exception) -> str | None:
 
 def _check_log_level(value: str) -> None:
     names = logging.getLevelNamesMapping()
-    vllm = find_spec("vllm")
-    if vllm is not None and vllm.submodule_search_locations:
-        (folder, *_) = vllm.submodule_search_locations
-        if Path(folder, "config/logging.py").exists():  # where it knows no second names of levels
-            names = {name: names[name] for name in names if name not in ("WARN", "FATAL")}
+    vllm = _vllms_folder()
+    if vllm is not None and (vllm / "config/logging.py").exists():
+        # it knows no second names of levels
+        names = {name: names[name] for name in names if name not in ("WARN", "FATAL")}
     if value.upper() not in names:
         raise ValueError(f"it must be one of {', '.join(names)}")
 
@@ -190,12 +218,10 @@ which vLLM does until 0.30 when it is imported, or at each line of the log."""
 def _vllms_variables() -> dict[str, Callable[[], Any]]:
     """What reads each variable, by its name. From its file, as importing vLLM itself reads some of
     them."""
-    vllm = find_spec("vllm")
-    if vllm is None or not vllm.submodule_search_locations:
+    vllm = _vllms_folder()
+    if vllm is None:
         return {}
-    spec = spec_from_file_location(
-        "vllms_variables", Path(vllm.submodule_search_locations[0]) / "envs.py"
-    )
+    spec = spec_from_file_location("vllms_variables", vllm / "envs.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

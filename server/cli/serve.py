@@ -221,15 +221,7 @@ def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
     """Sets `args` to serve the tiny model from `directory`, after creating it there if files are
     missing."""
     if not all((directory / name).exists() for name in _TINY_MODEL_FILES):
-        say(f"Making the tiny model in {directory}; this takes some seconds.")
-        from routed_experts.server.cli.tiny_model import make_tiny_model  # imports transformers
-
-        try:
-            make_tiny_model(directory)
-        except OSError as error:
-            raise CommandError(
-                f"The tiny model cannot be written to {directory}: {error.strerror}."
-            ) from error
+        _write_tiny_model(directory)
     args.model_tag = args.model = str(directory)
     args.served_model_name = args.served_model_name or [TINY_MODEL_NAME]
     if args.dtype == "auto":
@@ -238,12 +230,27 @@ def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
         args.kv_cache_memory_bytes = _TINY_KV_CACHE_BYTES
     if current_platform.is_cpu():
         args.enforce_eager = True  # compiling takes longer than it saves for a tiny model
-    says_nothing_of_weights = not hasattr(args, WEIGHTS_KEY) and WEIGHTS_KEY not in (
-        args.additional_config or {}
-    )
-    if args.enable_return_routed_experts and says_nothing_of_weights:
+    if args.enable_return_routed_experts and not _says_of_weights(args):
         # They cost next to nothing here, and the page has no ranks without them.
         setattr(args, WEIGHTS_KEY, True)
+
+
+def _write_tiny_model(directory: Path) -> None:
+    say(f"Making the tiny model in {directory}; this takes some seconds.")
+    from routed_experts.server.cli.tiny_model import make_tiny_model  # imports transformers
+
+    try:
+        make_tiny_model(directory)
+    except OSError as error:
+        raise CommandError(
+            f"The tiny model cannot be written to {directory}: {error.strerror}."
+        ) from error
+
+
+def _says_of_weights(args: argparse.Namespace) -> bool:
+    """Whether the command line says if weights are captured, by its flag or in
+    `--additional-config`."""
+    return hasattr(args, WEIGHTS_KEY) or WEIGHTS_KEY in (args.additional_config or {})
 
 
 # ---- the plugin ----

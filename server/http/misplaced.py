@@ -60,14 +60,21 @@ def misplaced_fields(body: Any) -> Iterator[tuple[str, str]]:
         if _is_users_own(names_above, part, body):
             walks.append(iter(()))
             continue
-        in_conversation = names_above[:1] in [(name,) for name in _CONVERSATIONS]
         names = value if isinstance(value, dict) else ()
         for name in names:
-            if name in FIELDS or (
-                not in_conversation and name.startswith(PREFIXES) and name not in _OF_ANSWERS
-            ):
+            if _is_ours(name, names_above):
                 yield "".join(path).removeprefix(".")[:_LONGEST_PLACE], name
         walks.append(_containers(value))
+
+
+def _is_ours(name: str, names_above: tuple[str, ...]) -> bool:
+    """Whether a name below the top is a routing field. In a conversation, only those that this
+    server reads are."""
+    if name in FIELDS:
+        return True
+    if names_above and names_above[0] in _CONVERSATIONS:
+        return False
+    return name.startswith(PREFIXES) and name not in _OF_ANSWERS
 
 
 def _names(path: list[str]) -> tuple[str, ...]:

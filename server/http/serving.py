@@ -83,6 +83,30 @@ def _cannot(request: Any, options: RoutingOptions, message: str, param: str) -> 
     request._routing = None
 
 
+def _start_beyond_prompt(options: RoutingOptions, prompt_lens: list[int]) -> str | None:
+    """Which prompt is shorter than its rows' start; None if none is."""
+    for index, length in enumerate(prompt_lens):
+        if options.prompt_start <= length:
+            continue
+        which = f"prompt {index} (the first is 0)" if len(prompt_lens) > 1 else "the prompt"
+        start = f"{options.prompt_start_param} is {options.prompt_start}"
+        return f"{start}, but {which} has {length} tokens"
+    return None
+
+
+def _rows_of_arrays(
+    prompts: list[int],  # rows of each prompt
+    choices: list[int],  # rows of one choice of each prompt
+    num_choices: int,  # per prompt
+    is_joined: bool,
+) -> list[int]:
+    """How many rows each array of a response has."""
+    if not is_joined:
+        return [*prompts, *choices * num_choices]
+    joined = [prompt + choice for prompt, choice in zip(prompts, choices, strict=True)]
+    return joined * num_choices
+
+
 def options_of(request: Any) -> RoutingOptions | None:
     """Routing options of `request`; None if it does not ask for routing or came through one of
     vLLM's routes."""
@@ -262,17 +286,10 @@ class RoutedServing:
         options = options_of(request)
         if options is None:
             return
-        for index, length in enumerate(prompt_lens):
-            if options.prompt_start > length:
-                param = options.prompt_start_param
-                which = f"prompt {index} (the first is 0)" if len(prompt_lens) > 1 else "the prompt"
-                _cannot(
-                    request,
-                    options,
-                    f"{param} is {options.prompt_start}, but {which} has {length} tokens",
-                    param,
-                )
-                return
+        problem = _start_beyond_prompt(options, prompt_lens)
+        if problem is not None:
+            _cannot(request, options, problem, options.prompt_start_param)
+            return
         is_joined = options.layout == "joined"
         prompts = [length - options.prompt_start for length in prompt_lens]
         prompt_rows = sum(prompts) * (num_choices if is_joined else 1)
@@ -283,10 +300,7 @@ class RoutedServing:
         num_answers = len(prompt_lens) * num_choices
         known_rows = [self._known_rows(length, max_tokens or min_tokens) for length in prompt_lens]
         if options.by_reference:
-            arrays = [*prompts, *known_rows * num_choices]
-            if is_joined:
-                joined = zip(prompts, known_rows, strict=True)
-                arrays = [prompt + rows for prompt, rows in joined] * num_choices
+            arrays = _rows_of_arrays(prompts, known_rows, num_choices, is_joined)
             self.check_stored_size(request, options, arrays)
         else:
             self.check_size(request, options, prompt_rows + num_choices * sum(known_rows))

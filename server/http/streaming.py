@@ -294,6 +294,13 @@ class Ending(NamedTuple):
     values: "asyncio.Task[dict[str, Any]]"  # what the chunk gets
 
 
+async def _close(events: AsyncIterator[str]) -> None:
+    """Ends the generator of a stream, which aborts a running request in the engine."""
+    close = getattr(events, "aclose", None)
+    if close is not None:
+        await close()
+
+
 class SSERewriter:
     """Takes rows off the outputs that enter vLLM's stream generator, and adds them to the chunks
     that leave it."""
@@ -335,9 +342,7 @@ class SSERewriter:
         failure: Exception | None = None
         try:
             async for event in events:
-                chunk = Chunk(event)
-                if self._has_own_field:
-                    chunk.drop_own_field()
+                chunk = self._chunk_of(event)
                 if self._endings:
                     # a chunk without a choice is for after all choices
                     async for line in self._ended(waits=chunk.index < 0):
@@ -361,12 +366,16 @@ class SSERewriter:
         finally:
             self._count()
             self._let_go()
-            close = getattr(events, "aclose", None)  # aborts a running request in the engine
-            if close is not None:
-                await close()
+            await _close(events)
         if failure is not None:
             yield f"{DATA}{self._error_event(failure)}\n\n"
             yield f"{DATA}[DONE]\n\n"
+
+    def _chunk_of(self, event: str) -> Chunk:
+        chunk = Chunk(event)
+        if self._has_own_field:
+            chunk.drop_own_field()
+        return chunk
 
     def _let_go(self) -> None:
         """Stores no more, and keeps no rows: the traceback of a cancelled stream keeps this object

@@ -47,12 +47,16 @@ class InputCheck:
                 f"The engine takes no experts from requests: build it with {_SETTING}."
             )
         try:
-            routing_input = RoutingInput.decode(encoded)
-            if self._model:
-                num_tokens = len(request.prompt_token_ids or ()) or None
-                routing_input.check(**self._model, num_prompt_tokens=num_tokens)
+            self._check_fits(RoutingInput.decode(encoded), request)
         except RoutingInputError as error:
             problem = error.in_model(self._layer_ids)
             raise VLLMValidationError(f"The routing input of a request: {problem}.") from None
         except ValueError as error:
             raise VLLMValidationError(f"The routing input of a request: {error}.") from None
+
+    def _check_fits(self, routing_input: RoutingInput, request: EngineCoreRequest) -> None:
+        """Raises `RoutingInputError` for an input of another model or prompt."""
+        if not self._model:
+            return
+        num_tokens = len(request.prompt_token_ids or ()) or None
+        routing_input.check(**self._model, num_prompt_tokens=num_tokens)
