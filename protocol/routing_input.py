@@ -407,10 +407,10 @@ def _check_rows_are_allowed(rows: Rows | None, bias: Bias | None) -> None:
         ids = rows[:, layer]
         is_wrong = np.isin(ids, never)
         if is_wrong.any():
-            token, slot = (int(index) for index in np.argwhere(is_wrong)[0])
+            token, column = (int(index) for index in np.argwhere(is_wrong)[0])
             raise RoutingInputError(
                 "rows",
-                f"have expert {int(ids[token, slot])} in {_LAYER} of row {token}, which is "
+                f"have expert {int(ids[token, column])} in {_LAYER} of row {token}, which is "
                 "never to be chosen there",
                 layer,
             )

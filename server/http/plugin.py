@@ -12,12 +12,11 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 
 from routed_experts.capture.engine.classes import is_capturing
-from routed_experts.protocol.codec import CodecError, resolve_dtype
-from routed_experts.protocol.models import PROMPT_STARTS
 from routed_experts.server import PLUGIN_NAME
 from routed_experts.server.api_server_count import STREAMS_PER_PROCESS, needed_for
 from routed_experts.server.http import background, unsupported_routes
 from routed_experts.server.http.connection import watch_connections
+from routed_experts.server.http.defaults import ModelLimits, check_defaults_of_model
 from routed_experts.server.http.drain import DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.errors import format_framework_errors
@@ -39,7 +38,7 @@ from routed_experts.server.outputs.array_store import ArrayStore, store_with
 from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router
-from routed_experts.server.settings import Settings, SettingsError, asks_for_every_request
+from routed_experts.server.settings import Settings, asks_for_every_request
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     EngineClient,
@@ -119,7 +118,8 @@ class RoutedExpertsPlugin:
         requests of the test."""
         config = captured.engine.vllm_config
         settings = Settings.of(config.additional_config, args)
-        check_defaults_of_model(settings, captured)
+        limits = ModelLimits(captured.num_experts, config.model_config.max_model_len)
+        check_defaults_of_model(settings.routed_experts_default, limits)
         default = default_folder(str(args.port))
         ours.store = store_with(settings, default)
         if ours.store.folder == default:
@@ -137,23 +137,6 @@ class RoutedExpertsPlugin:
         # before the drain, which is to come first at the end
         if settings.routed_experts_record is not None:
             start_recording(captured, settings.routed_experts_record, settings)
-
-
-def check_defaults_of_model(settings: Settings, captured: CapturedEngine) -> None:
-    """Raises `SettingsError` for defaults of requests that no request to this model could have.
-    What the model does not decide, `Settings` has checked."""
-    defaults = settings.routed_experts_default
-    try:
-        resolve_dtype(defaults.get("routed_experts_dtype", "auto"), captured.num_experts)
-    except CodecError as error:
-        raise SettingsError(f"routed_experts_default: {error}") from None
-    longest = captured.engine.vllm_config.model_config.max_model_len
-    for name in PROMPT_STARTS:
-        if defaults.get(name, 0) > longest:  # who does not ask would get answers without rows
-            raise SettingsError(
-                f"routed_experts_default: {name} is {defaults[name]}, but no prompt has more than "
-                f"{longest} tokens (--max-model-len)."
-            )
 
 
 async def sweep(store: ArrayStore) -> None:

@@ -25,7 +25,7 @@ AT_ONCE = 8  # requests
 TEXTS_AT_ONCE = 16_384  # token ids, as many as the server takes
 _TEXTS = "/v1/routed_experts/texts"
 _HAS_NONE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
-_FIELDS_FOR_SAVED = {
+FIELDS_FOR_SAVED = {
     "return_routed_experts": True,
     "return_token_ids": True,
     "routed_experts_delivery": "inline",
@@ -80,7 +80,7 @@ class RunningServer:
 
     def ask(self, source: Source, body: Body, with_weights: bool = False) -> SavedAnswer:
         """The response to a request with the prompt or messages in `body`."""
-        request = {"model": self.document["model"], **body, **_FIELDS_FOR_SAVED, "stream": False}
+        request = {"model": self.document["model"], **body, **FIELDS_FOR_SAVED, "stream": False}
         if with_weights:
             if self.document.get("weights") is False:
                 raise CommandError(

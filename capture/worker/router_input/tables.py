@@ -31,7 +31,7 @@ class _Staging:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.rows, self.index, self.bias, self.steers))
+        return sum(tensor.nbytes for tensor in (self.rows, self.index, self.bias, self.steers))
 
     def wait(self) -> None:
         """Until the copies of the step that used it last have run."""
@@ -84,7 +84,7 @@ class Tables:
 
     @property
     def device_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.rows, self.index, self.steers, self.bias))
+        return sum(tensor.nbytes for tensor in (self.rows, self.index, self.steers, self.bias))
 
     @property
     def pinned_bytes(self) -> int:
