@@ -181,15 +181,15 @@ def figures(load: Load, stream: bool) -> dict[str, Any]:
         "client_busy": load.busy,
         "faults": [answer.fault for answer in answers if answer.fault],
     }
-    low, high, asked = -np.inf, np.inf, "stream"
+    low, high, role = -np.inf, np.inf, "stream"
     for result in results:
         if result.role == "long":
             low = result.answer.first - (0 if stream else WINDOW_S / 2)
-            high, asked = low + WINDOW_S, "other"
+            high, role = low + WINDOW_S, "other"
     first = [
         min(min(times) for times in result.answer.tokens) - result.sent
         for result in results
-        if result.role == asked
+        if result.role == role
         and low <= result.sent < high
         and result.answer.tokens
         and all(result.answer.tokens)
@@ -317,14 +317,14 @@ class Bench:
 
     def _measure(self, case: Case, line: Line, repeat: int) -> None:
         run = self._once(case, line)
-        about = {
+        common = {
             "case": case.name,
             "variant": line.variant,
             "baseline": line.baseline,
             "repeat": repeat,
         }
-        about |= {"mode": line.mode, "api_servers": self._args.api_servers}
-        self._runs.append({**about, **run, **self._about})
+        common |= {"mode": line.mode, "api_servers": self._args.api_servers}
+        self._runs.append({**common, **run, **self._about})
         with (self._out / "results.jsonl").open("a") as file:
             file.write(json.dumps(self._runs[-1]) + "\n")
 

@@ -30,10 +30,10 @@ def table(runs: list[Run]) -> str:
             if base is mine and len(mine) > 1:
                 name = f"{variant}: even turns to odd"
                 rows.append(_row(f"{case}, {mode}", api_servers, name, mine[::2], mine[1::2]))
-    about = dict.fromkeys(described(run) for run in runs)
+    conditions = dict.fromkeys(described(run) for run in runs)
     repeats = sorted({len(mine) for variants in groups.values() for mine in variants.values()})
     busiest = max((run["client_busy"] for run in runs), default=0.0)
-    notes = f"{'; '.join(about)}. Repeats: {', '.join(map(str, repeats))}. "
+    notes = f"{'; '.join(conditions)}. Repeats: {', '.join(map(str, repeats))}. "
     notes += f"Busiest client process: {100 * busiest:.0f} %."
     return notes + "\n\n" + "\n".join(rows) + "\n"
 
@@ -74,9 +74,9 @@ def _digits(value: float | None) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
 
 
-def described(about: dict[str, Any]) -> str:
+def described(run: dict[str, Any]) -> str:
     """What `commit_and_device` gave, or a run that holds it, in words."""
-    return f"{about['device']}, {about['date']}, commit {about['commit']}"
+    return f"{run['device']}, {run['date']}, commit {run['commit']}"
 
 
 def commit_and_device(device: str, commit: str | None) -> dict[str, str]:

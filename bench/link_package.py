@@ -18,12 +18,12 @@ def link(site: Path) -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = config["project"]
     for package, folder in config["tool"]["setuptools"]["package-dir"].items():
-        place, source = site.joinpath(*package.split(".")), ROOT / folder
+        link_path, source = site.joinpath(*package.split(".")), ROOT / folder
         # Of the package itself, which the others are linked into, each file.
         links = (
-            [(place, source)]
+            [(link_path, source)]
             if "." in package
-            else [(place / each.name, each) for each in source.glob("*.py")]
+            else [(link_path / module.name, module) for module in source.glob("*.py")]
         )
         for link_here, target in links:
             link_here.parent.mkdir(parents=True, exist_ok=True)

@@ -127,10 +127,10 @@ def reload_table(repeats: int = 5, forward_s: float = 0.02, **mix: int) -> str:
         "throughput to off",
     )
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
-    base = median(each.seconds(forward_s) for each in plays["off"])
+    base = median(run.seconds(forward_s) for run in plays["off"])
     for name, made in plays.items():
-        cpu_seconds, first = median(each.cpu_seconds for each in made), made[0]
-        ratio = base / median(each.seconds(forward_s) for each in made) - 1
+        cpu_seconds, first = median(run.cpu_seconds for run in made), made[0]
+        ratio = base / median(run.seconds(forward_s) for run in made) - 1
         cells = [name, f"{first.steps:,}", f"{first.num_loaded:,}", f"{cpu_seconds:.2f} s"]
         cells += [
             f"{1e3 * cpu_seconds / first.steps:.2f} ms",

@@ -56,28 +56,28 @@ class Player:
         ids = list(step.num_scheduled_tokens)
         counts = list(step.num_scheduled_tokens.values())
         ended = [
-            starts[each] + count >= self._lengths[each]
-            for each, count in zip(ids, counts, strict=True)
+            starts[name] + count >= self._lengths[name]
+            for name, count in zip(ids, counts, strict=True)
         ]
         output = ModelRunnerOutput(
             ids,
-            {each: index for index, each in enumerate(ids)},
+            {name: index for index, name in enumerate(ids)},
             [[_TOKEN] if end else [] for end in ended],
         )
         if ids and self._is_captured:
             offsets = np.cumsum([0, *counts], dtype=np.int64)
             if len(ids) == offsets[-1]:  # a token each: numpy is slow for few numbers
-                positions = np.array([starts[each] for each in ids])
-                slots = np.array([self._slot(each, starts[each]) for each in ids])
+                positions = np.array([starts[name] for name in ids])
+                slots = np.array([self._slot(name, starts[name]) for name in ids])
             else:
                 slots = np.concatenate(
                     [
-                        self._slots(each, starts[each], n)
-                        for each, n in zip(ids, counts, strict=True)
+                        self._slots(name, starts[name], n)
+                        for name, n in zip(ids, counts, strict=True)
                     ]
                 )
                 positions = np.concatenate(
-                    [np.arange(n) + starts[each] for each, n in zip(ids, counts, strict=True)]
+                    [np.arange(n) + starts[name] for name, n in zip(ids, counts, strict=True)]
                 )
             attach(output, StepRows(self._rows[positions % len(self._rows)], slots, offsets))
         return output
@@ -174,11 +174,13 @@ class PlayedExecutor(Executor):
         }
 
 
-def _transferred(asked: Any) -> KVConnectorOutput:
+def _transferred(metadata: Any) -> KVConnectorOutput:
     """What NIXL's worker says once all KV that a step asks for is there: here at the end of that
     step. The prefill instance need not keep it, as its rows left with the request's end."""
-    assert isinstance(asked, NixlConnectorMetadata)
+    assert isinstance(metadata, NixlConnectorMetadata)
     return KVConnectorOutput(
-        finished_sending=set(asked.reqs_to_send),
-        finished_recving={each for each, load in asked.reqs_to_recv.items() if load.awaiting_kvs},
+        finished_sending=set(metadata.reqs_to_send),
+        finished_recving={
+            each for each, load in metadata.reqs_to_recv.items() if load.awaiting_kvs
+        },
     )

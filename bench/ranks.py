@@ -22,23 +22,23 @@ SPLITS |= {"pipeline 4, context 2": (4, 2, 1), "pipeline 8": (8, 1, 1)}
 
 def seconds(call: Callable[[], Any], repeats: int = 15) -> float:
     """Of this process on a core, in the best of some runs."""
-    found = []
+    times = []
     for _ in range(repeats):
         start = time.process_time()
-        kept = call()
-        found.append(time.process_time() - start)
-        del kept
-    return min(found)
+        result = call()
+        times.append(time.process_time() - start)
+        del result
+    return min(times)
 
 
 def cut(packed: Packed, pp: int, cp: int, tp: int) -> list[np.ndarray[Any, Any]]:
     """The rows of each rank."""
-    found = []
+    parts = []
     for p, c, t in product(range(pp), range(cp), range(tp)):
         layers = stage_layers(range(LAYERS), LAYERS, pipeline=(p, pp))
         spans = token_spans(packed.cu_seqlens.tolist(), context=(c, cp), sequence=(t, tp))
-        found.append(take(packed.rows[:, layers], spans))
-    return found
+        parts.append(take(packed.rows[:, layers], spans))
+    return parts
 
 
 def main() -> None:

@@ -29,14 +29,14 @@ def chosen(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, 
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
     handles = [
-        each.register_forward_pre_hook(lambda module, args: seen.append(args[1:3]))
-        for each in experts
+        layers.register_forward_pre_hook(lambda module, args: seen.append(args[1:3]))
+        for layers in experts
     ]
     with torch.no_grad():
         model(tokens, use_cache=False)
     for handle in handles:
         handle.remove()
-    ids, weights = (torch.stack(each, dim=1).cpu() for each in zip(*seen, strict=True))
+    ids, weights = (torch.stack(layers, dim=1).cpu() for layers in zip(*seen, strict=True))
     return ids.to(torch.int16), weights.float()
 
 
@@ -75,18 +75,18 @@ def main() -> None:
         "ids": lambda: replayed(model, ids),
         "ids and weights": lambda: replayed(model, ids, weights),
     }
-    found: dict[str, list[float]] = {name: [] for name in variants}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for repeat in range(-2, args.repeats):
         for name in list(variants) if repeat % 2 else reversed(variants):
             took = step_ms(model, tokens, variants[name])
             if repeat >= 0:
-                found[name].append(took)
+                seconds[name].append(took)
     print(described(commit_and_device(args.device, None)))
     print(
         f"{tokens.numel()} tokens, {args.layers} layers, {'recomputed, ' if args.recompute else ''}ms a step:"
     )
-    live = found[NOTHING]
-    lines = [(name, runs, live) for name, runs in found.items()]
+    live = seconds[NOTHING]
+    lines = [(name, runs, live) for name, runs in seconds.items()]
     lines.append((f"{NOTHING}: even turns to odd", live[::2], live[1::2]))
     for name, runs, base in lines:
         took, above = median(runs), median(runs) - median(base)

@@ -192,6 +192,6 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def documented(request: pytest.FixtureRequest) -> list[str]:
     """The blocks of the documentation's pages that say that this test runs them."""
-    found = run_by(request.node.nodeid.partition("[")[0])
-    assert found, "no page says that this test runs something of it"
-    return found
+    blocks = run_by(request.node.nodeid.partition("[")[0])
+    assert blocks, "no page says that this test runs something of it"
+    return blocks

@@ -44,20 +44,20 @@ def _name(page: Path, text: str, at: int) -> str:
 def blocks() -> Iterator[Block]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        for found in _BLOCK.finditer(text):
-            yield Block(_name(page, text, found.start(3) - 1), found[2], found[1] or "", found[3])
+        for match in _BLOCK.finditer(text):
+            yield Block(_name(page, text, match.start(3) - 1), match[2], match[1] or "", match[3])
 
 
 def spans() -> Iterator[tuple[str, str]]:
     """Page and line of each piece of inline code, and the code on one line."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        prose = _BLOCK.sub(lambda found: "\n" * found[0].count("\n"), text)
+        prose = _BLOCK.sub(lambda match: "\n" * match[0].count("\n"), text)
         for paragraph in re.finditer(r"(?:[^\n]+\n?)+", prose):
-            for found in _SPAN.finditer(paragraph[0]):
+            for match in _SPAN.finditer(paragraph[0]):
                 yield (
-                    _name(page, prose, paragraph.start() + found.start()),
-                    " ".join(found[1].split()),
+                    _name(page, prose, paragraph.start() + match.start()),
+                    " ".join(match[1].split()),
                 )
 
 
@@ -78,12 +78,10 @@ def exists(name: str, beside: Path = ROOT) -> bool:
     after `::`."""
     path, _, test = name.partition("::")
     test = test.partition("[")[0].rpartition("::")[2]
-    found = next(
+    file = next(
         (folder / path for folder in (ROOT, ROOT / "tests", beside) if (folder / path).exists()),
         None,
     )
-    if found is None:
+    if file is None:
         return False
-    return not test or bool(
-        re.search(rf"(?:def|class) {test}\b", found.read_text(encoding="utf-8"))
-    )
+    return not test or bool(re.search(rf"(?:def|class) {test}\b", file.read_text(encoding="utf-8")))

@@ -134,8 +134,8 @@ def last_runs(runs: dict[str, Run], test: str) -> list[Run]:
 
 def passed(runs: dict[str, Run], tests: Sequence[str]) -> bool:
     """True if every test has a recorded run and none failed in its last one."""
-    found = [last_runs(runs, test) for test in tests]
-    return all(found) and all(run["outcome"] == "passed" for of_test in found for run in of_test)
+    last = [last_runs(runs, test) for test in tests]
+    return all(last) and all(run["outcome"] == "passed" for of_test in last for run in of_test)
 
 
 def support() -> dict[str, list[dict[str, Any]]]:

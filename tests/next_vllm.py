@@ -120,13 +120,13 @@ def _is_there(name: str) -> bool:
         module, _, last = module.rpartition(".")
         path.insert(0, last)
         try:
-            found: Any = import_module(module)
+            value: Any = import_module(module)
         except Exception:  # noqa: BLE001 another version's modules may fail to load in any way
             continue
         for part in path:
-            fields = getattr(found, "__dataclass_fields__", {})
-            found = fields[part] if part in fields else getattr(found, part, None)
-        return found is not None
+            fields = getattr(value, "__dataclass_fields__", {})
+            value = fields[part] if part in fields else getattr(value, part, None)
+        return value is not None
     return False
 
 
@@ -136,10 +136,10 @@ def _is_there(name: str) -> bool:
 def newest() -> str:
     """The newest version of vLLM on the package index."""
     answer = pip("index", "versions", "vllm")
-    found = re.match(r"vllm \((\S+)\)", answer)
-    if found is None:
+    match = re.match(r"vllm \((\S+)\)", answer)
+    if match is None:
         sys.exit(f"pip does not say which version of vLLM is the newest: {answer}")
-    return found[1]
+    return match[1]
 
 
 def unpack(version: str, folder: Path) -> None:

@@ -79,9 +79,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     properties = [
-        each
+        value
         for report in terminalreporter.stats.get("skipped", ())
-        for each in report.user_properties
+        for value in report.user_properties
     ]
     for why in sorted({why for name, why in properties if name == REFUSED}):
         terminalreporter.write_line(f"REFUSED {why}")
@@ -203,11 +203,11 @@ def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
         "VLLM_CACHE_ROOT": str(ENVIRONMENTS / f"{version}.cache"),
     }
     subprocess.run(command, cwd=ROOT, env=os.environ | own)
-    found: dict[str, Counter[str]] = {test: Counter() for test in TESTS}
+    outcomes: dict[str, Counter[str]] = {test: Counter() for test in TESTS}
     for line in results.read_text().splitlines():
         test, outcome = json.loads(line)
-        found[test][outcome] += 1
-    return found
+        outcomes[test][outcome] += 1
+    return outcomes
 
 
 def with_row(page: str, version: str, counts: Counter[str], commit_and_day: str) -> str:
@@ -233,12 +233,12 @@ def main(argv: list[str] | None = None) -> int:
     args, options = parser.parse_known_args(argv)
     failed, commit_run = [], commit()  # before the page changes the tree
     for version in args.versions or VERSIONS:
-        found = run(version, options)
-        counts = sum(found.values(), Counter())
+        outcomes = run(version, options)
+        counts = sum(outcomes.values(), Counter())
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
         page = with_row(PAGE.read_text(encoding="utf-8"), version, counts, f"{commit_run}, {day}")
         PAGE.write_text(page, encoding="utf-8")
-        if any(of_file[FAILED] or not of_file for of_file in found.values()):
+        if any(of_file[FAILED] or not of_file for of_file in outcomes.values()):
             failed.append(version)
         print(f"vLLM {version}: {counts}", flush=True)
     if failed:

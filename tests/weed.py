@@ -31,10 +31,10 @@ def environment(port: int) -> dict[str, str]:
 def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:
-        return [each.getsockname()[1] for each in sockets]
+        return [sock.getsockname()[1] for sock in sockets]
     finally:
-        for each in sockets:
-            each.close()
+        for sock in sockets:
+            sock.close()
 
 
 @dataclass
@@ -86,8 +86,8 @@ def weed(folder: Path) -> Iterator[Weed]:
 def wait_until_writable(port: int, log: Path) -> None:
     from obstore.store import from_url
 
-    about = environment(port)
-    config = {"endpoint": about["AWS_ENDPOINT_URL"], "region": "us-east-1"}
+    variables = environment(port)
+    config = {"endpoint": variables["AWS_ENDPOINT_URL"], "region": "us-east-1"}
     config |= {"access_key_id": KEY, "secret_access_key": SECRET}
     bucket = from_url(
         "s3://bucket/start",

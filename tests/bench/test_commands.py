@@ -52,7 +52,7 @@ def test_the_schedulers_thread() -> None:
 
 def test_the_capture_changes_no_schedule_of_reloads() -> None:
     plays = [play(*variant, prompts=60, length=1700, rounds=1) for variant in VARIANTS.values()]
-    assert {(each.steps, each.num_loaded, each.num_stored) for each in plays} == {
+    assert {(one_play.steps, one_play.num_loaded, one_play.num_stored) for one_play in plays} == {
         (plays[0].steps, 60 * 1696, 0)
     }
     off, *_ = rows_of(reload_table(repeats=1, prompts=60, length=1700, rounds=1))

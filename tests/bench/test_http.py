@@ -196,7 +196,7 @@ def prompts_of(requests: list[Request]) -> set[tuple[int, ...]]:
 
 def run_of(variant: str, cpu: float, **more: Any) -> dict[str, Any]:
     keys = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
-    about = {
+    common = {
         "device": "here",
         "date": "today",
         "commit": "abc",
@@ -216,7 +216,7 @@ def run_of(variant: str, cpu: float, **more: Any) -> dict[str, Any]:
         "api_servers": 1,
         "mode": "streamed",
         "variant": variant,
-        **about,
+        **common,
         **numbers,
         **more,
     }

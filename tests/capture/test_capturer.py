@@ -46,11 +46,11 @@ def choice(layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(
-    one: Capturer, tokens: int, first_layer: int = 0, skipping: int | None = None, **about: Any
+    one: Capturer, tokens: int, first_layer: int = 0, skipping: int | None = None, **options: Any
 ) -> None:
     for row in range(one.cache.num_layers):
         if row != skipping:
-            one.sink(row, **about)(*choice(first_layer + row, tokens))
+            one.sink(row, **options)(*choice(first_layer + row, tokens))
 
 
 def submit(one: Capturer, tokens: int, upstream: torch.Tensor | None = None) -> StepRows:
@@ -65,7 +65,7 @@ def check(step: StepRows, layers: range, weights: bool, unknown: int | None = No
     assert step.slots.tolist() == [*range(100, 100 + tokens)]
     assert step.rows.shape == (tokens, (3 if weights else 1) * len(layers), K)
     for row, layer in enumerate(layers):
-        ids, values = (each[:, :K] for each in choice(layer, tokens))
+        ids, values = (array[:, :K] for array in choice(layer, tokens))
         if row == unknown:
             ids, values = torch.full_like(ids, -1), torch.full_like(ids, -1).view(torch.float32)
             assert not weights or np.isnan(weights_of(step.rows)[:, row]).all()
@@ -131,8 +131,8 @@ def test_deferred_stores(deferred: list[int], weights: bool) -> None:
         own = choice(layer, 9)
         first.sink(layer, may_defer=layer in deferred)(*own)
         assert (first.cache.ids[layer][0, 0] == -1) == (layer in deferred)
-        for each in own if layer not in deferred else ():
-            each.fill_(7)
+        for layer_ids in own if layer not in deferred else ():
+            layer_ids.fill_(7)
     first.flush_stores()
     check(submit(first, 7), range(2), weights)
     first.cache.reset_rows(9)
@@ -146,20 +146,22 @@ def test_deferred_stores(deferred: list[int], weights: bool) -> None:
 def test_only_this_ranks_tokens_are_stored(deferring: bool, weights: bool) -> None:
     """Which of a router's tokens are its own is asked once: it counts the microbatches of a
     step."""
-    first, asked = capturer(weights=weights), []
+    first, num_tokens = capturer(weights=weights), []
     if deferring:
         first.defer_stores()
 
     def own_tokens(ids: torch.Tensor) -> tuple[int, torch.Tensor]:
-        asked.append(len(ids))
+        num_tokens.append(len(ids))
         return 1, ids[2:5]
 
     chosen = choice(0, 7)
     first.sink(0, own_tokens, may_defer=True)(*chosen)
-    assert asked == [7]
-    for view, each in zip(first.cache.views(0), chosen, strict=True):
+    assert num_tokens == [7]
+    for view, chosen_of_layer in zip(first.cache.views(0), chosen, strict=True):
         if view is not None:
-            assert torch.equal(view[1:4].view(torch.int32), each[2:5, :K].view(torch.int32))
+            assert torch.equal(
+                view[1:4].view(torch.int32), chosen_of_layer[2:5, :K].view(torch.int32)
+            )
     first.flush_stores()
     first.cache.planes[:, 0, 1:4] = -1
     assert (first.cache.planes == -1).all()

@@ -72,11 +72,11 @@ def test_given_rows_need_no_activated_expert() -> None:
     """But the router's choice does: where no row is, and where a layer of one has a -1."""
     bias = np.zeros((L, E), np.float32)
     bias[:, 5] = ALWAYS
-    given = np.tile(np.array([0, 1, 2], np.int16), (10, L, 1))
-    given[4, 2, 1] = -1
-    expected = ExpectedRouting(RoutingInput(rows=given, start=20, bias=bias))
+    rows = np.tile(np.array([0, 1, 2], np.int16), (10, L, 1))
+    rows[4, 2, 1] = -1
+    expected = ExpectedRouting(RoutingInput(rows=rows, start=20, bias=bias))
     captured = chosen(40, bias)
-    captured[10:20] = given
+    captured[10:20] = rows
     captured[14, 2] = [5, 6, 7]
     assert expected.num_given(10, 40) == 10
     assert expected.is_followed(10, captured)
@@ -97,8 +97,8 @@ def test_unknown_ids_break_nothing() -> None:
 
 
 def test_other_rows_than_given_are_not_followed() -> None:
-    given = chosen(10, np.zeros((L, E)))
-    expected = ExpectedRouting(RoutingInput(rows=given, start=5))
-    assert expected.is_followed(8, given[3:])
+    rows = chosen(10, np.zeros((L, E)))
+    expected = ExpectedRouting(RoutingInput(rows=rows, start=5))
+    assert expected.is_followed(8, rows[3:])
     assert expected.is_followed(0, chosen(5, np.zeros((L, E)), seed=1))
-    assert not expected.is_followed(7, given[3:])
+    assert not expected.is_followed(7, rows[3:])

@@ -71,9 +71,9 @@ class Cache:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """All sources are read before any destination is written, as vLLM copies the KV."""
         copied = [
-            (target * BLOCK + place, self.known.get(source * BLOCK + place))
+            (target * BLOCK + offset, self.known.get(source * BLOCK + offset))
             for source, target in pairs
-            for place in range(BLOCK)
+            for offset in range(BLOCK)
         ]
         self.cache.copy_blocks(pairs)
         self._put(copied)

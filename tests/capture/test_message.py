@@ -116,8 +116,8 @@ def test_messages_in_slices(data: st.DataObject, slice_size: int) -> None:
                     np.array(places),
                 )
             ]
-            for at, place in zip(chosen, places, strict=True):
-                expected[at] = PlacedRows(7 * at, step[place : place + 1])
+            for at, start in zip(chosen, places, strict=True):
+                expected[at] = PlacedRows(7 * at, step[start : start + 1])
         arriving, got = sent(outputs, singles), []
         for first in range(0, len(arriving), slice_size):
             got += received(unpacker, arriving[first : first + slice_size], number)
@@ -186,8 +186,8 @@ def test_an_array_at_an_odd_address() -> None:
         OptIn, st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), *[st.booleans()] * 4
     )
 )
-def test_opt_in(asked: OptIn) -> None:
-    assert OptIn.decode(asked.encode()) == asked
+def test_opt_in(opt_in: OptIn) -> None:
+    assert OptIn.decode(opt_in.encode()) == opt_in
 
 
 def test_no_json_value_is_an_opt_in() -> None:

@@ -39,8 +39,8 @@ def expected_of(case: Case, token: int) -> tuple[np.ndarray, np.ndarray]:
     family = case.family
     own = case.routing.weights[token].numpy(), case.routing.ids[token].numpy()
     row = case.tables.rows[token, LAYER].numpy()
-    place = int(case.tables.index[token])
-    bias = case.tables.bias[place, LAYER].numpy().astype(np.float64)
+    table_row = int(case.tables.index[token])
+    bias = case.tables.bias[table_row, LAYER].numpy().astype(np.float64)
     has_row = bool((row >= 0).all())
     if not has_row and not bias.any():
         return own
@@ -83,9 +83,9 @@ def test_tokens_that_are_told_nothing_stay_bit_for_bit(sized: Sized, dtype: torc
     case = case_of(sized, dtype, CPU)
     assert 0 < case.is_told.sum() < len(case.is_told)
     result = rewritten(case.tables, LAYER, case.family, case.routing, case.logits)
-    kept = ~case.is_told
-    assert torch.equal(result.ids[kept], case.routing.ids[kept])
-    assert torch.equal(result.weights[kept], case.routing.weights[kept])
+    untold = ~case.is_told
+    assert torch.equal(result.ids[untold], case.routing.ids[untold])
+    assert torch.equal(result.weights[untold], case.routing.weights[untold])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -96,9 +96,9 @@ def test_bans_and_activations_hold_where_logits_are_no_numbers(sized: Sized, val
     case.logits[::2] = value
     case.logits[1::2, ::3] = value
     result = rewritten(case.tables, LAYER, case.family, case.routing, case.logits)
-    place = case.tables.index.long()
+    table_rows = case.tables.index.long()
     for token in range(len(case.logits)):
-        bias = case.tables.bias[place[token], LAYER].numpy()
+        bias = case.tables.bias[table_rows[token], LAYER].numpy()
         if case.tables.rows[token, LAYER].min() >= 0 or not bias.any():
             continue
         ids = set(result.ids[token].tolist())
@@ -200,11 +200,11 @@ class Steps:
                     row = rows[position - routing_input.start]
                     num_rows += 1
                 np.testing.assert_array_equal(self.tables.rows[token], row[self.layers])
-                place = int(self.tables.index[token])
+                table_row = int(self.tables.index[token])
                 bias = routing_input.bias if has_bias else np.zeros((L, E), np.float32)
-                np.testing.assert_array_equal(self.tables.bias[place], bias[self.layers])
+                np.testing.assert_array_equal(self.tables.bias[table_row], bias[self.layers])
                 steers = (bias[self.layers] != 0).any(axis=1)
-                np.testing.assert_array_equal(self.tables.steers[place], steers)
+                np.testing.assert_array_equal(self.tables.steers[table_row], steers)
         assert self.filled.take_told() == Told(num_rows, num_steered)
 
 

@@ -41,14 +41,14 @@ class Store:
                 self._note(chunk, of_chunk, missing)
 
     def _note(self, chunk: int, slots: list[int], missing: set[int]) -> None:
-        for place, slot in enumerate(slots, chunk * CHUNK):
-            self.slot_at.pop(place, None)
+        for stored_at, slot in enumerate(slots, chunk * CHUNK):
+            self.slot_at.pop(stored_at, None)
             if 0 <= slot < SLOTS and slot not in missing:
-                self.slot_at[place] = slot
+                self.slot_at[stored_at] = slot
 
     def check_what_it_has(self) -> None:
         assert self.store.used_bytes == len(self.slot_at) * L * K * 2
-        has_rows = [place in self.slot_at for place in PLACES]
+        has_rows = [stored_at in self.slot_at for stored_at in PLACES]
         assert self.store.have_rows(array(PLACES)).tolist() == has_rows
         for chunk in CHUNK_IDS:
             places = range(chunk * CHUNK, (chunk + 1) * CHUNK)
@@ -61,7 +61,7 @@ class Store:
         rows = np.empty((SLOTS, L, K), dtype=np.int16)
         cache.read(np.arange(SLOTS // BLOCK), 0, rows)
         expected = np.arange(SLOTS)
-        expected[slots] = [self.slot_at.get(place, UNKNOWN) for place in places]
+        expected[slots] = [self.slot_at.get(stored_at, UNKNOWN) for stored_at in places]
         assert np.array_equal(rows, np.broadcast_to(expected[:, None, None], rows.shape))
 
 

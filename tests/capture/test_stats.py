@@ -63,8 +63,8 @@ def test_a_busy_engine_reports_and_samples_once_in_an_interval(
     for step in range(101):
         clock.now = 100 + step * INTERVAL_S / 20
         stats.count_step(rows(1, layers=1, top_k=1), 0.0)
-        if (found := report(stats)) is not None:
-            reports[step] = found.routed
+        if (made := report(stats)) is not None:
+            reports[step] = made.routed
     assert list(reports) == [0, 20, 40, 60, 80, 100]
     assert reports[40] == pytest.approx([1 + 0.9 + 0.81])
 
@@ -77,7 +77,7 @@ def test_reports_of_the_first_request_and_of_an_idle_engine(
     # an idle step follows the last request's end
     steps = [(False, 1), (True, 0), (True, 0), (False, 1), (False, 2)]
     reports = [report(stats, is_idle, tracked) for is_idle, tracked in steps]
-    assert [found and found.requests_tracked for found in reports] == [None, 0, 0, 1, None]
+    assert [made and made.requests_tracked for made in reports] == [None, 0, 0, 1, None]
 
 
 def test_load_of_experts() -> None:

@@ -270,7 +270,7 @@ def test_two_responses(
     unknown one before."""
     other, tokens = rows.copy(), list(TOKENS)
     other[P + 1, 2, 0], other[P, 1], tokens[P + 4] = 15 - rows[P + 1, 2, 0], -1, TOKENS[P + 4] ^ 1
-    other[P + 1, 2] = [each for each in range(16) if each not in rows[P + 1, 2]][:K]
+    other[P + 1, 2] = [expert for expert in range(16) if expert not in rows[P + 1, 2]][:K]
     ours, theirs = answer_of(rows), answer_of(other, tokens, start=3)
     ours["choices"][0]["logprobs"] = {"token_logprobs": [-1.0] * G}
     theirs["choices"][0]["logprobs"] = {"token_logprobs": (-1.0 + DELTAS).tolist()}
@@ -285,7 +285,8 @@ def test_two_responses(
     ]
     assert (run.total["differing_slots"], run.total["other_rows"]) == (K, 1)
     far = {
-        name: (found["tokens"], found["max"]) for name, found in run.findings["logprobs"].items()
+        name: (finding["tokens"], finding["max"])
+        for name, finding in run.findings["logprobs"].items()
     }
     expected = {
         "all": (4, 0.5),
@@ -351,8 +352,8 @@ def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
     assert (tuple(reference.layer_ids), reference.top_k) == (shape.layer_ids, shape.top_k)
     assert reference.num_experts == shape.num_experts
     chosen: dict[int, np.ndarray] = {}
-    reference.score(tokens, lambda place, ids, scores, weights: chosen.__setitem__(place, ids))
-    got = np.stack([chosen[place] for place in range(len(shape.layer_ids))], axis=1)
+    reference.score(tokens, lambda layer, ids, scores, weights: chosen.__setitem__(layer, ids))
+    got = np.stack([chosen[layer] for layer in range(len(shape.layer_ids))], axis=1)
     assert np.array_equal(np.sort(got, axis=2), HookOracle(tmp_path, shape).rows(tokens))
 
 
@@ -364,11 +365,11 @@ def test_offloaded_weights(tmp_path: Path) -> None:
     seen: list[np.ndarray] = []
     for _ in range(2):
         reference.score(
-            prompt_of(30, seed=2), lambda place, ids, scores, weights: seen.extend((ids, scores))
+            prompt_of(30, seed=2), lambda layer, ids, scores, weights: seen.extend((ids, scores))
         )
         last_layer_on_disk(reference._model, tmp_path)
-    expected, found = seen[: len(seen) // 2], seen[len(seen) // 2 :]
-    assert all(map(np.allclose, found, expected))
+    expected, offloaded = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert all(map(np.allclose, offloaded, expected))
 
 
 def test_a_model_whose_routers_say_nothing(

@@ -66,8 +66,8 @@ def test_verifiers_turns(server: Server, oracle: Oracle) -> None:
         tokens += choice["token_ids"]
         made_up.append(len(tokens) - 1)  # repeats the row before
     batch = of.prime_rl_trainer(np.concatenate(parts), len(tokens))[0]
-    kept = [at for at in range(len(tokens)) if at not in made_up]
-    assert not [wrong for wrong in oracle.wrong(batch, tokens) if wrong.position in kept]
+    from_model = [at for at in range(len(tokens)) if at not in made_up]
+    assert not [wrong for wrong in oracle.wrong(batch, tokens) if wrong.position in from_model]
 
 
 @pytest.mark.parametrize(
@@ -79,19 +79,21 @@ def test_verifiers_turns(server: Server, oracle: Oracle) -> None:
 )
 def test_beam_search(server: Server, path: str, body: dict[str, Any]) -> None:
     """Only the server's default asks: vLLM's answer is better than none."""
-    asked = {"model": "tiny", "max_tokens": 4, "use_beam_search": True, "n": 2, **body}
+    request = {"model": "tiny", "max_tokens": 4, "use_beam_search": True, "n": 2, **body}
     with server.client() as client:
-        answered = client.post(path, json=asked)
-        plain = client.post(path, json={**asked, "return_routed_experts": False})
+        answered = client.post(path, json=request)
+        plain = client.post(path, json={**request, "return_routed_experts": False})
         for own in ({"return_routed_experts": True}, {"routed_experts_format": "npy"}):
-            refused = client.post(path, json={**asked, **own})
+            refused = client.post(path, json={**request, **own})
             assert (refused.status_code, refused.json()["error"]["param"]) == (
                 400,
                 "return_routed_experts",
             )
     assert answered.status_code == 200, answered.text
     assert "routed" not in answered.text
-    choices, plain_choices = ([*map(said, each.json()["choices"])] for each in (answered, plain))
+    choices, plain_choices = (
+        [*map(said, answers.json()["choices"])] for answers in (answered, plain)
+    )
     assert len(choices) == 2
     assert choices == plain_choices
 

@@ -120,11 +120,13 @@ def hidden_of(seed: int) -> torch.Tensor:
 
 
 def gradients(chunk: Chunk) -> dict[str, torch.Tensor]:
-    found = {
-        name: each.grad.clone() for name, each in chunk.named_parameters() if each.grad is not None
+    grads = {
+        name: parameter.grad.clone()
+        for name, parameter in chunk.named_parameters()
+        if parameter.grad is not None
     }
     chunk.zero_grad()
-    return found
+    return grads
 
 
 @pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
@@ -149,22 +151,22 @@ def test_a_stage_replays_each_microbatch(router: str, kind: str) -> None:
             losses.append(chunk(hidden_of(seed)))
         for loss in losses:
             loss.backward()
-    found = gradients(chunk)
-    assert found.keys() == expected.keys()
+    actual = gradients(chunk)
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
-    for place, layer in enumerate(chunk.layers, 1):
+        assert torch.allclose(actual[name], gradient, rtol=1e-4, atol=1e-6), name
+    for index, layer in enumerate(chunk.layers, 1):
         assert len(layer.seen) == (4 if recompute else 2)
         for seed, routing_map in zip((0, 1, 0, 1), layer.seen, strict=False):
-            rows = rows_for(seed)[:, place].long()
+            rows = rows_for(seed)[:, index].long()
             is_known = (rows >= 0).all(dim=1)
             assert routing_map.sum(dim=1).eq(TOP_K).all()
             assert routing_map.gather(1, rows.clamp(min=0))[is_known].all()
     assert replay.replayed == 2 * 2 * (TOKENS - 2)
     untouched = vars(RouterReplay())
-    assert all(vars(each) == untouched for each in RouterReplay.global_router_replay_instances), (
-        "something is left"
-    )
+    assert all(
+        vars(instance) == untouched for instance in RouterReplay.global_router_replay_instances
+    ), "something is left"
 
 
 def test_the_page(documented: list[str]) -> None:
@@ -182,17 +184,17 @@ def test_the_page(documented: list[str]) -> None:
         "chunks": [chunk],
         "routings": routings,
     }
-    found: dict[str, Any] = {**ranks, "info": {"layer_ids": LAYER_IDS, "num_hidden_layers": 4}}
-    found["forward_and_backward"] = lambda: chunk(torch.randn(4, 1, HIDDEN)).backward()
-    exec("\n".join(documented), found)
+    names: dict[str, Any] = {**ranks, "info": {"layer_ids": LAYER_IDS, "num_hidden_layers": 4}}
+    names["forward_and_backward"] = lambda: chunk(torch.randn(4, 1, HIDDEN)).backward()
+    exec("\n".join(documented), names)
     # The second half of chunks 1 and 2 of four: the second sequence's tokens 2 and 3, and padding.
     rows = np.full((4, 2, TOP_K), -1)
     rows[0] = routings[1].rows[2, 1:]
-    for place, layer in enumerate(chunk.layers):
+    for index, layer in enumerate(chunk.layers):
         (routing_map,) = layer.seen
-        assert routing_map[0].nonzero()[:, 0].tolist() == sorted(rows[0, place])
+        assert routing_map[0].nonzero()[:, 0].tolist() == sorted(rows[0, index])
         assert routing_map.sum(dim=1).tolist() == [TOP_K] * 4
-    assert found["replay"].replayed == 2
+    assert names["replay"].replayed == 2
 
 
 def test_virtual_stages() -> None:
@@ -205,9 +207,9 @@ def test_virtual_stages() -> None:
         for v, chunk in enumerate(chunks):
             chunk(hidden_of(v))
             (routing_map,) = chunk.layers[0].seen
-            given = rows[:, 2 * v].long()
-            is_known = (given >= 0).all(dim=1)
-            assert routing_map.gather(1, given.clamp(min=0))[is_known].all()
+            rows_of_layer = rows[:, 2 * v].long()
+            is_known = (rows_of_layer >= 0).all(dim=1)
+            assert routing_map.gather(1, rows_of_layer.clamp(min=0))[is_known].all()
 
 
 def test_again_and_again() -> None:
@@ -298,10 +300,10 @@ def test_what_cannot_be_replayed() -> None:
     with pytest.raises(ReplayError, match="two routers in decoder layer 2"):
         MegatronReplay(chunk_of([3, 3]))
 
-    def run(given: torch.Tensor, layer_ids: list[int], seeds: tuple[int, ...] = (0,)) -> None:
+    def run(wrong_rows: torch.Tensor, layer_ids: list[int], seeds: tuple[int, ...] = (0,)) -> None:
         with MegatronReplay(chunk) as replay:
             for seed in seeds:
-                replay.feed(given, layer_ids)
+                replay.feed(wrong_rows, layer_ids)
                 loss = chunk(hidden_of(seed))
             loss.backward()
 

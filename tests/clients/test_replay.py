@@ -65,18 +65,18 @@ class ByHand(TorchFunctionMode):
         self.scores: torch.Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not isinstance(args[0] if args else None, torch.Tensor) or args[0].shape != self.shape:
-            return found
+            return result
         if func is torch.Tensor.masked_fill:
             self.scores = args[0]
         if func in (torch.topk, torch.Tensor.topk):
             scores, self.scores = args[0] if self.scores is None else self.scores, None
-            given = self.rows[:, self.layer]
+            rows = self.rows[:, self.layer]
             self.layer += 1
-            ids = torch.where((given < 0).any(dim=1, keepdim=True), found[1], given)
+            ids = torch.where((rows < 0).any(dim=1, keepdim=True), result[1], rows)
             return scores.gather(1, ids), ids
-        return found
+        return result
 
 
 @cache
@@ -112,7 +112,7 @@ def given_rows(shape: Shape, seed: int = 4) -> torch.Tensor:
 
 
 def own_top_k(model: Any) -> int:
-    return next(each.top_k for each in model.modules() if hasattr(each, "top_k"))
+    return next(module.top_k for module in model.modules() if hasattr(module, "top_k"))
 
 
 def step(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -121,17 +121,19 @@ def step(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torc
     logits = model(input_ids=tokens, use_cache=False).logits
     logits.logsumexp(dim=-1).sum().backward()
     return logits.detach(), {
-        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
-def check_same(found: Any, expected: Any) -> None:
+def check_same(actual: Any, expected: Any) -> None:
     """Two results of `step`."""
-    assert torch.allclose(found[0], expected[0], rtol=1e-4, atol=1e-4)
-    assert found[1].keys() == expected[1].keys()
+    assert torch.allclose(actual[0], expected[0], rtol=1e-4, atol=1e-4)
+    assert actual[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
         assert torch.allclose(
-            found[1][name], gradient, rtol=1e-3, atol=1e-5 + 1e-4 * float(gradient.abs().max())
+            actual[1][name], gradient, rtol=1e-3, atol=1e-5 + 1e-4 * float(gradient.abs().max())
         ), name
 
 
@@ -145,16 +147,16 @@ def test_each_family(model_type: str, load: Callable[..., Any]) -> None:
     assert by_hand.layer == len(shape.layer_ids)
     seen = HookOracle(model, shape)._seen
     with replayed(model, rows, layer_ids=shape.layer_ids) as replay:
-        found = step(model, tokens)
-    used = torch.stack([each.reshape(BATCH, TOKENS, shape.top_k) for each in seen], dim=2)
+        actual = step(model, tokens)
+    used = torch.stack([ids.reshape(BATCH, TOKENS, shape.top_k) for ids in seen], dim=2)
     is_known = (rows >= 0).all(dim=-1)
     assert torch.equal(used[is_known].sort().values, rows[is_known].sort().values)
     assert replay.replayed == is_known.sum()
     assert (used >= 0).all()
-    check_same(found, expected)
-    routers = [name for name in found[1] if re.search(ROUTER, name)]
+    check_same(actual, expected)
+    routers = [name for name in actual[1] if re.search(ROUTER, name)]
     assert len(routers) == len(shape.layer_ids)
-    assert all(found[1][name].abs().max() > 0 for name in routers)
+    assert all(actual[1][name].abs().max() > 0 for name in routers)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -181,7 +183,8 @@ def test_log_probabilities_are_closer_to_those_of_the_rows(
             weight *= 0.1
         right = log_probabilities(model, tokens)
         rows, weights = (
-            torch.stack(each, dim=1).unflatten(0, tokens.shape) for each in zip(*calls, strict=True)
+            torch.stack(scores, dim=1).unflatten(0, tokens.shape)
+            for scores in zip(*calls, strict=True)
         )
         for weight in routers:
             weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
@@ -207,11 +210,11 @@ def test_weights_take_the_place_of_the_routers_own_but_not_of_their_gradients(
     model, rows = load(), given_rows(QWEN3)
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
     seen: list[torch.Tensor] = []
-    for each in experts:
-        each.register_forward_pre_hook(lambda module, args: seen.append(args[2].detach()))
+    for block in experts:
+        block.register_forward_pre_hook(lambda module, args: seen.append(args[2].detach()))
     with replayed(model, rows):
         own = step(model, batch())
-    weights = torch.stack([each.reshape(BATCH, TOKENS, -1) for each in seen], dim=2)
+    weights = torch.stack([block.reshape(BATCH, TOKENS, -1) for block in seen], dim=2)
     seen.clear()
     with replayed(model, rows, weights):
         check_same(step(model, batch()), own)
@@ -220,7 +223,7 @@ def test_weights_take_the_place_of_the_routers_own_but_not_of_their_gradients(
     others[0, 5] = torch.nan  # ids without weights
     with replayed(model, rows, others):
         model(input_ids=batch(), use_cache=False)
-    taken = torch.stack([each.reshape(BATCH, TOKENS, -1) for each in seen], dim=2)
+    taken = torch.stack([block.reshape(BATCH, TOKENS, -1) for block in seen], dim=2)
     assert torch.equal(taken[~others.isnan()], others[~others.isnan()])
     assert torch.allclose(
         taken[others.isnan()].unflatten(0, (-1, QWEN3.top_k)).sum(dim=1), torch.ones(())
@@ -236,11 +239,11 @@ def test_after_the_block_the_model_is_as_before(load: Callable[..., Any]) -> Non
     with pytest.raises(ZeroDivisionError), replayed(model, given_rows(shape)):
         raise ZeroDivisionError
     oracle = HookOracle(model, shape)
-    rows = np.stack([oracle.rows(each.tolist()) for each in tokens])
+    rows = np.stack([oracle.rows(sequence.tolist()) for sequence in tokens])
     spread = np.zeros((*rows.shape[:2], 4, shape.top_k), np.uint8)
     spread[:, :, 1:] = rows
-    for given, layer_ids in ((rows, None), (rows, shape.layer_ids), (spread, range(4))):
-        with replayed(model, given, layer_ids=layer_ids):
+    for rows_given, layer_ids in ((rows, None), (rows, shape.layer_ids), (spread, range(4))):
+        with replayed(model, rows_given, layer_ids=layer_ids):
             check_same(step(model, tokens), live)
     assert [type(module) for module in model.modules()] == classes
     check_same(step(model, tokens), live)
@@ -327,7 +330,9 @@ def test_a_compiled_model(load: Callable[..., Any]) -> None:
 def step_of(compiled: Any, tokens: torch.Tensor) -> Any:
     """`step` of a compiled model, with the names of the parameters that it has uncompiled."""
     logits, gradients = step(compiled, tokens)
-    return logits, {name.removeprefix("_orig_mod."): each for name, each in gradients.items()}
+    return logits, {
+        name.removeprefix("_orig_mod."): gradient for name, gradient in gradients.items()
+    }
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -349,7 +354,7 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     many = rows.clone()
     many[1, 2, 0, 0] = QWEN3.num_experts
-    for given, options, message in (
+    for wrong_rows, options, message in (
         (rows[:, :, :2], {}, "rows of 2 layers for 3 routers: give layer_ids"),
         (rows, {"layer_ids": [0, 1]}, r"rows of 3 layers for layer_ids \[0, 1\]"),
         (
@@ -370,7 +375,7 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
         (rows, {"weights": torch.ones(5)}, "weights of shape"),
         (rows[..., :2], {"weights": torch.ones(BATCH, TOKENS, 2, 3)}, "weights of shape"),
     ):
-        with pytest.raises(ReplayError, match=message), replayed(model, given, **options):
+        with pytest.raises(ReplayError, match=message), replayed(model, wrong_rows, **options):
             model(input_ids=tokens, use_cache=False)
     with (
         pytest.raises(ReplayError, match=r"decoder layers \[0, 1, 2\] were never asked"),
@@ -400,9 +405,9 @@ def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:
             model(input_ids=tokens, use_cache=False)
             model(input_ids=tokens, use_cache=False)
 
-    for each, layers in ((model, r"\[0\]"), (compiled, r"\[0, 1, 2\]")):
+    for one_model, layers in ((model, r"\[0\]"), (compiled, r"\[0, 1, 2\]")):
         with pytest.raises(ReplayError, match=f"layers {layers} {message}"):
-            twice(each)
+            twice(one_model)
     with pytest.raises(ReplayError, match=r"router has \[2, 3\]|second"), replayed(model, rows):
         model.generate(tokens, max_new_tokens=3)
     with pytest.raises(ReplayError, match="second"), replayed(model, rows[:1, 5:6]):
@@ -608,16 +613,16 @@ def test_the_page(load: Callable[..., Any], documented: list[str]) -> None:
     rows = given_rows(QWEN3).numpy().astype(np.int16)
     routings = [Routing(rows[0, :-1]), Routing(rows[1, :-1])]
     loss_of = Mock(side_effect=lambda model: model(input_ids=batch(), use_cache=False).logits.sum())
-    found = {
+    names = {
         "model": load(),
         "routings": routings,
         "length": TOKENS,
         "loss_of": loss_of,
         "info": {"layer_ids": [0, 1, 2]},
     }
-    exec("\n".join(documented), found)
-    assert found["replay"].replayed == (rows[:, :-1] >= 0).all(axis=3).sum()
-    assert found["model"].model.layers[1].mlp.gate.weight.grad.abs().sum() > 0
+    exec("\n".join(documented), names)
+    assert names["replay"].replayed == (rows[:, :-1] >= 0).all(axis=3).sum()
+    assert names["model"].model.layers[1].mlp.gate.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.e2e
@@ -639,15 +644,15 @@ def test_the_example(tiny_model: Path, tmp_path: Path) -> None:
             "8",
             "--mistakes",
         )
-    found = re.findall(r"^(\w.*?) {3,}(\S+) +(\S+) +(\S+) +(\d+) of (\d+)$", out, re.MULTILINE)
-    means = {name: float(mean) for name, mean, *_ in found}
-    others = {name: int(count) for name, *_, count, _ in found}
+    table = re.findall(r"^(\w.*?) {3,}(\S+) +(\S+) +(\S+) +(\d+) of (\d+)$", out, re.MULTILINE)
+    means = {name: float(mean) for name, mean, *_ in table}
+    others = {name: int(count) for name, *_, count, _ in table}
     assert [*means][:3] == ["live router", "ids", "ids with weights"]
     assert means["ids"] < 1.1 * means["live router"], (
         "in a model so small, what bfloat16 rounds elsewhere is as large"
     )
     assert others["ids"] == others["ids with weights"] == 0
-    assert 0 < others["live router"] < int(found[0][-1])
+    assert 0 < others["live router"] < int(table[0][-1])
     for name in [*means][3:5]:
         assert means[name] > means["live router"]
         assert others[name] > others["live router"]

@@ -45,14 +45,14 @@ def ran(server: Server) -> tuple[dict[str, Any], list[list[Cell]]]:
 
 
 @pytest.fixture
-def found(ran: tuple[dict[str, Any], list[list[Cell]]]) -> dict[str, Any]:
+def study(ran: tuple[dict[str, Any], list[list[Cell]]]) -> dict[str, Any]:
     return ran[0]
 
 
 @pytest.fixture
-def sets(found: dict[str, Any]) -> list[list[set[int]]]:
+def sets(study: dict[str, Any]) -> list[list[set[int]]]:
     """Of each token, the experts of each layer, from the rows of the table."""
-    return [[set(map(int, layer)) for layer in token] for token in found["rows"]]
+    return [[set(map(int, layer)) for layer in token] for token in study["rows"]]
 
 
 def cell_with(text: str) -> Cell:
@@ -70,19 +70,19 @@ def test_the_stored_outputs_are_those_of_the_run(
             assert "image/png" in stored["data"] if is_figure else stored == now
 
 
-def test_the_table_is_the_models(found: dict[str, Any], oracle: Oracle) -> None:
-    tokens, rows = found["tokens"], found["rows"]
+def test_the_table_is_the_models(study: dict[str, Any], oracle: Oracle) -> None:
+    tokens, rows = study["tokens"], study["rows"]
     texts = tokens.groupby(["domain", "request"], sort=False).indices.values()
     assert len(texts) == 40
-    for place in texts:
-        assert tokens.position[place].tolist() == list(range(len(place)))
-        assert oracle.wrong(rows[place], tokens.token_id[place].tolist()) == []
+    for rows_of_text in texts:
+        assert tokens.position[rows_of_text].tolist() == list(range(len(rows_of_text)))
+        assert oracle.wrong(rows[rows_of_text], tokens.token_id[rows_of_text].tolist()) == []
 
 
-def test_the_difference_of_loads(found: dict[str, Any], sets: list[list[set[int]]]) -> None:
-    domains = found["tokens"].domain.tolist()
+def test_the_difference_of_loads(study: dict[str, Any], sets: list[list[set[int]]]) -> None:
+    domains = study["tokens"].domain.tolist()
     by_prompt: dict[Any, list[list[set[int]]]] = defaultdict(list)
-    for domain, request, layers in zip(domains, found["tokens"].request, sets, strict=True):
+    for domain, request, layers in zip(domains, study["tokens"].request, sets, strict=True):
         by_prompt[domain, request].append(layers)
     for layer in range(L):
         sums = []
@@ -96,68 +96,68 @@ def test_the_difference_of_loads(found: dict[str, Any], sets: list[list[set[int]
                 for name in ("code", "prose")
             )
             difference = np.mean(code) - np.mean(prose)
-            assert found["difference"](found["is_code"])[layer, expert] == pytest.approx(difference)
+            assert study["difference"](study["is_code"])[layer, expert] == pytest.approx(difference)
             sums.append(abs(difference))
-            shuffled = np.abs(found["differences"][:, layer, expert])
-            reached = sum(each >= abs(difference) - 1e-9 for each in shuffled)
-            assert found["p"][layer, expert] == pytest.approx((1 + reached) / 2001, abs=1e-3)
-        assert found["per_layer"].distance.iloc[layer] == pytest.approx(sum(sums) / 2 / K)
+            shuffled = np.abs(study["differences"][:, layer, expert])
+            reached = sum(shuffled_load >= abs(difference) - 1e-9 for shuffled_load in shuffled)
+            assert study["p"][layer, expert] == pytest.approx((1 + reached) / 2001, abs=1e-3)
+        assert study["per_layer"].distance.iloc[layer] == pytest.approx(sum(sums) / 2 / K)
     chance = np.array(
-        [[sum(abs(layer)) / 2 / K for layer in shuffle] for shuffle in found["differences"]]
+        [[sum(abs(layer)) / 2 / K for layer in shuffle] for shuffle in study["differences"]]
     )
     mean, deviation = chance.mean(axis=0), chance.std(axis=0)
     shuffled, own = (
         (chance - mean) / deviation,
-        (found["per_layer"].distance.to_numpy() - mean) / deviation,
+        (study["per_layer"].distance.to_numpy() - mean) / deviation,
     )
-    for layer, line in enumerate(found["per_layer"].to_dict("records")):
+    for layer, line in enumerate(study["per_layer"].to_dict("records")):
         assert line["by chance"] == pytest.approx(mean[layer])
         assert line["p"] == pytest.approx((1 + sum(shuffled[:, layer] >= own[layer] - 1e-9)) / 2001)
         assert line["corrected"] == pytest.approx(
-            (1 + sum(max(each) >= own[layer] - 1e-9 for each in shuffled)) / 2001
+            (1 + sum(max(shuffled_load) >= own[layer] - 1e-9 for shuffled_load in shuffled)) / 2001
         )
-    largest = [max(abs(shuffle / found["spread"]).ravel()) for shuffle in found["differences"]]
+    largest = [max(abs(shuffle / study["spread"]).ravel()) for shuffle in study["differences"]]
     for statistic, corrected in zip(
-        abs(found["difference"](found["is_code"]) / found["spread"]).ravel(),
-        found["corrected"].ravel(),
+        abs(study["difference"](study["is_code"]) / study["spread"]).ravel(),
+        study["corrected"].ravel(),
         strict=True,
     ):
-        reached = sum(each >= statistic - 1e-9 for each in largest)
+        reached = sum(shuffled_load >= statistic - 1e-9 for shuffled_load in largest)
         assert corrected == pytest.approx((1 + reached) / 2001)
 
 
-def test_what_the_notebook_says_of_the_tiny_model(found: dict[str, Any]) -> None:
+def test_what_the_notebook_says_of_the_tiny_model(study: dict[str, Any]) -> None:
     """After correction the first layer and one expert differ; the prompt explains more than the
     token; bytes have lift, classes have not."""
-    assert found["per_layer"].corrected.le(0.05).tolist() == [True, False, False, False, False]
-    assert (found["corrected"] <= 0.05).sum() == 1
-    assert (found["variance"].prompt > 2 * found["variance"].token).all()
-    assert np.median(found["margin"]) > 0.8
-    of_classes, of_tokens = found["limits"]
-    assert found["of_classes"].lift.max() < of_classes
-    assert 3 < (found["of_tokens"].lift > of_tokens).sum() < 10
+    assert study["per_layer"].corrected.le(0.05).tolist() == [True, False, False, False, False]
+    assert (study["corrected"] <= 0.05).sum() == 1
+    assert (study["variance"].prompt > 2 * study["variance"].token).all()
+    assert np.median(study["margin"]) > 0.8
+    of_classes, of_tokens = study["limits"]
+    assert study["of_classes"].lift.max() < of_classes
+    assert 3 < (study["of_tokens"].lift > of_tokens).sum() < 10
 
 
-def test_shuffled_labels_have_uniform_p_values(found: dict[str, Any]) -> None:
+def test_shuffled_labels_have_uniform_p_values(study: dict[str, Any]) -> None:
     """And a study without a difference seldom has a corrected one."""
-    p, corrected = np.swapaxes(found["control"], 0, 1)
+    p, corrected = np.swapaxes(study["control"], 0, 1)
     assert np.abs(np.sort(p.ravel()) - np.linspace(0, 1, p.size)).max() < 0.03
     assert 0.02 < (corrected <= 0.05).any(axis=(1, 2)).mean() < 0.09
     assert (corrected >= p).all()
 
 
-def test_a_planted_difference_is_found(found: dict[str, Any]) -> None:
+def test_a_planted_difference_is_found(study: dict[str, Any]) -> None:
     """Every token of code chooses expert 3 of the third layer, and none of prose."""
-    chosen = found["chosen"].copy()
-    chosen[:, 2, 3] = found["tokens"].domain == "code"
-    names = {**found, "chosen": chosen}
+    chosen = study["chosen"].copy()
+    chosen[:, 2, 3] = study["tokens"].domain == "code"
+    names = {**study, "chosen": chosen}
     list(outputs_of([cell_with("def difference")], names))
     assert names["difference"](names["is_code"])[2, 3] == pytest.approx(1)
     assert names["corrected"][2, 3] == pytest.approx(1 / 2001)
     assert names["per_layer"].corrected.iloc[2] < 0.05
 
 
-def test_the_limit_of_lifts(found: dict[str, Any]) -> None:
+def test_the_limit_of_lifts(study: dict[str, Any]) -> None:
     """Five in a hundred shuffles exceed it; a shuffle keeps the tokens of each prompt, and its
     first token."""
     seen: list[Any] = []
@@ -166,32 +166,32 @@ def test_the_limit_of_lifts(found: dict[str, Any]) -> None:
         seen.append(groups)
         return SimpleNamespace(lift=np.array([0, len(seen)]))
 
-    names = {**found}
+    names = {**study}
     list(outputs_of([cell_with("def limit_of")], names))
     names["lifts"] = lifts
-    assert names["limit_of"](found["texts"]) == pytest.approx(95.05)
+    assert names["limit_of"](study["texts"]) == pytest.approx(95.05)
     later, prompt, texts = (
-        (found["tokens"].position > 0).to_numpy(),
-        found["prompt"],
-        found["texts"],
+        (study["tokens"].position > 0).to_numpy(),
+        study["prompt"],
+        study["texts"],
     )
     for shuffled in seen[:3]:
         assert (shuffled[later] != texts[later]).mean() > 0.5
         for one in set(prompt):
-            place = later & (prompt == one)
-            assert sorted(shuffled[place]) == sorted(texts[place])
+            of_prompt = later & (prompt == one)
+            assert sorted(shuffled[of_prompt]) == sorted(texts[of_prompt])
             assert shuffled[~later].isna().all()
 
 
 @pytest.mark.parametrize("kind", ["of_classes", "of_tokens"])
-def test_lifts(kind: str, found: dict[str, Any], sets: list[list[set[int]]]) -> None:
-    name = found["class_of"] if kind == "of_classes" else repr
-    later = (found["tokens"].position > 0).tolist()
+def test_lifts(kind: str, study: dict[str, Any], sets: list[list[set[int]]]) -> None:
+    name = study["class_of"] if kind == "of_classes" else repr
+    later = (study["tokens"].position > 0).tolist()
     groups, sets = (
-        [one for one, at in zip(each, later, strict=True) if at]
-        for each in (found["texts"].map(name), sets)
+        [one for one, at in zip(values, later, strict=True) if at]
+        for values in (study["texts"].map(name), sets)
     )
-    lines = found[kind]
+    lines = study[kind]
     assert lines.lift.is_monotonic_decreasing
     assert len(lines) > 20
     for line in lines.iloc[:: len(lines) // 20].to_dict("records"):
@@ -200,8 +200,8 @@ def test_lifts(kind: str, found: dict[str, Any], sets: list[list[set[int]]]) -> 
         assert (line["tokens"], line["in group"]) == (len(own), pytest.approx(np.mean(own)))
         assert line["lift"] == pytest.approx(np.mean(own) / np.mean(has))
         assert sum(own) >= 10
-    assert {found["class_of"](text) for text in (" the", "Größe")} == {"word"}
-    assert [found["class_of"](text) for text in (" ", "\n", "42", "):", "")] == [
+    assert {study["class_of"](text) for text in (" the", "Größe")} == {"word"}
+    assert [study["class_of"](text) for text in (" ", "\n", "42", "):", "")] == [
         "space",
         "space",
         "number",
@@ -210,23 +210,23 @@ def test_lifts(kind: str, found: dict[str, Any], sets: list[list[set[int]]]) -> 
     ]
 
 
-def test_what_explains_the_choices(found: dict[str, Any]) -> None:
+def test_what_explains_the_choices(study: dict[str, Any]) -> None:
     """Adjusted R² of each layer: one less the variance within groups, divided by the whole."""
-    chosen, ids = found["chosen"].astype(float), found["tokens"].token_id.to_numpy()
-    for name, groups in (("token", ids), ("prompt", found["prompt"])):
+    chosen, ids = study["chosen"].astype(float), study["tokens"].token_id.to_numpy()
+    for name, groups in (("token", ids), ("prompt", study["prompt"])):
         within = sum(
             ((chosen[groups == one] - chosen[groups == one].mean(axis=0)) ** 2).sum(axis=(0, 2))
             for one in {*groups}
         )
         whole = ((chosen - chosen.mean(axis=0)) ** 2).sum(axis=(0, 2))
         adjusted = 1 - (within / (len(ids) - len({*groups}))) / (whole / (len(ids) - 1))
-        assert np.allclose(found["variance"][name], adjusted)
+        assert np.allclose(study["variance"][name], adjusted)
 
 
-def test_pairs(found: dict[str, Any], sets: list[list[set[int]]]) -> None:
+def test_pairs(study: dict[str, Any], sets: list[list[set[int]]]) -> None:
     """What loads lead to adds up to each expert's partners, and is a product: of four experts,
     either way of pairing them gives the same."""
-    alone = found["pairs_of"](found["chosen"])[1]
+    alone = study["pairs_of"](study["chosen"])[1]
     for layer in range(L):
         pairs = list(combinations(range(E), 2))
         expected = {frozenset(pair): value for pair, value in zip(pairs, alone[layer], strict=True)}
@@ -240,65 +240,68 @@ def test_pairs(found: dict[str, Any], sets: list[list[set[int]]]) -> None:
             assert product == pytest.approx(
                 expected[frozenset((a, c))] * expected[frozenset((b, d))]
             )
-        lines = found["pairs"][found["pairs"].layer == layer + 1]
+        lines = study["pairs"][study["pairs"].layer == layer + 1]
         assert len(lines) == sum(value >= 20 for value in expected.values()) > 20
         for line in lines.to_dict("records"):
             pair = {line["expert"], line["with"]}
             assert line["both"] == sum(pair <= token[layer] for token in sets)
             assert line["lift"] == pytest.approx(line["both"] / expected[frozenset(pair)])
-    assert (np.abs(found["repeats"]) <= 1).all()
+    assert (np.abs(study["repeats"]) <= 1).all()
 
 
-def test_pairs_of_experts_chosen_alone_do_not_repeat(found: dict[str, Any]) -> None:
+def test_pairs_of_experts_chosen_alone_do_not_repeat(study: dict[str, Any]) -> None:
     """With unequal loads; the product of two loads would repeat."""
     rng = np.random.default_rng(0)
     odds = np.linspace(0.02, 0.9, E) ** 2
-    drawn = rng.random((40 * found["chosen"].shape[0] * L, E)) < odds
-    chosen = drawn[drawn.sum(axis=1) == K][: found["chosen"].shape[0] * L].reshape(
-        found["chosen"].shape
+    drawn = rng.random((40 * study["chosen"].shape[0] * L, E)) < odds
+    chosen = drawn[drawn.sum(axis=1) == K][: study["chosen"].shape[0] * L].reshape(
+        study["chosen"].shape
     )
-    names = {**found, "chosen": chosen}
+    names = {**study, "chosen": chosen}
     list(outputs_of([cell_with("def pairs_of")], names))
     assert abs(np.mean(names["repeats"])) < 0.15
 
 
-def test_the_weights(found: dict[str, Any]) -> None:
-    for place in range(0, len(found["rows"]), 100):
+def test_the_weights(study: dict[str, Any]) -> None:
+    for token in range(0, len(study["rows"]), 100):
         for layer in range(L):
-            weights = np.float64(found["table"].weights.iloc[place * L + layer])
+            weights = np.float64(study["table"].weights.iloc[token * L + layer])
             shares = weights / weights.sum()
             entropy = -sum(share * np.log(share) for share in shares if share) / np.log(K)
-            assert found["entropy"][place, layer] == pytest.approx(entropy, abs=1e-5)
-            assert found["margin"][place, layer] == pytest.approx(
+            assert study["entropy"][token, layer] == pytest.approx(entropy, abs=1e-5)
+            assert study["margin"][token, layer] == pytest.approx(
                 shares.max() - shares.min(), abs=1e-5
             )
     ((said,),) = outputs_of(
-        [cell_with("entropy =")], {**found, "info": {**found["info"], "weights": False}}
+        [cell_with("entropy =")], {**study, "info": {**study["info"], "weights": False}}
     )
     assert "captures no weights" in "".join(said["text"])
 
 
-def test_choices_that_last(found: dict[str, Any], sets: list[list[set[int]]]) -> None:
-    prompt = found["prompt"]
-    kept = [
+def test_choices_that_last(study: dict[str, Any], sets: list[list[set[int]]]) -> None:
+    prompt = study["prompt"]
+    shared = [
         len(a[2] & b[2]) / K
         for a, b, x, y in zip(sets, sets[3:], prompt, prompt[3:], strict=False)
         if x == y
     ]
-    assert found["again"].loc[3, 3] == pytest.approx(np.mean(kept))
+    assert study["again"].loc[3, 3] == pytest.approx(np.mean(shared))
     loads = [np.mean([expert in token[2] for token in sets]) for expert in range(E)]
-    assert found["expected"][2] == pytest.approx(sum(load * load for load in loads) / K)
-    assert found["largest"][2] == pytest.approx(sum(sorted(loads)[-K:]) / K)
+    assert study["expected"][2] == pytest.approx(sum(load * load for load in loads) / K)
+    assert study["largest"][2] == pytest.approx(sum(sorted(loads)[-K:]) / K)
     by_prompt = [
-        [each for each, of in zip(sets, prompt, strict=True) if of == one]
+        [tokens_of_prompt for tokens_of_prompt, of in zip(sets, prompt, strict=True) if of == one]
         for one in sorted(set(prompt))
     ]
-    same = [np.mean([len(a[2] & b[2]) / K for a, b in combinations(each, 2)]) for each in by_prompt]
-    nexts = [len(each) - 1 for each in by_prompt]
-    assert found["same_prompt"][2] == pytest.approx(np.average(same, weights=nexts))
+    same = [
+        np.mean([len(a[2] & b[2]) / K for a, b in combinations(tokens_of_prompt, 2)])
+        for tokens_of_prompt in by_prompt
+    ]
+    nexts = [len(tokens_of_prompt) - 1 for tokens_of_prompt in by_prompt]
+    assert study["same_prompt"][2] == pytest.approx(np.average(same, weights=nexts))
 
 
-def test_choices_that_do_not_last(found: dict[str, Any]) -> None:
+def test_choices_that_do_not_last(study: dict[str, Any]) -> None:
     """Of five long prompts that use few experts, and many short ones: the next token shares what
     any token does."""
     rng, sizes = np.random.default_rng(0), [200] * 5 + [10] * 200
@@ -307,8 +310,8 @@ def test_choices_that_do_not_last(found: dict[str, Any]) -> None:
     for token, size in enumerate(np.repeat(sizes, sizes)):
         for layer in range(L):
             chosen[token, layer, rng.permutation(6 if size == 200 else E)[:K]] = True
-    load = np.stack([chosen[prompt == each].mean(axis=0) for each in range(len(sizes))])
-    names = {**found, "chosen": chosen, "prompt": prompt, "load": load}
+    load = np.stack([chosen[prompt == number].mean(axis=0) for number in range(len(sizes))])
+    names = {**study, "chosen": chosen, "prompt": prompt, "load": load}
     list(outputs_of([cell_with("again = ")], names))
     assert np.allclose(names["again"].loc[1], names["same_prompt"], atol=0.02)
 
@@ -328,7 +331,7 @@ def test_the_documented_row(
     lines = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|", page, re.MULTILINE)
     types = {"list<element: int16>": "list of int16", "list<element: float>": "list of float"}
     assert [line[:2] for line in lines] == [
-        (each.name, types.get(str(each.type), str(each.type))) for each in table.schema
+        (field.name, types.get(str(field.type), str(field.type))) for field in table.schema
     ]
     shown = {name: value for name, _, value in lines}
     assert shown.pop("id")[:5] == row.pop("id")[:5]

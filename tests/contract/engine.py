@@ -543,16 +543,18 @@ class Client:
         for index, (request_id, params) in enumerate(children):
             child, core = copy(request), self.engines[index % len(self.engines)]
             child.request_id, child.sampling_params = request_id, params
-            about = request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt)
-            received = core.model_executor.received(self, core.model_executor, *about)
+            sender = request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt)
+            received = core.model_executor.received(self, core.model_executor, *sender)
             received.at_end, self.received[request_id] = at_end, received
             core.take(sent(child))
         return [request_id for request_id, _ in children]
 
-    def answer(self, name: str, prompt: list[int], start: int | None = 0, **about: Any) -> Received:
+    def answer(
+        self, name: str, prompt: list[int], start: int | None = 0, **options: Any
+    ) -> Received:
         """Adds a request and steps until nothing is left to do; gives what came for it, or for its
         first choice."""
-        first, *_ = self.add(name, prompt, start, **about)
+        first, *_ = self.add(name, prompt, start, **options)
         self.run()
         return self.received[first]
 
@@ -567,7 +569,7 @@ class Client:
 
     def wait(self, *pending: Any) -> None:
         """Steps until the engines have done what they were asked for."""
-        futures = [each for each in pending if isinstance(each, Future)]
+        futures = [result for result in pending if isinstance(result, Future)]
         while not all(future.done() for future in futures):
             self.step()
         for future in futures:
@@ -730,12 +732,12 @@ def share_partly(
     look_up = manager.get_computed_blocks
 
     def hit(request: Request, *limit: Any) -> Any:
-        found = look_up(request, *limit)
+        hit = look_up(request, *limit)
         if request.request_id != "shares":
-            return found
+            return hit
         (tables,) = manager.coordinator.single_type_managers
         blocks = list(tables.req_to_blocks["source"][: -(-SHARED // BLOCK)])
-        return type(found[0])((blocks,)), SHARED, *found[2:]
+        return type(hit[0])((blocks,)), SHARED, *hit[2:]
 
     def scheduled(*args: Any, **kwargs: Any) -> Any:
         step = schedule(*args, **kwargs)
@@ -768,8 +770,8 @@ def requests_at_random(
             )
             start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
             n = dice.choice(ns) if ns else 1
-            about = {"at_end": turn % 3 == 0, "weights": has_weights and turn % 2 == 0}
-            client.add(f"r{turn}", prompt, start, n=n, max_tokens=dice.randrange(1, 30), **about)
+            forms = {"at_end": turn % 3 == 0, "weights": has_weights and turn % 2 == 0}
+            client.add(f"r{turn}", prompt, start, n=n, max_tokens=dice.randrange(1, 30), **forms)
         if client.received and dice.random() < chances[1]:
             gone.add(one := dice.choice(list(client.received)))
             client.abort(one)

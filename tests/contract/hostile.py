@@ -88,7 +88,7 @@ def values(schema: Any, depth: int = 0) -> st.SearchStrategy[Any]:
         case {"$ref": ref}:
             return values(SCHEMAS[ref.rsplit("/", 1)[1]], depth + 1)
         case {"anyOf": several} | {"oneOf": several} | {"allOf": several}:
-            return st.one_of(*(values(each, depth + 1) for each in several))
+            return st.one_of(*(values(option, depth + 1) for option in several))
         case {"enum": allowed}:
             return st.sampled_from(allowed)
         case {"const": value}:
@@ -97,7 +97,8 @@ def values(schema: Any, depth: int = 0) -> st.SearchStrategy[Any]:
             return st.lists(values(schema.get("items"), depth + 1), max_size=3)
         case {"type": "object"}:
             properties = {
-                name: values(each, depth + 1) for name, each in schema.get("properties", {}).items()
+                name: values(option, depth + 1)
+                for name, option in schema.get("properties", {}).items()
             }
             return st.fixed_dictionaries({}, optional=properties)
         case {"type": kind}:

@@ -356,23 +356,25 @@ class TracingExecutor(around.ArithmeticExecutor):
     def get(self, slots: Any) -> list[Slot]:
         return [(self._kv[slot], self._number[slot]) for slot in slots]
 
-    def put(self, block: int, kept: list[Slot]) -> None:
-        for slot, one in zip(slots_of(block), kept, strict=True):
+    def put(self, block: int, contents: list[Slot]) -> None:
+        for slot, one in zip(slots_of(block), contents, strict=True):
             self._kv[slot], self._number[slot] = one
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        given = scheduler_output.kv_connector_metadata
-        children = given.metadata if isinstance(given, MultiKVConnectorMetadata) else (given,)
-        assert all(isinstance(each, _Metadata) for each in children)
+        metadata = scheduler_output.kv_connector_metadata
+        children = (
+            metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else (metadata,)
+        )
+        assert all(isinstance(child, _Metadata) for child in children)
         now = STORE.clock.monotonic()
-        for request_id, blocks in (pair for each in children for pair in each.sends.items()):
+        for request_id, blocks in (pair for child in children for pair in child.sends.items()):
             slots = [slot for block in blocks for slot in slots_of(block)]
             STORE.sent[request_id] = self.sending[request_id] = Sent(self, slots, now + LEASE_S)
         done = {name for name, sent in self.sending.items() if sent.is_pulled or now > sent.expires}
         for request_id in done:
             del self.sending[request_id]
         report = KVConnectorOutput(finished_recving=set(), finished_sending=done)
-        self.underway += [load for each in children for load in each.loads]
+        self.underway += [load for child in children for load in child.loads]
         for load in list(self.underway):
             load.steps -= 1
             if not load.is_async or load.steps < 0:
@@ -389,7 +391,7 @@ class TracingExecutor(around.ArithmeticExecutor):
         if not report.is_empty():
             output.kv_connector_output = report
         for block, key in (
-            save for each in children for save in each.saves if not report.invalid_block_ids
+            save for child in children for save in child.saves if not report.invalid_block_ids
         ):
             if self._kv[slots_of(block)[-1]] == key:  # else it was given away since
                 STORE.blocks.setdefault(key, self.get(slots_of(block)))
@@ -400,13 +402,13 @@ class TracingExecutor(around.ArithmeticExecutor):
         good = STORE.dice.randrange(len(load.blocks)) if failed else len(load.blocks)
         for index, (block, key) in enumerate(load.blocks):
             if index >= good:
-                kept = []
+                contents = []
             elif load.remote is None:
-                kept = STORE.blocks.get(key, [])
+                contents = STORE.blocks.get(key, [])
             else:
                 sent = STORE.sent[load.remote]  # whatever its blocks hold by now
-                kept = sent.executor.get(sent.slots[int(key) * BLOCK :][:BLOCK])
-            self.put(block, [*kept, *[NOTHING] * BLOCK][:BLOCK])
+                contents = sent.executor.get(sent.slots[int(key) * BLOCK :][:BLOCK])
+            self.put(block, [*contents, *[NOTHING] * BLOCK][:BLOCK])
         if load.remote is not None and not failed:
             STORE.sent[load.remote].is_pulled = True
         STORE.num_loaded += 1
@@ -421,10 +423,10 @@ class TracingExecutor(around.ArithmeticExecutor):
 
 
 @contextmanager
-def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
+def store(policy: str = "recompute", **options: Any) -> Iterator[Store]:
     """An empty store that behaves like that, and what is done about its KV."""
     global STORE
-    STORE = Store(policy, **about)
+    STORE = Store(policy, **options)
     with pytest.MonkeyPatch.context() as patch:
         overwrites = {"may_overwrite_hits": STORE.fetches_hits}
         pulls = {"lease_s": LEASE_S, "pull_fields": ("remote_request_id",)}
@@ -442,7 +444,7 @@ def engine_with(
     *children: dict[str, Any],
     failures: str = "recompute",
     executor: type[TracingExecutor] = TracingExecutor,
-    **about: Any,
+    **options: Any,
 ) -> Core:
     """An engine with connectors, given as vLLM's configuration of each; `failures` is what it does
     about loads that fail."""
@@ -452,12 +454,12 @@ def engine_with(
     config = KVTransferConfig(
         **{"kv_role": "kv_both", "kv_load_failure_policy": failures, **children[0]}
     )
-    return around.engine(kv_transfer=config, executor=executor, **about)
+    return around.engine(kv_transfer=config, executor=executor, **options)
 
 
-def engine_with_store(*connectors: str, role: str = "kv_both", **about: Any) -> Core:
+def engine_with_store(*connectors: str, role: str = "kv_both", **options: Any) -> Core:
     return engine_with(
-        *({"kv_connector": name, "kv_role": role} for name in connectors or (NAME,)), **about
+        *({"kv_connector": name, "kv_role": role} for name in connectors or (NAME,)), **options
     )
 
 

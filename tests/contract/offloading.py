@@ -56,11 +56,11 @@ class SlotWorker(LateWorker):
         ]
         first = gpu.block_indices[0] % self._blocks_per_chunk
         blocks = gpu.block_ids.tolist()
-        for block, place in zip(blocks, places[first : first + len(blocks)], strict=True):
+        for block, number in zip(blocks, places[first : first + len(blocks)], strict=True):
             if is_load:
-                self._executor.put(block, self._chunks[place])
+                self._executor.put(block, self._chunks[number])
             else:
-                self._chunks[place] = self._executor.get(slots_of(block))
+                self._chunks[number] = self._executor.get(slots_of(block))
 
 
 class OffloadingExecutor(TracingExecutor):

@@ -121,10 +121,10 @@ def test_every_row_whole_and_streamed(api: Server) -> None:
 def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
     """Each row of each history is that of its tokens, and none was asked for twice but after the
     rewritten part."""
-    client, asked = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0), []
+    client, starts = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0), []
 
     def create(**body: Any) -> Any:
-        asked.append(body["extra_body"][START])
+        starts.append(body["extra_body"][START])
         return client.completions.create(**body)
 
     completions = SimpleNamespace(create=create)
@@ -137,7 +137,7 @@ def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
     names["summary"] = [names["prompt"][15] ^ 1, *prompt_of(3, 4)]
     for block in documented:
         exec(block, names)
-    assert asked == [0, 27, 27, 15]
+    assert starts == [0, 27, 27, 15]
     for name in ("first", "second", "branch", "shortened"):
         routing = names[name]
         tokens = [*routing.prompt_token_ids, *routing.token_ids]
@@ -146,7 +146,7 @@ def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
         [*names["second"].prompt_token_ids, *names["second"].token_ids, *prompt_of(9, 5)],
         names["second"],
     )
-    assert (asked[-1], third.end + 1) == (40, 58)  # as on the page
+    assert (starts[-1], third.end + 1) == (40, 58)  # as on the page
 
 
 @pytest.mark.parametrize(("n", "max_tokens"), [(1, 0), (1, 1), (2, 4)])
@@ -404,13 +404,13 @@ def test_structured_outputs_that_are_no_object(api: Server) -> None:
     for value, (path, body) in product((True, 0, 1.5, "", "json", [], [{}]), ENDPOINTS):
         field: dict[str, Any] = {"structured_outputs": value}
         is_vllms = path == GENERATE  # vLLM's own answer
-        asked = {
+        fields = {
             **body,
             **({"sampling_params": field} if is_vllms else field),
             "return_routed_experts": value == "",
         }
         said = refused(
-            api, path, "body.sampling_params" if is_vllms else "structured_outputs", **asked
+            api, path, "body.sampling_params" if is_vllms else "structured_outputs", **fields
         )
         assert "structured_outputs" in said
 
@@ -487,9 +487,9 @@ def test_errors_that_are_not_ours_stay_vllms(api: Server, path: str) -> None:
             assert response.status_code == 400
             assert response.json()["error"]["code"] == 400
             assert "routed_experts" not in response.text
-    asked = {**dict(ENDPOINTS[:2])[path], **ASKS}
-    assert post(api, path, **{**asked, "model": "other"}).status_code == 404
-    assert post(api, path, **{**asked, "temperature": -1}).status_code == 400
+    request = {**dict(ENDPOINTS[:2])[path], **ASKS}
+    assert post(api, path, **{**request, "model": "other"}).status_code == 404
+    assert post(api, path, **{**request, "temperature": -1}).status_code == 400
 
 
 # ---- clients, and other ways in ----
@@ -536,11 +536,11 @@ def test_pieces_with_the_clients_that_people_have(api: Server) -> None:
     assert np.array_equal(routing.rows, rows_of([*prompt, *whole.tokens[:-1]]))
 
 
-@pytest.mark.parametrize(("path", "asked"), ENDPOINTS[:2])
+@pytest.mark.parametrize(("path", "fields"), ENDPOINTS[:2])
 def test_invocations_give_what_the_endpoint_behind_them_gives(
-    api: Server, path: str, asked: dict[str, Any]
+    api: Server, path: str, fields: dict[str, Any]
 ) -> None:
-    body, there = {"max_tokens": 4, **ASKS, **asked}, "/invocations"
+    body, there = {"max_tokens": 4, **ASKS, **fields}, "/invocations"
     direct, dispatched = api._post(path, body), api._post(there, body)
     assert dispatched["prompt_routed_experts"] == direct["prompt_routed_experts"]
     assert dispatched["choices"][0]["routed_experts"] == direct["choices"][0]["routed_experts"]
@@ -604,11 +604,11 @@ def test_a_server_that_does_not_capture(tiny_model: Path) -> None:
         server.client() as client,
     ):
         assert client.get("/v1/routed_experts").status_code == 404
-        for path, asked in ENDPOINTS[:2]:
-            assert "prompt_routed_experts" not in server._post(path, {**asked, "max_tokens": 3})
+        for path, fields in ENDPOINTS[:2]:
+            assert "prompt_routed_experts" not in server._post(path, {**fields, "max_tokens": 3})
             assert "does not capture" in refused(
-                server, path, "return_routed_experts", **asked, **ASKS
+                server, path, "return_routed_experts", **fields, **ASKS
             )
             refused(
-                server, path, "routed_experts_histogram", **asked, routed_experts_histogram=True
+                server, path, "routed_experts_histogram", **fields, routed_experts_histogram=True
             )

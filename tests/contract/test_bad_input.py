@@ -67,8 +67,10 @@ class UnreachableNixl(TracingExecutor):
     nobody comes for KV."""
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        given = scheduler_output.kv_connector_metadata
-        children = given.metadata if isinstance(given, MultiKVConnectorMetadata) else (given,)
+        metadata = scheduler_output.kv_connector_metadata
+        children = (
+            metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else (metadata,)
+        )
         (nixl,) = (child for child in children if isinstance(child, NixlConnectorMetadata))
         others = tuple(_Metadata([], []) if child is nixl else child for child in children)
         scheduler_output.kv_connector_metadata = MultiKVConnectorMetadata(others)
@@ -187,20 +189,20 @@ def body_of(**params: Any) -> tuple[str, dict[str, Any]]:
 @example(body_of(remote_block_ids=None))
 @example(body_of(do_remote_prefill=False, do_remote_decode=True, remote_num_tokens="1"))
 def test_no_request_is_the_servers_fault(
-    client: httpx.Client, asked: tuple[str, dict[str, Any]]
+    client: httpx.Client, path_and_body: tuple[str, dict[str, Any]]
 ) -> None:
     """And nothing that it holds ends the engine."""
-    check_request(client, *asked)
+    check_request(client, *path_and_body)
 
 
 @pytest.mark.long
 @MANY
 @given(Hostile((L, K), LEFT_OUT).requests())
 def test_many_hostile_requests(
-    client: httpx.Client, cases: Cases, asked: tuple[str, dict[str, Any]]
+    client: httpx.Client, cases: Cases, path_and_body: tuple[str, dict[str, Any]]
 ) -> None:
     cases.add()
-    check_request(client, *asked)
+    check_request(client, *path_and_body)
 
 
 @pytest.mark.parametrize("path", VALID)

@@ -192,10 +192,10 @@ def test_a_request_id_that_comes_again(
     """Without vLLM's random end of ids: refused while the first request runs or ends, and right
     after that."""
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    about = {"request_id": "mine", "routed_experts_delivery": delivery}
+    fields = {"request_id": "mine", "routed_experts_delivery": delivery}
     with connect(api) as sock:
         sock.sendall(
-            request(prompt=prompt_of(60, 1), max_tokens=800, ignore_eos=True, stream=True, **about)
+            request(prompt=prompt_of(60, 1), max_tokens=800, ignore_eos=True, stream=True, **fields)
         )
         assert sock.recv(12) == b"HTTP/1.1 200"
         body = {
@@ -204,7 +204,7 @@ def test_a_request_id_that_comes_again(
             "prompt": prompt_of(40, 2),
             "max_tokens": 5,
             "ignore_eos": True,
-            **about,
+            **fields,
         }
         refused = api.client().post("/v1/completions", json=body)
         assert refused.status_code == 400
@@ -223,9 +223,9 @@ def test_a_request_that_is_refused_for_its_id_ends_nobody_else(
 ) -> None:
     """vLLM adds choices one by one, and aborts the id of all of them if one fails."""
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    about = {"request_id": "mine", "ignore_eos": True, "temperature": 1, "model": "tiny"}
-    body = {**ASK, **about, "prompt": prompt_of(60, 1), "max_tokens": 300, "n": n, "stream": True}
-    other = {**about, "prompt": prompt_of(40, 2), "max_tokens": 5, "n": others_n}
+    fields = {"request_id": "mine", "ignore_eos": True, "temperature": 1, "model": "tiny"}
+    body = {**ASK, **fields, "prompt": prompt_of(60, 1), "max_tokens": 300, "n": n, "stream": True}
+    other = {**fields, "prompt": prompt_of(40, 2), "max_tokens": 5, "n": others_n}
     with api.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
         events = read_events(response.iter_lines())
         first = next(events)

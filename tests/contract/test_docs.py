@@ -87,13 +87,13 @@ def test_flags_exist() -> None:
     ):
         known.update(re.findall(r'"(--[a-z][\w-]*)"', path.read_text(encoding="utf-8")))
     texts = [*SPANS, *((block.where, block.text) for block in BLOCKS if block.language == "sh")]
-    found = [
+    flags = [
         (flag, at)
         for at, text in texts
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w-]*…)", text)
     ]
-    assert [f"{where}: {flag}" for flag, where in found if flag not in known | NOT_OURS] == []
-    assert {flag for flag, _ in found} >= NOT_OURS  # the list holds no more than it must
+    assert [f"{where}: {flag}" for flag, where in flags if flag not in known | NOT_OURS] == []
+    assert {flag for flag, _ in flags} >= NOT_OURS  # the list holds no more than it must
 
 
 OUR_FOLDERS = {
@@ -136,11 +136,11 @@ def test_names_of_the_code_exist() -> None:
                 if name not in words
             ]
         if re.fullmatch(r"routed_experts\.(protocol|server|capture)(\.\w+)*", text):
-            found, *rest = text.split(".")
-            while rest and find_spec(f"{found}.{rest[0]}") is not None:
-                found = f"{found}.{rest.pop(0)}"
+            module_name, *rest = text.split(".")
+            while rest and find_spec(f"{module_name}.{rest[0]}") is not None:
+                module_name = f"{module_name}.{rest.pop(0)}"
             missing += [
-                text for name in rest[:1] if not hasattr(importlib.import_module(found), name)
+                text for name in rest[:1] if not hasattr(importlib.import_module(module_name), name)
             ]
     table = (
         (ROOT / "docs/clients.md")
@@ -171,7 +171,9 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
         text: ".*".join(re.escape(part.strip()) for part in text.split("…")) for text in listed
     }
     assert [
-        text for text, form in forms.items() if not any(re.fullmatch(form, each) for each in known)
+        text
+        for text, form in forms.items()
+        if not any(re.fullmatch(form, known_text) for known_text in known)
     ] == []
 
 

@@ -79,7 +79,7 @@ async def behind_the_proxy(
 
         return app
 
-    about: dict[str, Any] = {"limits": httpx.Limits(max_connections=None), "timeout": LIMIT_S}
+    options: dict[str, Any] = {"limits": httpx.Limits(max_connections=None), "timeout": LIMIT_S}
     async with (
         serving(instance("prefill")) as prefill,
         serving(instance("decode")) as decode,
@@ -87,7 +87,7 @@ async def behind_the_proxy(
         httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{front}",
             headers={"Content-Type": "application/json"},
-            **about,
+            **options,
         ) as client,
     ):
         yield client, received
@@ -270,13 +270,17 @@ async def test_a_clients_kv_transfer_params_reach_no_instance() -> None:
         for path, content in product(ENDPOINTS, bodies):
             received.clear()
             await client.post(path, content=content)
-            assert [(name, asked) for name, asked, _ in received] == [
+            assert [(name, params) for name, params, _ in received] == [
                 ("prefill", path),
                 ("decode", path),
             ]
             first, second = (orjson.loads(body) for _, _, body in received)
-            asked = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(UNKNOWN)}
-            assert first.pop("kv_transfer_params") == asked
+            params = {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                **dict.fromkeys(UNKNOWN),
+            }
+            assert first.pop("kv_transfer_params") == params
             assert second.pop("kv_transfer_params").items() > OF_THE_INSTANCE.items()
             for leg, (_, _, body) in zip((first, second), received, strict=True):
                 assert b"victim" not in body, content

@@ -69,8 +69,8 @@ def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path
     """Of prompts, token ids and a chat with two choices, whatever form the server returns by
     default."""
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, LINES)))
-    with np.load(exported(server, tmp_path, "prompts.jsonl", "out.npz", "--weights")) as found:
-        arrays = dict(found)
+    with np.load(exported(server, tmp_path, "prompts.jsonl", "out.npz", "--weights")) as archive:
+        arrays = dict(archive)
     assert arrays["layer_ids"].tolist() == LAYER_IDS
     assert int(arrays["num_experts"]) == NUM_EXPERTS
     for request, (choices, generated) in enumerate([(1, 3), (1, 8), (2, 4)]):
@@ -83,10 +83,10 @@ def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path
                 & (arrays["is_prompt"] == 0)
             )
             assert own.sum() == generated
-            place = np.flatnonzero(prompt | own)
-            assert arrays["position"][place].tolist() == list(range(len(place)))
+            of_sequence = np.flatnonzero(prompt | own)
+            assert arrays["position"][of_sequence].tolist() == list(range(len(of_sequence)))
             assert np.array_equal(
-                arrays["experts"][place], rows_of(arrays["token_id"][place].tolist())
+                arrays["experts"][of_sequence], rows_of(arrays["token_id"][of_sequence].tolist())
             )
     assert np.array_equal(
         arrays["weights"].view(np.int32), weights_for(arrays["experts"]).view(np.int32)
@@ -127,11 +127,11 @@ def test_texts_come_with_one_request_for_many(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """page: below /v1, which every proxy passes; and no id is asked for twice."""
-    asked: list[tuple[str, Any]] = []
+    requests: list[tuple[str, Any]] = []
     call = RunningServer._call
 
     def noted(self: RunningServer, path: str, body: Any = None, where: str = "") -> dict[str, Any]:
-        asked.append((path, body))
+        requests.append((path, body))
         return call(self, path, body, where)
 
     monkeypatch.setattr(RunningServer, "_call", noted)
@@ -141,8 +141,8 @@ def test_texts_come_with_one_request_for_many(
         newline="", encoding="utf-8"
     ) as file:
         assert all(row["token"] for row in csv.DictReader(file))
-    assert {path for path, _ in asked if not path.startswith("/v1/")} == set()
-    ids = [body["token_ids"] for path, body in asked if path == "/v1/routed_experts/texts"]
+    assert {path for path, _ in requests if not path.startswith("/v1/")} == set()
+    ids = [body["token_ids"] for path, body in requests if path == "/v1/routed_experts/texts"]
     assert 4 <= len(ids) <= 6
     assert max(Counter(chain.from_iterable(ids)).values()) == 1
 
@@ -185,9 +185,9 @@ def test_plain_prompts_and_a_server_that_refuses_one(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text('{"prompt": 1}\n\n"Quoted", he said.\n')
-    with np.load(exported(server, tmp_path, "prompts.txt", "out.npz")) as found:
+    with np.load(exported(server, tmp_path, "prompts.txt", "out.npz")) as archive:
         assert "2 responses" in capsys.readouterr().out
-        assert found["experts"].shape[1:] == (L, K)
+        assert archive["experts"].shape[1:] == (L, K)
     for line, sentence in [
         ('{"prompt": "a", "max_tokens": 0}', "wrong.jsonl, line 1: the server returned status 400"),
         ("[1]", "line 1 is not a prompt: write a string, or an object with a prompt or messages."),
@@ -216,7 +216,7 @@ def test_folders_of_prompts_and_chats(server: Server, tmp_path: Path) -> None:
         "--url",
         server.url,
         "--prompts",
-        *(str(tmp_path / each) for each in ("code", "prose")),
+        *(str(tmp_path / folder) for folder in ("code", "prose")),
     ]
     lengths = []
     for flags in ([], ["--chat"]):

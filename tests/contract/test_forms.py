@@ -79,10 +79,10 @@ class Form:
     def arrays(self, prefix: str, tokens: list[int], first: int) -> dict[str, np.ndarray]:
         """The rows of `tokens` from position `first` on, and their weights, by their names."""
         rows = rows_of(tokens, first)
-        found = {f"{prefix}routed_experts": self._spread(rows)}
+        arrays = {f"{prefix}routed_experts": self._spread(rows)}
         if self.has_weights:
-            found[f"{prefix}routed_expert_weights"] = self._spread(weights_for(rows))
-        return found
+            arrays[f"{prefix}routed_expert_weights"] = self._spread(weights_for(rows))
+        return arrays
 
     def _spread(self, array: np.ndarray) -> np.ndarray:
         if not self.has_dense:
@@ -115,9 +115,9 @@ class Form:
             return [*map(self._resolved, value)]
         if not self.is_referred:
             return value
-        about = {name: value[name] for name in ("shape", "dtype", "start", "missing")}
+        fields = {name: value[name] for name in ("shape", "dtype", "start", "missing")}
         of = {"part"} if value["part"] == "prompt" else {"part", "choice"}
-        assert value.keys() == {"id", "url", "bytes", "expires"} | of | about.keys()
+        assert value.keys() == {"id", "url", "bytes", "expires"} | of | fields.keys()
         layout = "joined" if self.is_joined else "generated"
         assert value["part"] in ("prompt", layout)
         rows = np.ascontiguousarray(fetch(value, base_url=f"{self._server.url}/v1").swapaxes(0, 1))
@@ -126,7 +126,7 @@ class Form:
             value["dtype"],
             value["bytes"],
         )
-        return {"data": base64.b64encode(rows.tobytes()).decode(), **about}
+        return {"data": base64.b64encode(rows.tobytes()).decode(), **fields}
 
 
 def check_whole(form: Form, answer: dict[str, Any], prompt: list[int]) -> None:
@@ -173,11 +173,11 @@ def check_pieces(
         expected.keys() if len(next(iter(expected.values()), [])) else pieces.keys()
     )
     for name, values in pieces.items():
-        found = form.decoded(name, values)
-        assert found.shape == expected[name].shape
-        if found.dtype == np.float32 and form.fmt != "list":  # where null stands for every NaN
-            found, expected[name] = found.view(np.int32), expected[name].view(np.int32)
-        assert np.array_equal(found, expected[name], equal_nan=found.dtype == np.float32)
+        decoded = form.decoded(name, values)
+        assert decoded.shape == expected[name].shape
+        if decoded.dtype == np.float32 and form.fmt != "list":  # where null stands for every NaN
+            decoded, expected[name] = decoded.view(np.int32), expected[name].view(np.int32)
+        assert np.array_equal(decoded, expected[name], equal_nan=decoded.dtype == np.float32)
         if form.fmt == "object":
             starts = np.cumsum([first, *(value["shape"][0] for value in values)])[:-1]
             assert [value["start"] for value in values] == starts.tolist()
@@ -305,7 +305,7 @@ def test_pairs(api: Server, plain: Server, layers: str | None) -> None:
         assert not any("routed_expert_weights" in choice for choice in choices)
         arrays += [choice["routed_experts"] for choice in choices if "routed_experts" in choice]
         ids, weights = (
-            np.concatenate(each) for each in zip(*map(codec.unpaired, arrays), strict=True)
+            np.concatenate(pieces) for pieces in zip(*map(codec.unpaired, arrays), strict=True)
         )
         expected = form.arrays("", tokens, 0)
         assert np.array_equal(ids, expected["routed_experts"])

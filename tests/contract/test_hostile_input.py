@@ -48,8 +48,8 @@ def arrays(draw: Any) -> Any:
     """Rows, at times with odd ids, of another dtype, or with one key changed."""
     rows = ROWS[draw(st.sampled_from(sorted(ROWS)))].copy()
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):
-        place = tuple(draw(st.integers(0, size - 1)) for size in rows.shape)
-        rows[place] = draw(odd_ids())
+        index = tuple(draw(st.integers(0, size - 1)) for size in rows.shape)
+        rows[index] = draw(odd_ids())
     if draw(st.booleans()):
         rows[draw(st.integers(0, len(rows) - 1)), draw(st.integers(0, L - 1))] = -1
     dtype = draw(st.sampled_from(["int16", "int16", "int32", "uint8", "float32", "int64"]))
@@ -157,16 +157,16 @@ def check_said(said: Any, prompt_rows: np.ndarray) -> None:
 @FEW
 @given(requests())
 def test_no_input_is_the_servers_fault(
-    client: httpx.Client, asked: tuple[str, dict[str, Any]]
+    client: httpx.Client, path_and_body: tuple[str, dict[str, Any]]
 ) -> None:
-    check(client, *asked)
+    check(client, *path_and_body)
 
 
 @pytest.mark.long
 @MANY
 @given(requests())
 def test_many_hostile_inputs(
-    client: httpx.Client, cases: Cases, asked: tuple[str, dict[str, Any]]
+    client: httpx.Client, cases: Cases, path_and_body: tuple[str, dict[str, Any]]
 ) -> None:
     cases.add()
-    check(client, *asked)
+    check(client, *path_and_body)

@@ -72,13 +72,13 @@ def arguments(model: Path, **more: Any) -> dict[str, Any]:
         "max_num_batched_tokens": 64,
     }
     sizes |= {"kv_cache_memory_bytes": 8 << 20, "enforce_eager": True, "dtype": "float32"}
-    given = {
+    args = {
         "model": str(model),
         "distributed_executor_backend": SparseExecutor,
         "enable_return_routed_experts": True,
     }
-    given["hf_overrides"] = {"num_experts": 1 << 15, "num_hidden_layers": DECODER_LAYERS}
-    return {**sizes, **given, **more}
+    args["hf_overrides"] = {"num_experts": 1 << 15, "num_hidden_layers": DECODER_LAYERS}
+    return {**sizes, **args, **more}
 
 
 def check(rows: Any, tokens: list[int], start: int = 0) -> None:
@@ -129,9 +129,9 @@ def prompts_of(*lengths: int) -> list[Any]:
     return [{"prompt_token_ids": prompt_of(length, length)} for length in lengths]
 
 
-def generate(llm: LLM, prompts: list[Any], asked: Any, **more: Any) -> list[RequestOutput]:
+def generate(llm: LLM, prompts: list[Any], sampling: Any, **more: Any) -> list[RequestOutput]:
     """What was generated, whose rows were checked."""
-    outputs = llm.generate(prompts, asked, **{"use_tqdm": False, **more})
+    outputs = llm.generate(prompts, sampling, **{"use_tqdm": False, **more})
     for output in outputs:
         check_finished(output)
     return outputs
@@ -152,10 +152,10 @@ def test_turns_of_a_conversation(llm: LLM) -> None:
         assert len(routing.token_ids) == 8
 
 
-@pytest.mark.parametrize("about", [{}, {"n": 3}, {"n": 2, "skip_clone": True}])
-def test_generate_with_lists_of_prompts(llm: LLM, about: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"n": 2, "skip_clone": True}])
+def test_generate_with_lists_of_prompts(llm: LLM, options: dict[str, Any]) -> None:
     """With `skip_clone` vLLM gives all requests the one object."""
-    shared = params(**about)
+    shared = params(**options)
     for _ in range(2):
         outputs = generate(llm, prompts_of(3, 100, 17, 300), shared)
         assert [len(output.outputs) for output in outputs] == [shared.n] * 4
@@ -163,21 +163,25 @@ def test_generate_with_lists_of_prompts(llm: LLM, about: dict[str, Any]) -> None
 
 def test_parameters_of_each_prompt(llm: LLM) -> None:
     prompts = prompts_of(20, 40, 60, 20)
-    each = [params(routed_experts_prompt_start=start, seed=4) for start in (0, 40, 33, 20)]
-    each[-1].max_tokens = 1
-    for output, asked in zip(llm.generate(prompts, each, use_tqdm=True), each, strict=True):
-        check_finished(output, asked.routed_experts_prompt_start)
-    assert [asked.extra_args for asked in each] == [None] * 4, "the program's own parameters"
+    sampling = [params(routed_experts_prompt_start=start, seed=4) for start in (0, 40, 33, 20)]
+    sampling[-1].max_tokens = 1
+    for output, one_sampling in zip(
+        llm.generate(prompts, sampling, use_tqdm=True), sampling, strict=True
+    ):
+        check_finished(output, one_sampling.routed_experts_prompt_start)
+    assert [one_sampling.extra_args for one_sampling in sampling] == [None] * 4, (
+        "the program's own parameters"
+    )
 
 
 def test_the_readme(llm: LLM, monkeypatch: pytest.MonkeyPatch, documented: list[str]) -> None:
     """Its program, with an engine that is there already."""
     (program,) = documented
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("vllm.LLM", lambda model, **options: asked.append(options) or llm)
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr("vllm.LLM", lambda model, **options: calls.append(options) or llm)
     names: dict[str, Any] = {}
     exec(program, names)
-    assert asked == [{"enable_return_routed_experts": True}]
+    assert calls == [{"enable_return_routed_experts": True}]
     assert names["rows"].shape == (2 + 16 - 1, DECODER_LAYERS, K)
     check(names["rows"][:2].copy(), [39, 72, 0])  # the tiny model's tokens for "Hi"
 
@@ -212,15 +216,15 @@ def check_reference(output: RequestOutput, start: int = 0) -> None:
 
 
 def test_references(llm: LLM, tmp_path: Path) -> None:
-    for about in (
+    for options in (
         {},
         {"n": 3, "routed_experts_prompt_start": 7},
         {"stop": ["no such text"], "max_tokens": 90},
     ):
         for output in llm.generate(
-            prompts_of(20, 100), params(extra_args=BY_REFERENCE, **about), use_tqdm=False
+            prompts_of(20, 100), params(extra_args=BY_REFERENCE, **options), use_tqdm=False
         ):
-            check_reference(output, about.get("routed_experts_prompt_start", 0))
+            check_reference(output, options.get("routed_experts_prompt_start", 0))
     (output,) = llm.generate(prompts_of(20), params(extra_args=BY_REFERENCE), use_tqdm=False)
     rows = output.outputs[0].routed_experts
     Path(rows.reference["path"]).unlink()
@@ -312,9 +316,9 @@ def check_outputs(
 )
 def test_aux_output_config_asks_too(no_process: None, tiny_model: Path) -> None:
     """And an engine after another, in the same process."""
-    asked = arguments(tiny_model, aux_output_config={"enable_return_routed_experts": True})
-    del asked["enable_return_routed_experts"]
-    engine = LLMEngine.from_engine_args(EngineArgs(**asked))
+    args = arguments(tiny_model, aux_output_config={"enable_return_routed_experts": True})
+    del args["enable_return_routed_experts"]
+    engine = LLMEngine.from_engine_args(EngineArgs(**args))
     engine.add_request("r", prompts_of(40)[0], params(output_kind=FINAL))
     check_finished(*steps(engine))
     engine.engine_core.shutdown()
@@ -386,10 +390,10 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 async def read(
-    online: Online, prompt: Any, asked: SamplingParams, wait: float = 0
+    online: Online, prompt: Any, sampling: SamplingParams, wait: float = 0
 ) -> list[RequestOutput]:
     outputs = []
-    async for output in online.engine.generate(prompt, asked, str(next(_names))):
+    async for output in online.engine.generate(prompt, sampling, str(next(_names))):
         outputs.append(output)
         await asyncio.sleep(wait)
     return outputs
@@ -419,9 +423,9 @@ async def test_references_are_stored_outside_of_the_loop(
     """For those who wait and for those who poll."""
     threads, put = [], ArrayStore.put
     monkeypatch.setattr(ArrayStore, "put", lambda *args: threads.append(get_ident()) or put(*args))
-    asked = params(output_kind=FINAL, n=2, extra_args=BY_REFERENCE)
-    check_reference(await poll(online, "polled", asked))
-    check_reference(*await read(online, prompts_of(40)[0], asked))
+    sampling = params(output_kind=FINAL, n=2, extra_args=BY_REFERENCE)
+    check_reference(await poll(online, "polled", sampling))
+    check_reference(*await read(online, prompts_of(40)[0], sampling))
     assert len(threads) == 4
     assert get_ident() not in threads
 
@@ -429,8 +433,10 @@ async def test_references_are_stored_outside_of_the_loop(
 @in_loop
 async def test_all_kinds_of_outputs_at_once(online: Online) -> None:
     jobs = list(itertools.product((DELTA, CUMULATIVE, FINAL), (0, 0.25), (1, 3)))
-    asked = [(params(output_kind=kind, n=n, max_tokens=20), wait) for kind, wait, n in jobs]
-    results = await asyncio.gather(*(read(online, prompts_of(100)[0], *each) for each in asked))
+    jobs_sampling = [(params(output_kind=kind, n=n, max_tokens=20), wait) for kind, wait, n in jobs]
+    results = await asyncio.gather(
+        *(read(online, prompts_of(100)[0], *job) for job in jobs_sampling)
+    )
     merged = 0
     for (kind, wait, n), outputs in zip(jobs, results, strict=True):
         merged += wait > 0 and kind == DELTA and len(outputs) < 20
@@ -442,9 +448,9 @@ async def test_all_kinds_of_outputs_at_once(online: Online) -> None:
 @in_loop
 async def test_requests_that_are_aborted(online: Online, kind: RequestOutputKind) -> None:
     """As with vLLM's own: the rows of what was generated, or nothing where nothing was."""
-    engine, asked = online.engine, params(output_kind=kind, max_tokens=900)
-    queue = await engine.add_request("long", prompts_of(40)[0], asked)
-    early = await engine.add_request("early", prompts_of(30)[0], asked)
+    engine, sampling = online.engine, params(output_kind=kind, max_tokens=900)
+    queue = await engine.add_request("long", prompts_of(40)[0], sampling)
+    early = await engine.add_request("early", prompts_of(30)[0], sampling)
     await engine.abort("early")
     assert (await early.get()).outputs[0].routed_experts is None
     (running,) = engine.engine_core.core.scheduler.requests.values()
@@ -465,9 +471,9 @@ async def test_requests_that_are_aborted(online: Online, kind: RequestOutputKind
     )
 
 
-async def poll(online: Online, name: str, asked: SamplingParams | None = None) -> Any:
+async def poll(online: Online, name: str, sampling: SamplingParams | None = None) -> Any:
     queue = await online.engine.add_request(
-        name, prompts_of(40)[0], asked or params(output_kind=FINAL)
+        name, prompts_of(40)[0], sampling or params(output_kind=FINAL)
     )
     while (output := queue.get_nowait()) is None:
         await asyncio.sleep(0.01)
@@ -534,8 +540,8 @@ class NoScheduler:
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_scheduler_of_the_programs_own(no_process: None, tiny_model: Path, by_name: bool) -> None:
-    given = f"{__name__}.CountingScheduler" if by_name else CountingScheduler
-    made = LLM(**arguments(tiny_model, scheduler_cls=given))
+    scheduler_cls = f"{__name__}.CountingScheduler" if by_name else CountingScheduler
+    made = LLM(**arguments(tiny_model, scheduler_cls=scheduler_cls))
     generate(made, prompts_of(100, 20), params(n=2))
     scheduler = made.llm_engine.engine_core.engine_core.scheduler
     assert isinstance(scheduler, CountingScheduler)
@@ -556,7 +562,7 @@ def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"scheduler_cls": NoScheduler}, "NoScheduler does not derive from vLLM's Scheduler"),
         ({"scheduler_cls": "their.Class"}, "their.Class cannot be imported"),
@@ -578,10 +584,10 @@ def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
     ],
 )
 def test_what_cannot_be_captured_is_refused(
-    tiny_model: Path, given: dict[str, Any], message: str
+    tiny_model: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedConfig, match=message) as refused:
-        EngineArgs(**arguments(tiny_model, **given)).create_engine_config()
+        EngineArgs(**arguments(tiny_model, **options)).create_engine_config()
     assert "VLLM_PLUGINS" in str(refused.value)
 
 

@@ -74,9 +74,9 @@ class TakesInput(ServedExecutor):
         if said.rows is None:
             return rows
         for position in range(max(start, said.start), min(end, said.end)):
-            given = said.rows[position - said.start]
-            is_given = (given >= 0).all(axis=1)
-            rows[position - start][is_given] = given[is_given]
+            rows_given = said.rows[position - said.start]
+            is_given = (rows_given >= 0).all(axis=1)
+            rows[position - start][is_given] = rows_given[is_given]
             self._num_told += 1
         return rows
 
@@ -458,10 +458,10 @@ def test_an_array_that_has_expired(api: Server) -> None:
     assert "has expired" in refused(api, COMPLETIONS, REPLAY, **body_for(COMPLETIONS), **fields)
 
 
-@pytest.mark.parametrize("place", ["sampling_params", "vllm_xargs", "metadata_of_nobody"])
-def test_fields_where_nobody_reads_them(api: Server, place: str) -> None:
-    body = {**body_for(COMPLETIONS), place: {ACTIVATE: [[1, 2]]}}
-    assert "top level" in refused(api, COMPLETIONS, f"{place}.{ACTIVATE}", **body)
+@pytest.mark.parametrize("field", ["sampling_params", "vllm_xargs", "metadata_of_nobody"])
+def test_fields_where_nobody_reads_them(api: Server, field: str) -> None:
+    body = {**body_for(COMPLETIONS), field: {ACTIVATE: [[1, 2]]}}
+    assert "top level" in refused(api, COMPLETIONS, f"{field}.{ACTIVATE}", **body)
 
 
 @pytest.mark.parametrize("name", INPUT_FIELDS)

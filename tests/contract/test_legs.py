@@ -101,8 +101,8 @@ def two_servers(model: Path, *more: str, command: Command = ours) -> Iterator[Le
     )
     flags += ("--enable-log-requests", "--max-log-len", "100000000")
     a_server = partial(served, model, LegExecutor, *flags, command=command)
-    with store() as kept, a_server() as one, a_server() as other:
-        yield Legs(one, other, kept)
+    with store() as kv_store, a_server() as one, a_server() as other:
+        yield Legs(one, other, kv_store)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +153,12 @@ def test_every_row_is_there(legs: Legs, body: dict[str, Any], stream: bool) -> N
     ]
     text = f"{stream} {text}"  # of its own, so that no prefix is hit
     path = COMPLETIONS if what == "prompt" else CHAT
-    asked = {**ASK, **body, what: text if what == "prompt" else [{"role": "user", "content": text}]}
-    first, answers = legs.answers(path, asked, stream)
+    request = {
+        **ASK,
+        **body,
+        what: text if what == "prompt" else [{"role": "user", "content": text}],
+    }
+    first, answers = legs.answers(path, request, stream)
     rows = sent_rows(first)[body.get("routed_experts_prompt_start", 0) :]
     assert "prompt_routed_experts" not in first
     assert len(answers) == body.get("n", 1)
@@ -164,7 +168,7 @@ def test_every_row_is_there(legs: Legs, body: dict[str, Any], stream: bool) -> N
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/invocations"])
 @pytest.mark.parametrize(
-    ("about", "is_apart"),
+    ("settings", "is_apart"),
     [
         ({"routed_experts_prompt_start": 20}, False),
         ({"routed_experts_delivery": "reference"}, False),
@@ -176,13 +180,13 @@ def test_every_row_is_there(legs: Legs, body: dict[str, Any], stream: bool) -> N
     ids=["start", "reference", "inline", "stopped", "too large"],
 )
 def test_prompt_rows_stand_apart_if_asked_for_or_if_they_do_not_go_with_the_kv(
-    legs: Legs, path: str, about: dict[str, Any], is_apart: bool, monkeypatch: pytest.MonkeyPatch
+    legs: Legs, path: str, settings: dict[str, Any], is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = f"{path} with {list(about)}" * 2
+    text = f"{path} with {list(settings)}" * 2
     what = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
     with monkeypatch.context() as patch:
-        patch.setattr(prefill_rows, "MAX_BYTES", about.get("MAX_BYTES", prefill_rows.MAX_BYTES))
-        fields = {name: value for name, value in about.items() if name != "MAX_BYTES"}
+        patch.setattr(prefill_rows, "MAX_BYTES", settings.get("MAX_BYTES", prefill_rows.MAX_BYTES))
+        fields = {name: value for name, value in settings.items() if name != "MAX_BYTES"}
         first = legs.first(path, {**ASK, **what, **fields})
     assert ("prompt_routed_experts" in first) == is_apart
     if is_apart:
@@ -191,7 +195,7 @@ def test_prompt_rows_stand_apart_if_asked_for_or_if_they_do_not_go_with_the_kv(
         assert np.array_equal(without_numbers(answer.prompt_rows), without_numbers(rows))
     params = first["kv_transfer_params"] or {}
     assert (PARAM in params) == (
-        not fields.keys() & {"stop_token_ids"} and "MAX_BYTES" not in about
+        not fields.keys() & {"stop_token_ids"} and "MAX_BYTES" not in settings
     )
     if params:
         legs.pull(path, what, first)

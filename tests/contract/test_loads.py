@@ -28,8 +28,8 @@ Warm = tuple[Client, Store]
 @pytest.fixture
 def warm(is_async: bool, beside: bool, request: pytest.FixtureRequest) -> Iterator[Warm]:
     """An engine whose store has PROMPT, which its prefix cache has not."""
-    with store(getattr(request, "param", "recompute"), is_async=beside) as kept:
-        yield computed_before(engine_with_store(is_async=is_async), PROMPT), kept
+    with store(getattr(request, "param", "recompute"), is_async=beside) as kv_store:
+        yield computed_before(engine_with_store(is_async=is_async), PROMPT), kv_store
 
 
 PLAIN, ASKS, RECORDED = {"start": None}, {"start": 0}, {"allow_missing": True}
@@ -51,13 +51,15 @@ REST = {"start": 5 * BLOCK}
 )
 def test_who_loads_and_what_is_missing(warm: Warm, requests: list[Any]) -> None:
     """Each request, how many loads there were by then, and the positions of its unknown rows."""
-    client, kept = warm
-    for index, (about, num_loaded, *missing) in enumerate(requests):
-        if about == "empty":
+    client, kv_store = warm
+    for index, (options, num_loaded, *missing) in enumerate(requests):
+        if options == "empty":
             client.engines[0].empty_prefix_cache()
             continue
-        assert client.answer(str(index), PROMPT, **about).missing == (missing[0] if missing else [])
-        assert kept.num_loaded == num_loaded
+        assert client.answer(str(index), PROMPT, **options).missing == (
+            missing[0] if missing else []
+        )
+        assert kv_store.num_loaded == num_loaded
     lost = client.missing()
     client.finish(missing=lost)
     assert client.causes == Counter({Cause.KV_STORE: lost})
@@ -82,13 +84,13 @@ def test_what_another_instance_computed_is_loaded_for_all(
     """It is what the request came for. Where there are several connectors, the one that loads is
     what counts."""
     is_pulled = connectors[0] == TRANSFER
-    with store() as kept:
+    with store() as kv_store:
         client = computed_before(engine_with_store(*connectors, is_async=is_async), PROMPT)
         client.answer("asks", PROMPT)
-        assert kept.num_loaded == 0
+        assert kv_store.num_loaded == 0
         client.engines[0].empty_prefix_cache()
         decodes = client.answer("decodes", PROMPT, kv_transfer_params={"do_remote_prefill": True})
-        assert kept.num_loaded == is_pulled
+        assert kv_store.num_loaded == is_pulled
         assert decodes.missing == LOADED * is_pulled
         client.finish(missing=len(decodes.missing))
         assert client.causes == Counter({Cause.KV_TRANSFER: len(decodes.missing)})
@@ -103,7 +105,7 @@ def test_what_another_instance_computed_is_loaded_for_all(
 def test_a_load_that_nobody_was_asked_for(warm: Warm, offer: Offer) -> None:
     """Which of the request's blocks it fills is not known: none of them has rows, and the engine
     goes on."""
-    client, kept = warm
+    client, kv_store = warm
     core = client.engines[0]
     load = core.scheduler.connector.update_state_after_alloc
 
@@ -113,7 +115,7 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, offer: Offer) -> None:
 
     core.scheduler.connector.update_state_after_alloc = unasked
     assert client.answer("asks", PROMPT).missing == LOADED
-    assert kept.num_loaded == 1
+    assert kv_store.num_loaded == 1
     client.finish(missing=len(LOADED), forgets=True)
     assert not client.causes, "it is a fault"
 
@@ -121,20 +123,20 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, offer: Offer) -> None:
 def test_a_load_over_the_answer_of_a_running_request(is_async: bool) -> None:
     """Another request finds it in the prefix cache, and loads more: what comes in groups is not
     lost."""
-    with store(fetches_hits=True) as kept:
+    with store(fetches_hits=True) as kv_store:
         client = Client(engine_with_store(is_async=is_async))
         before = client.answer("before", PROMPT, start=None, max_tokens=8 * BLOCK)
         client.engines[0].empty_prefix_cache()
         client.add("running", PROMPT, max_tokens=6 * BLOCK, at_end=True)
         client.steps(4 * BLOCK)
         client.answer("hits", before.sequence, start=None)
-        assert kept.num_loaded == 1
+        assert kv_store.num_loaded == 1
         client.finish()
 
 
 def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
     """A load beside steps ends later than the step that it begins with."""
-    with store(is_async=True, fetches_hits=True) as kept:
+    with store(is_async=True, fetches_hits=True) as kv_store:
         client = computed_before(engine_with_store(is_async=is_async), PROMPT)
         client.add("computes", PROMPT[: BLOCK + 1])
         client.add("loads", PROMPT, start=None)
@@ -144,7 +146,7 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
             == LOADED[:BLOCK]
         )
         assert client.answer("asks", PROMPT[: BLOCK + 1]).missing == []
-        assert kept.num_loaded == 1
+        assert kv_store.num_loaded == 1
         client.finish(missing=BLOCK)
         assert client.causes == {Cause.KV_STORE: BLOCK}, "no fault"
 
@@ -152,10 +154,10 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
 def test_blocks_whose_load_failed_and_that_nobody_computed(warm: Warm) -> None:
     """vLLM 0.32 leaves those of loads within steps in the prefix cache: who asks for rows does not
     use them."""
-    client, kept = warm
-    kept.fails = 1
+    client, kv_store = warm
+    kv_store.fails = 1
     client.add("left", PROMPT, start=None)
-    while not kept.num_failed:
+    while not kv_store.num_failed:
         client.step()
     client.abort("left")
     client.answer("asks", PROMPT)

@@ -560,9 +560,9 @@ def test_a_kernel_that_writes_directly(with_weights: bool, monkeypatch: pytest.M
         logits: torch.Tensor,
         norm: bool,
     ) -> Any:
-        found = logits.softmax(1).topk(ids.shape[1], dim=1)
-        weights.copy_(found.values)
-        ids.copy_(found.indices)
+        top = logits.softmax(1).topk(ids.shape[1], dim=1)
+        weights.copy_(top.values)
+        ids.copy_(top.indices)
         return weights, ids
 
     monkeypatch.setattr(direct_writes, "dispatch_topk_softmax_func", lambda: top_k)

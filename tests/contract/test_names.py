@@ -118,17 +118,18 @@ def test_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server, value:
         for model, (path, body) in zip(MODELS, ENDPOINTS, strict=True):
             some = sorted(names - model.model_fields.keys() - {"extra_body"})
             assert len(some) > 20
-            asked = {"model": "tiny", **body, **({} if path == GENERATE else {"max_tokens": 2})}
+            request = {"model": "tiny", **body, **({} if path == GENERATE else {"max_tokens": 2})}
             more = dict.fromkeys(some, value)
-            expected = said(vllm.post(path, json=asked))
+            expected = said(vllm.post(path, json=request))
             assert expected[0] == 200
-            if said(ours.post(path, json={**asked, **more})) != expected:
-                answers = {name: ours.post(path, json={**asked, name: value}) for name in some}
+            if said(ours.post(path, json={**request, **more})) != expected:
+                answers = {name: ours.post(path, json={**request, name: value}) for name in some}
                 assert {
                     name: one.text for name, one in answers.items() if said(one) != expected
                 } == {}
             plain, extended = (
-                said(ours.post(path, json={**asked, **ASKS, **each})) for each in ({}, more)
+                said(ours.post(path, json={**request, **ASKS, **more_fields}))
+                for more_fields in ({}, more)
             )
             assert plain == extended
 
@@ -216,8 +217,8 @@ def test_a_field_of_ours_in_a_message_is_refused_and_rows_beside_it_are_not(api:
         messages=[{**message, "return_routed_experts": True}],
     )
     refused(api, "/v1/chat/completions/batch", "return_routed_experts", messages=batch)
-    kept = {**message, "routed_experts": {"data": "", "shape": [0, 8, 4]}}
-    assert post(api, CHAT, messages=[kept], max_tokens=1).status_code == 200
+    with_rows = {**message, "routed_experts": {"data": "", "shape": [0, 8, 4]}}
+    assert post(api, CHAT, messages=[with_rows], max_tokens=1).status_code == 200
 
 
 def test_names_in_what_is_a_users_own_are_not_ours(api: Server) -> None:
@@ -287,17 +288,17 @@ def test_a_users_own_names_pass_where_the_request_has_a_place_for_them(
     assert [*misplaced_fields(body)] == []
 
 
-@pytest.mark.parametrize(("place", "body"), LOST, ids=[place for place, _ in LOST])
-def test_the_same_names_elsewhere_hide_no_field_of_ours(place: str, body: dict[str, Any]) -> None:
-    assert (place, "return_routed_experts") in [*misplaced_fields(body)]
+@pytest.mark.parametrize(("path", "body"), LOST, ids=[path for path, _ in LOST])
+def test_the_same_names_elsewhere_hide_no_field_of_ours(path: str, body: dict[str, Any]) -> None:
+    assert (path, "return_routed_experts") in [*misplaced_fields(body)]
 
 
 def test_deep_bodies_are_walked_to_their_end() -> None:
     deep: dict[str, Any] = {"return_routed_experts": True}
     for _ in range(5_000):
         deep = {"a": [deep]}
-    ((place, name),) = misplaced_fields(deep)
-    assert (len(place), name) == (100, "return_routed_experts")
+    ((path, name),) = misplaced_fields(deep)
+    assert (len(path), name) == (100, "return_routed_experts")
 
 
 def test_long_names_do_not_come_back(api: Server) -> None:
@@ -333,7 +334,7 @@ def test_no_route_takes_our_fields_in_silence(api: Server) -> None:
         routes = [
             route for route in build_app(args, ("generate",)).routes if isinstance(route, Route)
         ]
-    asked = [
+    requested_routes = [
         (m, r.path)
         for r in routes
         for m in r.methods or ()
@@ -341,7 +342,7 @@ def test_no_route_takes_our_fields_in_silence(api: Server) -> None:
     ]
     assert {
         ("POST", path) for path in ("/generative_scoring", "/v1/completions/derender", "/sleep")
-    } <= {*asked}
+    } <= {*requested_routes}
     url_encoded = [{**field, "model": "tiny"} for field in IN_FORMS]
     several_parts = [{name: (None, value) for name, value in form.items()} for form in url_encoded]
     ways: list[dict[str, Any]] = [
@@ -351,7 +352,7 @@ def test_no_route_takes_our_fields_in_silence(api: Server) -> None:
     ]
     silent = []
     with api.client() as client:
-        for method, path in asked:
+        for method, path in requested_routes:
             for way in ways:
                 response = client.request(method, re.sub(r"{\w+}", "x", path), **way)
                 if response.status_code != 400 or NAMED not in response.text:
@@ -565,7 +566,7 @@ def test_what_vllm_itself_renders(api: Server, stock: Server) -> None:
             refused(api, path, *start, **body, **start)
             continue
         rendered = [post(server, path, **body, **start).json() for server in (api, stock)]
-        one, other = (each[0] if isinstance(each, list) else each for each in rendered)
+        one, other = (prompts[0] if isinstance(prompts, list) else prompts for prompts in rendered)
         assert one["sampling_params"] == other["sampling_params"]
         assert one["sampling_params"].items() >= start.items()
         refused(api, path, "return_routed_experts", **body, **start, **ASKS)

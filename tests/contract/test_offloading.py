@@ -116,8 +116,8 @@ def test_a_load_of_others_than_were_prepared(warm: Client, of: str, keys: slice)
     rows, manager = rows_of(core), core.scheduler.connector.scheduler.manager
     prepare = manager.prepare_load
 
-    def fewer(asked: Any, context: Any) -> Any:
-        spec = prepare(asked, context)
+    def fewer(request: Any, context: Any) -> Any:
+        spec = prepare(request, context)
         prepared = rows._prepared_load
         rows._prepared_load = prepared._replace(request_id=of, keys=prepared.keys[keys])
         return spec

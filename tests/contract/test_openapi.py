@@ -64,22 +64,22 @@ def served() -> dict[str, Any]:
 
 def operations(spec: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {
-        (path, method): found
+        (path, method): operation
         for path, item in spec["paths"].items()
-        for method, found in item.items()
+        for method, operation in item.items()
     }
 
 
 def ours(spec: dict[str, Any]) -> dict[str, Any]:
     """What is the same whatever vLLM's models are: our schemas, and our fields of vLLM's."""
-    found = {"paths": list(spec["paths"]), "info": spec["info"]}
+    description = {"paths": list(spec["paths"]), "info": spec["info"]}
     for name, schema in spec["components"]["schemas"].items():
         properties = schema.get("properties", {})
         fields = {
             field: described for field, described in properties.items() if "routed_experts" in field
         }
-        found[name] = schema if name.startswith(("RoutedExperts", "Capture")) else fields
-    return {name: described for name, described in found.items() if described}
+        description[name] = schema if name.startswith(("RoutedExperts", "Capture")) else fields
+    return {name: described for name, described in description.items() if described}
 
 
 def test_what_is_ours_in_the_file_is_so_on_every_vllm(spec: dict[str, Any]) -> None:
@@ -118,15 +118,15 @@ def test_our_routes_are_in_the_file_and_nothing_else(
         route for route in (*router.routes, *generate_router.routes) if isinstance(route, APIRoute)
     ]
     routes = [route for route in routes if route.include_in_schema]
-    found = operations(spec)
-    assert found.keys() == {
+    in_file = operations(spec)
+    assert in_file.keys() == {
         (route.path, method.lower()) for route in routes for method in route.methods
     }
-    rows = found["/v1/routed_experts/rows/{id}", "get"]["responses"]
+    rows = in_file["/v1/routed_experts/rows/{id}", "get"]["responses"]
     assert {"200", "206", "304", "400", "401", "404", "410", "412", "416"} <= rows.keys()
-    assert len(found) == 7
+    assert len(in_file) == 7
     assert all(
-        served["paths"][path][method] == operation for (path, method), operation in found.items()
+        served["paths"][path][method] == operation for (path, method), operation in in_file.items()
     )
     # Names only: where vLLM has two models of one name, the references of the two descriptions
     # differ.
@@ -148,8 +148,8 @@ def test_every_example_of_json_is_valid_and_rows_are_absent_instead_of_null(
     schemas = spec["components"]["schemas"]
     parts = [
         part
-        for each in operations(spec).values()
-        for part in (each.get("requestBody"), *each["responses"].values())
+        for operation in operations(spec).values()
+        for part in (operation.get("requestBody"), *operation["responses"].values())
     ]
     bodies = [
         body

@@ -68,7 +68,7 @@ for number, plugins in enumerate(json.loads(sys.argv[2])):
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def findings(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """From the Python of the version's wheel: no engine starts, so no compiled part is needed."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = (
@@ -101,17 +101,17 @@ def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     command = [sys.executable, "-c", PROGRAM, str(tiny_model), json.dumps(cases)]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    found: Found = {}
+    findings: Found = {}
     for number, plugins in enumerate(cases):
         lines = (folder / f"output{number}").read_text().splitlines()
-        found[plugins] = dict(
+        findings[plugins] = dict(
             json.loads(line.removeprefix("FOUND ")) for line in lines if line.startswith("FOUND ")
         )
-        found[plugins]["lines"] = [
+        findings[plugins]["lines"] = [
             line for line in lines if "routed-experts" in line and not line.startswith("FOUND ")
         ]
-        assert "serve" in found[plugins], lines
-    return found
+        assert "serve" in findings[plugins], lines
+    return findings
 
 
 ENGINES = tuple(
@@ -120,8 +120,8 @@ ENGINES = tuple(
 
 
 @pytest.mark.parametrize("plugins", [UNSET, NAMED])
-def test_who_does_not_ask_notices_nothing(found: Found, plugins: str | None) -> None:
-    result = found[plugins]
+def test_who_does_not_ask_notices_nothing(findings: Found, plugins: str | None) -> None:
+    result = findings[plugins]
     assert result["version"].startswith(VERSION)
     assert result["silent"] == [CPU_WORKER, None, False]
     assert not [
@@ -132,9 +132,9 @@ def test_who_does_not_ask_notices_nothing(found: Found, plugins: str | None) -> 
 
 
 def test_who_asks_gets_one_warning_and_vllms_own_capture_and_no_command_serves(
-    found: Found,
+    findings: Found,
 ) -> None:
-    result = found[UNSET]
+    result = findings[UNSET]
     assert result["asked"] == [[CPU_WORKER, None, True]] * 2
     (warning,) = (line for line in result["lines"] if "WARNING" in line)
     assert SENTENCE in warning
@@ -146,9 +146,9 @@ def test_who_asks_gets_one_warning_and_vllms_own_capture_and_no_command_serves(
     )
 
 
-def test_who_names_the_package_and_asks_gets_an_error(found: Found) -> None:
-    result = found[NAMED]
-    for asked in result["asked"]:
-        assert asked.startswith(f"UnsupportedConfig: {SENTENCE}")
-        assert "VLLM_PLUGINS" in asked
+def test_who_names_the_package_and_asks_gets_an_error(findings: Found) -> None:
+    result = findings[NAMED]
+    for error in result["asked"]:
+        assert error.startswith(f"UnsupportedConfig: {SENTENCE}")
+        assert "VLLM_PLUGINS" in error
     assert not [line for line in result["lines"] if "WARNING" in line]

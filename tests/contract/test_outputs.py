@@ -51,9 +51,9 @@ def test_our_classes_can_be_made() -> None:
             if info.name.endswith(".__main__"):  # runs when it is imported
                 continue
             classes = [
-                each
-                for each in vars(importlib.import_module(info.name)).values()
-                if inspect.isclass(each)
+                value
+                for value in vars(importlib.import_module(info.name)).values()
+                if inspect.isclass(value)
             ]
             own = {cls for cls in classes if cls.__module__ == info.name}
             derived |= {

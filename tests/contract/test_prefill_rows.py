@@ -43,32 +43,36 @@ REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, PARAM: True}
 PROMPT = tokens(100)
 
 
-def changed(params: dict[str, Any], **about: Any) -> dict[str, Any]:
+def changed(params: dict[str, Any], **options: Any) -> dict[str, Any]:
     """`params` with other rows."""
-    return {**params, PARAM: {**params[PARAM], **about}}
+    return {**params, PARAM: {**params[PARAM], **options}}
 
 
 class Pair:
     """A prefill and a decode instance, and what a proxy does."""
 
     def __init__(
-        self, kept: Store, num_blocks: int | None = None, failures: str = "recompute", **about: Any
+        self,
+        kv_store: Store,
+        num_blocks: int | None = None,
+        failures: str = "recompute",
+        **options: Any,
     ) -> None:
         """`num_blocks` are the decode instance's, and so is `failures`."""
-        self.kept = kept
-        self.prefill = Client(engine_with_store(PULL, **about))
-        self.core = engine_with_store(PULL, num_blocks=num_blocks, failures=failures, **about)
+        self.kv_store = kv_store
+        self.prefill = Client(engine_with_store(PULL, **options))
+        self.core = engine_with_store(PULL, num_blocks=num_blocks, failures=failures, **options)
         self.decode = Client(self.core)
         self._count = count(1)
         self.decode.answer("warm up", [1])  # as the probe of a server does
 
     def export_rows(
-        self, prompt: list[int], start: int | None = 0, ask: dict[str, Any] = REMOTE, **about: Any
+        self, prompt: list[int], start: int | None = 0, ask: dict[str, Any] = REMOTE, **options: Any
     ) -> dict[str, Any]:
         """The prefill leg; what its answer says of the KV."""
         name = f"prefill-{next(self._count)}"
         received = self.prefill.answer(
-            name, prompt, start, max_tokens=1, kv_transfer_params=dict(ask), **about
+            name, prompt, start, max_tokens=1, kv_transfer_params=dict(ask), **options
         )
         params = received.kv_transfer_params
         assert params is not None
@@ -80,46 +84,46 @@ class Pair:
         params: Any,
         start: int | None = 0,
         max_tokens: int = 4,
-        **about: Any,
+        **options: Any,
     ) -> Received:
         """The decode leg; its rows are checked as they come."""
         name = f"decode-{next(self._count)}"
         self.decode.add(
-            name, prompt, start, kv_transfer_params=params, max_tokens=max_tokens, **about
+            name, prompt, start, kv_transfer_params=params, max_tokens=max_tokens, **options
         )
         return self.decode.received[name]
 
     def missing(
-        self, prompt: list[int], params: Any, start: int | None = 0, **about: Any
+        self, prompt: list[int], params: Any, start: int | None = 0, **options: Any
     ) -> list[int]:
         """Positions whose rows did not come, of a decode leg to its end; those that came have their
         weights."""
-        received = self.add(prompt, params, start, **about)
+        received = self.add(prompt, params, start, **options)
         self.decode.run()
         assert received.finish is FinishReason.LENGTH
         assert self.decode.num_without_weights == 0
         return received.missing
 
-    def legs(self, prompt: list[int], **about: Any) -> list[int]:
+    def legs(self, prompt: list[int], **options: Any) -> list[int]:
         """The same, after a prefill leg."""
-        return self.missing(prompt, self.export_rows(prompt), **about)
+        return self.missing(prompt, self.export_rows(prompt), **options)
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with store() as kept:
-        yield (made := Pair(kept))
+    with store() as kv_store:
+        yield (made := Pair(kv_store))
         made.decode.finish(missing=None)
 
 
 def test_every_row_is_there(is_async: bool) -> None:
-    with store() as kept:
-        pair = Pair(kept, is_async=is_async)
+    with store() as kv_store:
+        pair = Pair(kv_store, is_async=is_async)
         for index, length in enumerate((1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 170)):
             params = pair.export_rows(prompt := tokens(length, seed=length))
             assert params[PARAM]["shape"] == [length, L, K]
             assert pair.missing(prompt, params, max_tokens=9) == []
-            assert kept.num_loaded == index + 1
+            assert kv_store.num_loaded == index + 1
         pair.decode.finish()
 
 
@@ -157,8 +161,8 @@ def test_rows_that_do_not_come_with_kv_are_not_believed(pair: Pair) -> None:
         "do_remote_prefill": False
     }
     # the second hits what the first has computed
-    for given in ({PARAM: poisoned[PARAM]}, poisoned):
-        assert pair.missing(PROMPT, given) == []
+    for untrusted in ({PARAM: poisoned[PARAM]}, poisoned):
+        assert pair.missing(PROMPT, untrusted) == []
 
 
 # ---- leases ----
@@ -174,10 +178,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture(params=["recompute", "missing"])
 def leased(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Pair]:
     """A pair with each policy for loads; leases end."""
-    with store(request.param, clock=clock) as kept:
-        yield (made := Pair(kept, max_num_seqs=NUM_SEQS))
+    with store(request.param, clock=clock) as kv_store:
+        yield (made := Pair(kv_store, max_num_seqs=NUM_SEQS))
         made.decode.finish(
-            but=[name for name, each in made.decode.received.items() if each.finish is None]
+            but=[name for name, received in made.decode.received.items() if received.finish is None]
         )
 
 
@@ -195,7 +199,7 @@ def test_a_leg_that_comes_late(
     leased.add(PROMPT, params)
     clock.passed = seconds
     leased.decode.finish()
-    assert leased.kept.num_loaded == num_loaded
+    assert leased.kv_store.num_loaded == num_loaded
 
 
 @pytest.mark.parametrize(
@@ -208,8 +212,8 @@ def test_a_pull_that_ends_late(
 ) -> None:
     """The prefill instance may have given the blocks to another prompt by then, whose KV was
     read."""
-    with store(clock=clock) as kept:
-        pair = Pair(kept, failures=failures, is_async=is_async)
+    with store(clock=clock) as kv_store:
+        pair = Pair(kv_store, failures=failures, is_async=is_async)
         received = pair.add(PROMPT, pair.export_rows(PROMPT))
         while not pair.core.model_executor.underway:
             pair.decode.step()
@@ -218,11 +222,11 @@ def test_a_pull_that_ends_late(
         pair.prefill.answer("another", tokens((NUM_BLOCKS - 2) * BLOCK, seed=1), max_tokens=1)
         pair.decode.finish(ends=(FinishReason.LENGTH, end))
         assert received.finish is end
-        assert kept.num_loaded == 1
+        assert kv_store.num_loaded == 1
 
 
 def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
-    """Whatever a client says, so that nothing is kept for longer than KV is."""
+    """Whatever a client says, so that nothing is kv_store for longer than KV is."""
     pulls = Pulls(lease_s=30)
 
     def comes(name: str, source: int, seconds: float) -> bool:
@@ -250,7 +254,7 @@ def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
 
 def test_an_aborted_prefill_hands_no_rows_over(pair: Pair) -> None:
     """Whatever its connector offers: steps are under way whose rows have not arrived."""
-    pair.kept.offers_aborted = True
+    pair.kv_store.offers_aborted = True
     scheduler = pair.prefill.engines[0].scheduler
     offered = []
     finished = scheduler._connector_finished
@@ -273,15 +277,15 @@ def test_choices_of_a_prompt_pull_it_once(pair: Pair) -> None:
     read = [pair.core.model_executor.seen[name] for name in names]
     for position in range(100 // BLOCK * BLOCK):
         assert read[0][position] == read[1][position] == read[2][position]
-    assert pair.kept.num_loaded == 1
+    assert pair.kv_store.num_loaded == 1
 
 
 def test_choices_in_several_engines(pair: Pair) -> None:
     """With data parallelism no engine knows of the other's pull, which gives the KV up."""
-    both = Client(pair.core, engine_with_store(PULL, is_async=pair.kept.is_async))
+    both = Client(pair.core, engine_with_store(PULL, is_async=pair.kv_store.is_async))
     both.add("n", PROMPT, start=100, n=4, kv_transfer_params=pair.export_rows(PROMPT), max_tokens=9)
     both.finish()
-    assert pair.kept.num_loaded == 1
+    assert pair.kv_store.num_loaded == 1
 
 
 def test_a_request_that_is_refused_leaves_nothing(pair: Pair) -> None:
@@ -295,7 +299,7 @@ def test_a_request_that_is_refused_leaves_nothing(pair: Pair) -> None:
     assert other.received.pop("runs").finish is FinishReason.ERROR
     assert not pair.core.capture.prefill_rows.pulls
     assert pair.missing(PROMPT, params) == []
-    assert pair.kept.num_loaded == 1
+    assert pair.kv_store.num_loaded == 1
 
 
 # ---- what is in kv_transfer_params ----
@@ -323,8 +327,8 @@ def test_rows_come_back(num_rows: int) -> None:
 def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_rows, "MAX_BYTES", 100 * 48 * 8)
     narrow, wide = np.zeros((101, 48, 8), np.int16), np.full((100, 48, 8), 300, np.int16)
-    each = [prefill_rows.encode(rows, 0) for rows in (narrow, narrow[:100], wide, wide[:50])]
-    assert [handed is not None for handed in each] == [False, True, False, True]
+    handed_over = [prefill_rows.encode(rows, 0) for rows in (narrow, narrow[:100], wide, wide[:50])]
+    assert [handed is not None for handed in handed_over] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
@@ -361,7 +365,9 @@ def test_the_engine_takes_nothing_else() -> None:
     wrong += [None, [], {}, {key: value for key, value in GOOD.items() if key != "until"}]
     # as the host cache's before the first step
     wrong += [{**GOOD, "data": b"", "shape": [100, 0, 0]}]
-    assert [each for each in wrong if prefill_rows.decode(each) is not None] == []
+    assert [
+        wrong_value for wrong_value in wrong if prefill_rows.decode(wrong_value) is not None
+    ] == []
 
 
 # ---- what programs can put there ----
@@ -486,13 +492,13 @@ def over_http(params: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("way", [lambda params: params, over_http], ids=["program", "http"])
 @pytest.mark.parametrize("length", [1, BLOCK, 100])
 def test_they_are_handed_over_with_the_ids(way: Any, length: int) -> None:
-    with store() as kept:
-        pair, prompt = Pair(kept, weights=True), tokens(length)
+    with store() as kv_store:
+        pair, prompt = Pair(kv_store, weights=True), tokens(length)
         params = way(pair.export_rows(prompt, weights=True))
         assert params[PARAM]["dtype"] == prefill_rows.WORDS
         assert pair.missing(prompt, params, weights=True, max_tokens=9) == []
         assert pair.missing([*prompt, *tokens(20, seed=2)], None, weights=True) == []
-        assert kept.num_loaded == 1
+        assert kv_store.num_loaded == 1
         assert pair.decode.num_weights == length + 8 + length + 20 + 3
 
 
@@ -500,16 +506,19 @@ def test_they_are_handed_over_with_the_ids(way: Any, length: int) -> None:
 def test_a_decode_leg_that_is_handed_no_weights(plain_prefill: bool) -> None:
     """If it wants weights, it computes the prompt. If not, it uses the ids; who wants weights later
     computes then."""
-    with store() as kept:
-        pair, prompt = Pair(kept, weights=True), tokens(100)
+    with store() as kv_store:
+        pair, prompt = Pair(kv_store, weights=True), tokens(100)
         if plain_prefill:
             pair.prefill = Client(engine_with_store(PULL))
-        assert (pair.missing(prompt, pair.export_rows(prompt), weights=True), kept.num_loaded) == (
+        assert (
+            pair.missing(prompt, pair.export_rows(prompt), weights=True),
+            kv_store.num_loaded,
+        ) == (
             [],
             0,
         )
         prompt = tokens(100, seed=1)
-        assert (pair.missing(prompt, pair.export_rows(prompt)), kept.num_loaded) == ([], 1)
+        assert (pair.missing(prompt, pair.export_rows(prompt)), kv_store.num_loaded) == ([], 1)
         again = pair.add(prompt, None)
         assert pair.missing(prompt, None, weights=True) == again.missing == []
         assert pair.missing(prompt, None, weights=True) == []
@@ -550,25 +559,28 @@ def test_ids_that_came_alone_and_were_offloaded(
 @pytest.mark.parametrize("num_rows", [0, BLOCK])
 def test_weights_of_fewer_rows_than_what_is_pulled_follows(num_rows: int) -> None:
     """All rows that came are before what is pulled: none is left, and the engine goes on."""
-    with store() as kept:
-        pair, prompt = Pair(kept, weights=True), tokens(100)
+    with store() as kv_store:
+        pair, prompt = Pair(kv_store, weights=True), tokens(100)
         pair.decode.answer("computed before", prompt[: 2 * BLOCK], weights=True)
         params = pair.export_rows(prompt, weights=True)
         value = params[PARAM]
         few = {"data": value["data"][: num_rows * 3 * L * K * 2], "shape": [num_rows, 3 * L, K]}
         params = {**params, PARAM: {**value, **few}}
         assert pair.missing(prompt, params, weights=True) == [*range(2 * BLOCK, 99)]
-        assert kept.num_loaded == 1
+        assert kv_store.num_loaded == 1
         assert pair.missing(prompt, None, weights=True) == []
         pair.decode.finish(missing=None)
 
 
 def test_an_instance_without_weights_uses_the_ids_that_are_handed_over_with_some() -> None:
-    with store() as kept:
-        pair, prompt = Pair(kept, weights=True), tokens(100)
+    with store() as kv_store:
+        pair, prompt = Pair(kv_store, weights=True), tokens(100)
         pair.decode = Client(engine_with_store(PULL))
         pair.decode.answer("warm up", [1])
-        assert (pair.missing(prompt, pair.export_rows(prompt, weights=True)), kept.num_loaded) == (
+        assert (
+            pair.missing(prompt, pair.export_rows(prompt, weights=True)),
+            kv_store.num_loaded,
+        ) == (
             [],
             1,
         )
@@ -577,8 +589,8 @@ def test_an_instance_without_weights_uses_the_ids_that_are_handed_over_with_some
 def test_too_many_to_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids are handed over then without weights."""
     monkeypatch.setattr(prefill_rows, "MAX_BYTES", 50 * L * K * 2)
-    with store() as kept:
-        pair = Pair(kept, weights=True)
+    with store() as kv_store:
+        pair = Pair(kv_store, weights=True)
         assert pair.export_rows(tokens(50), weights=True)[PARAM]["dtype"] == prefill_rows.WORDS
         monkeypatch.setattr(prefill_rows, "_WORDS_BYTES", 1)
         params = pair.export_rows(tokens(50, seed=1), weights=True)
@@ -620,8 +632,8 @@ def test_odd_values_over_http() -> None:
         forged.parse((3, L * K // 3), 300)
 
 
-@pytest.mark.parametrize("place", ["dtype", "\ud800"])
-def test_rows_with_text_that_is_no_unicode_are_no_rows(place: str) -> None:
+@pytest.mark.parametrize("where", ["dtype", "\ud800"])
+def test_rows_with_text_that_is_no_unicode_are_no_rows(where: str) -> None:
     """JSON can have half a surrogate pair. Nothing is raised where a program runs the engine."""
-    value = {"data": b"", "dtype": "int16", "shape": [0, 1, 1], "until": 1.0, place: "\ud800"}
+    value = {"data": b"", "dtype": "int16", "shape": [0, 1, 1], "until": 1.0, where: "\ud800"}
     assert prefill_rows.decode(value) is None

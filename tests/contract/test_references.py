@@ -74,8 +74,10 @@ def bare(array: dict[str, Any]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def reference(api: Server) -> dict[str, Any]:
-    found: dict[str, Any] = api.complete(prompt=prompt_of(50, 11), max_tokens=1, **ASK, **REFERENCE)
-    return found["prompt_routed_experts"]
+    answer: dict[str, Any] = api.complete(
+        prompt=prompt_of(50, 11), max_tokens=1, **ASK, **REFERENCE
+    )
+    return answer["prompt_routed_experts"]
 
 
 def request(
@@ -105,11 +107,11 @@ def test_parts_of_an_array(
             assert response.headers["x-routed-experts-shape"] == ",".join(map(str, part.shape))
             assert response.headers["x-routed-experts-dtype"] == "int16"
             assert response.headers["content-length"] == str(part.nbytes)
-    for found in (
+    for partial_array in (
         fetch(reference, layers=layers, tokens=tokens),
         get(api, reference, layers=layers, tokens=tokens),
     ):
-        assert np.array_equal(found, part)
+        assert np.array_equal(partial_array, part)
 
 
 def test_parts_that_there_are_not(api: Server, reference: dict[str, Any]) -> None:
@@ -138,7 +140,7 @@ PART_BYTES = 5 * 40 * K * 2
 
 
 @pytest.mark.parametrize(
-    ("asked", "first", "end"),
+    ("range_header", "first", "end"),
     [
         ("bytes=0-0", 0, 1),
         ("bytes=10-1999", 10, 2000),
@@ -152,29 +154,31 @@ PART_BYTES = 5 * 40 * K * 2
     ],
 )
 def test_byte_ranges(
-    api: Server, reference: dict[str, Any], asked: str, first: int | None, end: int | None
+    api: Server, reference: dict[str, Any], range_header: str, first: int | None, end: int | None
 ) -> None:
     """Those that make no sense are ignored."""
     part = np.load(reference["path"])[2:7, 5:45].tobytes()
-    response = request(api, reference, "GET", PART, ("Range", asked))
+    response = request(api, reference, "GET", PART, ("Range", range_header))
     assert (response.status_code, response.content) == (
         200 if first is None else 206,
         part[first:end],
     )
     said = None if first is None else f"bytes {first}-{end - 1}/{PART_BYTES}"
     assert response.headers.get("content-range") == said
-    head = request(api, reference, "HEAD", PART, ("Range", asked))  # ranges are for GET alone
+    head = request(
+        api, reference, "HEAD", PART, ("Range", range_header)
+    )  # ranges are for GET alone
     assert (head.status_code, head.headers["content-length"]) == (200, str(PART_BYTES))
 
 
 MATCH, NONE_MATCH, IF_RANGE = "If-Match", "If-None-Match", "If-Range"
 CONDITIONS: list[tuple[int, list[tuple[str, str]]]] = [
-    *((304, [(NONE_MATCH, each)]) for each in ("TAG", "*", '"a", W/TAG', '"a,b" ,TAG')),
+    *((304, [(NONE_MATCH, tags)]) for tags in ("TAG", "*", '"a", W/TAG', '"a,b" ,TAG')),
     (304, [(NONE_MATCH, '"other"'), (NONE_MATCH, "TAG")]),
-    *((200, [(NONE_MATCH, each)]) for each in ('"other"', '"xTAG', "TAG-", "")),
-    *((200, [(MATCH, each)]) for each in ("TAG", "*")),
+    *((200, [(NONE_MATCH, tags)]) for tags in ('"other"', '"xTAG', "TAG-", "")),
+    *((200, [(MATCH, tags)]) for tags in ("TAG", "*")),
     (200, [(MATCH, '"other"'), (MATCH, "TAG")]),
-    *((412, [(MATCH, each)]) for each in ('"other"', "W/TAG", '"a", "b"')),
+    *((412, [(MATCH, tags)]) for tags in ('"other"', "W/TAG", '"a", "b"')),
     (412, [(MATCH, '"other"'), (NONE_MATCH, "TAG")]),
     (206, [("Range", "bytes=0-1"), (IF_RANGE, "TAG")]),
     (200, [("Range", "bytes=0-1"), (IF_RANGE, '"other"')]),
@@ -191,25 +195,25 @@ def test_conditions(
     plain = request(api, reference, "GET", query)
     tag = plain.headers["etag"]
     assert tag != request(api, reference, "GET", "" if query else PART).headers["etag"]
-    asked = [
+    conditions = [
         (name, value.replace("TAG-", f"{tag[:-1]}-").replace("TAG", tag)) for name, value in headers
     ]
-    response = request(api, reference, "GET", query, *asked)
+    response = request(api, reference, "GET", query, *conditions)
     assert response.status_code == status
     if status == 416:
         assert response.headers["content-range"] == f"bytes */{len(plain.content)}"
     else:
-        assert request(api, reference, "HEAD", query, *asked).status_code == (
+        assert request(api, reference, "HEAD", query, *conditions).status_code == (
             200 if status == 206 else status
         )
 
 
 def test_conditions_of_deletions(api: Server) -> None:
     def stored() -> dict[str, Any]:
-        found: dict[str, Any] = api.complete(prompt="abc", max_tokens=1, **ASK, **REFERENCE)[
-            "prompt_routed_experts"
-        ]
-        return found
+        array_reference: dict[str, Any] = api.complete(
+            prompt="abc", max_tokens=1, **ASK, **REFERENCE
+        )["prompt_routed_experts"]
+        return array_reference
 
     first, second = stored(), stored()
     tag = request(api, first).headers["etag"]
@@ -302,9 +306,9 @@ def test_urls_say_nothing_that_a_request_says(api: Server) -> None:
         said = {"Host": "evil:1", "X-Forwarded-Proto": "https", "X-Forwarded-Prefix": "/evil"}
         body = {"model": "tiny", "prompt": "a", "max_tokens": 2, **ASK, **REFERENCE}
         answer = client.post(COMPLETIONS, json=body, headers=said).json()
-    for found in (answer["prompt_routed_experts"], answer["choices"][0]["routed_experts"]):
-        assert found["url"] == f"routed_experts/rows/{found['id']}"
-        assert get(api, found).shape[0] == L
+    for referred in (answer["prompt_routed_experts"], answer["choices"][0]["routed_experts"]):
+        assert referred["url"] == f"routed_experts/rows/{referred['id']}"
+        assert get(api, referred).shape[0] == L
 
 
 def test_two_ranks_fetch_their_own_layers_of_several_turns(api: Server) -> None:
@@ -380,9 +384,9 @@ def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(
         chunks = [
             chunk for chunk in server.stream(COMPLETIONS, **body) if "routed_exp" in str(chunk)
         ]
-        joined = {"model": "tiny", **body, "routed_experts_layout": "joined", "n": 2}
+        joined_body = {"model": "tiny", **body, "routed_experts_layout": "joined", "n": 2}
         with server.client() as client:
-            assert client.post(COMPLETIONS, json=joined).status_code == 507
+            assert client.post(COMPLETIONS, json=joined_body).status_code == 507
         (folder,) = tmp_path.iterdir()
         folder.rename(tmp_path / "elsewhere")  # the store makes it again
         assert "url" in server.complete(**body)["choices"][0]["routed_experts"]
@@ -460,8 +464,8 @@ def test_only_tokens_that_the_context_has_room_for_count(
     most = str(4 * -(-30 * L * K * 2 // 3))
     flags = ("--routed-experts-max-response-bytes", most, "--max-model-len", "600")
     with limited(tiny_model, tmp_path / "store", 40 * L * K * 2, *flags) as server:
-        asked = {"prompt": [7] * 590, "routed_experts_prompt_start": 580, "ignore_eos": True}
-        said = server.complete(max_tokens=600, **asked, **ASK, **delivery)
+        request = {"prompt": [7] * 590, "routed_experts_prompt_start": 580, "ignore_eos": True}
+        said = server.complete(max_tokens=600, **request, **ASK, **delivery)
     assert said["choices"][0]["routed_experts"]["shape"][0] == 9
 
 

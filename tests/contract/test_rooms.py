@@ -85,10 +85,10 @@ def room_of(module: str) -> str:
 
 
 def test_each_room_imports_what_the_table_allows_and_uses_all_of_it() -> None:
-    found: dict[str, set[str]] = defaultdict(set)
+    imports: dict[str, set[str]] = defaultdict(set)
     for module, imported in IMPORTS.items():
-        found[room_of(module)] |= set(map(room_of, imported)) - {room_of(module)}
-    assert found == MAY_IMPORT
+        imports[room_of(module)] |= set(map(room_of, imported)) - {room_of(module)}
+    assert imports == MAY_IMPORT
 
 
 def test_the_worker_and_the_scheduler_share_nothing_but_messages() -> None:

@@ -246,11 +246,13 @@ def test_no_salt_of_a_program_is_that_of_an_input(engine: Engine) -> None:
     names: set[str | None] = {None, "the client's"}
     own_salts = list(names)
     for _ in range(3):
-        made = [salted(engine, each, salt) for salt in own_salts for each in (args, None)]
+        made = [
+            salted(engine, extra_args, salt) for salt in own_salts for extra_args in (args, None)
+        ]
         own_salts = [request.cache_salt for request in made]
         names.update(own_salts)
-    cases = [(each, salt) for salt in names for each in (args, None)]
-    hashes = [salted(engine, each, salt).block_hashes[0] for each, salt in cases]
+    cases = [(extra_args, salt) for salt in names for extra_args in (args, None)]
+    hashes = [salted(engine, extra_args, salt).block_hashes[0] for extra_args, salt in cases]
     assert len(set(hashes)) == len(cases)
 
 
@@ -443,15 +445,15 @@ def test_routers_without_a_known_formula_are_refused(router: Any, words: str) ->
         family_of(router, E, K)
 
 
-def layers_of(**about: Any) -> Any:
-    config = SimpleNamespace(sp_size=about.pop("sp_size", 1), dp_size=about.pop("dp_size", 1))
-    layer = {"layer_id": 7, "is_monolithic": False, "do_naive_dispatch_combine": False, **about}
+def layers_of(**fields: Any) -> Any:
+    config = SimpleNamespace(sp_size=fields.pop("sp_size", 1), dp_size=fields.pop("dp_size", 1))
+    layer = {"layer_id": 7, "is_monolithic": False, "do_naive_dispatch_combine": False, **fields}
     runner = SimpleNamespace(moe_config=config, **layer)
     return SimpleNamespace(fused=(), runners=(runner,))
 
 
 @pytest.mark.parametrize(
-    ("about", "words"),
+    ("fields", "words"),
     [
         ({"is_monolithic": True}, "kernel of layer 7 routes by itself"),
         ({"sp_size": 2}, "Layer 7 spreads the tokens"),
@@ -459,8 +461,8 @@ def layers_of(**about: Any) -> Any:
     ],
 )
 def test_layers_whose_router_does_not_see_the_steps_tokens_are_refused(
-    about: dict[str, Any], words: str
+    fields: dict[str, Any], words: str
 ) -> None:
     check_input_layers(layers_of())
     with pytest.raises(UnsupportedConfig, match=words):
-        check_input_layers(layers_of(**about))
+        check_input_layers(layers_of(**fields))

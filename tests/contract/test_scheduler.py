@@ -152,11 +152,11 @@ class Warm(Client):
         super().__init__(self.core)
         self.answer("before", PROMPT, max_tokens=1)
 
-    def hold(self, name: str, steps: int, **about: Any) -> list[str]:
+    def hold(self, name: str, steps: int, **options: Any) -> list[str]:
         """Adds a request of PROMPT, of whose rows none fits a message before `let_go` is called."""
         self.core.capture.output_queue.part_bytes = 0
         with patch.object(message_parts, "BACKLOG_SHARE", 1 << 60):
-            ids = self.add(name, PROMPT, **about)
+            ids = self.add(name, PROMPT, **options)
             self.steps(steps)
         return ids
 

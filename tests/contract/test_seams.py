@@ -37,13 +37,13 @@ SCHEDULER = "v1/core/sched/scheduler.py"
 def calls_on(path: str, attribute: str) -> dict[str, set[int]]:
     """The methods that a file of vLLM's calls on `self.<attribute>`, and with how many
     arguments."""
-    found: dict[str, set[int]] = {}
+    counts: dict[str, set[int]] = {}
     for node in nodes(VLLM / path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             on = node.func.value
             if isinstance(on, ast.Attribute) and on.attr == attribute:
-                found.setdefault(node.func.attr, set()).add(len(node.args) + len(node.keywords))
-    return found
+                counts.setdefault(node.func.attr, set()).add(len(node.args) + len(node.keywords))
+    return counts
 
 
 SERVING: list[tuple[type[Any], type]] = [
@@ -144,7 +144,7 @@ def is_vllms(cls: type) -> bool:
 def overrides(cls: type) -> dict[str, list[type]]:
     """The names of our functions in a class, and the classes of vLLM's behind them that have one of
     that name too."""
-    found = {}
+    overridden = {}
     for index, ours in enumerate(cls.__mro__):
         if not ours.__module__.startswith("routed_experts."):
             continue
@@ -157,8 +157,8 @@ def overrides(cls: type) -> dict[str, list[type]]:
                 bases = [base for base in behind if is_vllms(base)]
                 # which calls it, whatever vLLM does
                 if bases and behind[-1].__module__ != "argparse":
-                    found[name] = bases
-    return found
+                    overridden[name] = bases
+    return overridden
 
 
 def test_every_method_of_vllms_that_is_replaced_is_listed() -> None:

@@ -38,11 +38,11 @@ def test_nobody_gets_rows_without_the_key(tiny_model: Path) -> None:
         locked.client() as client,
     ):
         for path, body in BODIES.items():
-            asked = {"model": "tiny", "return_routed_experts": True, **body}
+            request = {"model": "tiny", "return_routed_experts": True, **body}
             for header in ({}, {"Authorization": "Bearer another"}, {"Authorization": KEY}):
-                assert client.post(path, json=asked, headers=header).status_code == 401
+                assert client.post(path, json=request, headers=header).status_code == 401
                 assert client.get("/v1/routed_experts", headers=header).status_code == 401
-            opened = client.post(path, json=asked, headers={"Authorization": f"Bearer {KEY}"})
+            opened = client.post(path, json=request, headers={"Authorization": f"Bearer {KEY}"})
             assert opened.status_code == 200
             assert b"routed_experts" in opened.content
         plain = {"model": "tiny", "prompt": "a", "max_tokens": 2}

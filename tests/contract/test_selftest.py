@@ -44,11 +44,11 @@ class Again:
         self._loop: asyncio.AbstractEventLoop
         self._given: tuple[Any, ...] = ()
 
-    async def first(self, *given: Any) -> None:
+    async def first(self, *args: Any) -> None:
         """The probe that the server starts with."""
-        self._loop, self._given = asyncio.get_running_loop(), given
-        self.app, self.captured, *_ = given
-        await selftest.probe(*given)
+        self._loop, self._given = asyncio.get_running_loop(), args
+        self.app, self.captured, *_ = args
+        await selftest.probe(*args)
 
     def __call__(self) -> None:
         asyncio.run_coroutine_threadsafe(selftest.probe(*self._given), self._loop).result(120)
@@ -153,8 +153,8 @@ def test_servers_that_start(
 ) -> None:
     passed: list[str] = []
 
-    async def probed(*given: Any) -> None:
-        await selftest.probe(*given)
+    async def probed(*args: Any) -> None:
+        await selftest.probe(*args)
         passed.append("probe")
 
     monkeypatch.setattr(plugin, "probe", probed)
@@ -270,8 +270,8 @@ def test_routes_that_are_vllms_own(again: Again, monkeypatch: pytest.MonkeyPatch
         routes = [stock[path] if path_of(route) == path else route for route in ours]
         monkeypatch.setattr(again.app.router, "routes", routes)
         again.fails()
-    kept = [route for route in ours if path_of(route) != "/v1/routed_experts"]
-    monkeypatch.setattr(again.app.router, "routes", kept)
+    remaining = [route for route in ours if path_of(route) != "/v1/routed_experts"]
+    monkeypatch.setattr(again.app.router, "routes", remaining)
     again.fails("did not reach this server's routes")
 
 

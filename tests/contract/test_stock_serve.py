@@ -70,9 +70,9 @@ def check_vllms(choice: dict[str, Any], tokens: list[int], start: int) -> int:
 
 
 def generate(server: Server, prompt: list[int], start: int = 0, **body: Any) -> dict[str, Any]:
-    asked = {"max_tokens": 7, "n": 2, "temperature": 1.0, "routed_experts_prompt_start": start}
+    sampling = {"max_tokens": 7, "n": 2, "temperature": 1.0, "routed_experts_prompt_start": start}
     return server._post(
-        "/inference/v1/generate", {"token_ids": prompt, "sampling_params": asked, **body}
+        "/inference/v1/generate", {"token_ids": prompt, "sampling_params": sampling, **body}
     )
 
 
@@ -125,15 +125,15 @@ def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -
         tmp_path / "store",
         {"return_routed_experts": True, "routed_experts_delivery": "reference"},
     )
-    given = {
+    settings_given = {
         "routed_experts_store": str(folder),
         "routed_experts_store_bytes": 100_000,
         "routed_experts_page": False,
     }
-    given |= {"routed_experts_store_seconds": 50, "routed_experts_store_paths": True}
-    given |= {"routed_experts_record": str(tmp_path / "record")}
+    settings_given |= {"routed_experts_store_seconds": 50, "routed_experts_store_paths": True}
+    settings_given |= {"routed_experts_record": str(tmp_path / "record")}
     with (
-        stock(tiny_model, "routed_experts", *settings(**given)) as server,
+        stock(tiny_model, "routed_experts", *settings(**settings_given)) as server,
         server.client() as client,
     ):
         assert client.get("/routed_experts").status_code == 404
@@ -155,7 +155,7 @@ def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("wrong_settings", "error", "message"),
     [  # the last two, only the model shows
         ({"routed_experts_store": __file__}, StoreError, "test_stock_serve"),
         (
@@ -176,11 +176,11 @@ def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -
     ],
 )
 def test_settings_that_cannot_be(
-    tiny_model: Path, given: dict[str, Any], error: type[Exception], message: str
+    tiny_model: Path, wrong_settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with (
         pytest.raises(error, match=message),
-        stock(tiny_model, "routed_experts", *settings(**given)),
+        stock(tiny_model, "routed_experts", *settings(**wrong_settings)),
     ):
         pass
 
@@ -205,8 +205,8 @@ def test_beam_search_is_refused(plain: Server) -> None:
         ("/v1/chat/completions", {"messages": MESSAGES}),
     ):
         with plain.client() as client:
-            asked = {"model": "tiny", "max_tokens": 3, "use_beam_search": True, "n": 2, **body}
-            response = client.post(path, json=asked)
+            request = {"model": "tiny", "max_tokens": 3, "use_beam_search": True, "n": 2, **body}
+            response = client.post(path, json=request)
         assert response.status_code == 400, response.text
         assert "cannot be returned with beam search" in response.json()["error"]["message"]
 

@@ -76,15 +76,15 @@ def connect(server: uvicorn.Server, method: str, key: str) -> socket.socket:
 def held_bytes(folder: Path) -> int:
     """What files of the folder take on it, those included that were deleted and that this process
     still has open."""
-    found = {}
+    sizes = {}
     for path in [*folder.rglob("*.npy"), *Path("/proc/self/fd").iterdir()]:
         try:
             if str(folder) in os.path.realpath(path):
-                about = path.stat()
-                found[about.st_ino] = about.st_blocks * 512
+                status = path.stat()
+                sizes[status.st_ino] = status.st_blocks * 512
         except FileNotFoundError:
             continue
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def test_the_limit_holds_with_clients_that_stop_reading(
@@ -228,8 +228,8 @@ class Client:
         self._has_left = asyncio.Event()
         self._bodies: list[bytes] = []
 
-    async def ask(self, app: ASGIApp, **asked: Any) -> None:
-        self._bodies = [json.dumps({"generated": 20, **asked}).encode()]
+    async def ask(self, app: ASGIApp, **fields: Any) -> None:
+        self._bodies = [json.dumps({"generated": 20, **fields}).encode()]
         headers = [(b"content-type", b"application/json")]
         scope = {
             "type": "http",
@@ -396,13 +396,13 @@ def test_of_hundreds_of_clients_that_leave_at_any_time_nothing_is_left(folder: P
     dice = random.Random(3)
     moments = [dice.random() * 0.4 for _ in range(300)]
     with running(edge.app()) as server, ThreadPoolExecutor(20) as clients:
-        asked = [
+        leaving = [
             clients.submit(
                 ask_and_leave, server, number % 2 == 0, partial(time.sleep, moment), to_the_end=True
             )
             for number, moment in enumerate(moments)
         ]
-        received = b"".join(client.result(60) for client in asked)
+        received = b"".join(client.result(60) for client in leaving)
 
     def unknown() -> list[Path]:
         return [path for path in folder.rglob("*.npy") if path.stem.encode() not in received]

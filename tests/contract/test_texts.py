@@ -111,14 +111,14 @@ def test_the_server_answers_others_meanwhile(
 
     monkeypatch.setattr(texts, "_decode", slowly)
     with ThreadPoolExecutor() as threads:
-        asked = [
+        requests = [
             threads.submit(client.post, TEXTS_PATH, json={"token_ids": [39] * MAX_TOKENS})
             for _ in range(2)
         ]
         assert is_decoding.wait(60)
         assert client.get("/health").status_code == 200
         may_end.set()
-        for one in asked:
+        for one in requests:
             assert one.result().json() == {"texts": ["H"] * MAX_TOKENS}
 
 

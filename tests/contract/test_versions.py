@@ -154,9 +154,9 @@ def test_a_name_is_there_since_its_version(name: Name) -> None:
     )
 
 
-def take_away(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def take_away(monkeypatch: pytest.MonkeyPatch, name_of_vllm: str) -> None:
     """As if vLLM called it otherwise."""
-    module, _, path = place.partition(":")
+    module, _, path = name_of_vllm.partition(":")
     owner: Any = importlib.import_module(module)
     *owners, last = path.split(".")
     for part in owners:
@@ -183,12 +183,16 @@ def test_an_unknown_version_that_lacks_something(
 ) -> None:
     """The sentence names it, and nothing that is there."""
     monkeypatch.setattr(
-        versions, "SUPPORTED_VLLM", [each for each in SUPPORTED_VLLM if each != HERE.split("+")[0]]
+        versions,
+        "SUPPORTED_VLLM",
+        [version for version in SUPPORTED_VLLM if version != HERE.split("+")[0]],
     )
-    (place,) = name.places
-    take_away(monkeypatch, place)
+    (name_of_vllm,) = name.places
+    take_away(monkeypatch, name_of_vllm)
     lacks = [
-        other.short for other in DUE if other == name or other.places[0].startswith(f"{place}.")
+        other.short
+        for other in DUE
+        if other == name or other.places[0].startswith(f"{name_of_vllm}.")
     ]
     names = " and ".join([", ".join(lacks[:-1]), lacks[-1]] if len(lacks) > 1 else lacks)
     with pytest.raises(UnsupportedConfig, match=re.escape(f". This version lacks {names}.")):

@@ -44,9 +44,9 @@ pytestmark = pytest.mark.release
 FOLDER = ROOT / "docker/kustomize"
 BASE = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 MANIFESTS = {
-    each["kind"]: each
+    manifest["kind"]: manifest
     for name in BASE["resources"]
-    for each in yaml.safe_load_all((FOLDER / name).read_text())
+    for manifest in yaml.safe_load_all((FOLDER / name).read_text())
 }
 NAME = "routed-experts"
 LABELS = {"app.kubernetes.io/name": NAME}
@@ -116,11 +116,11 @@ needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="need
 
 @needs_kubectl
 def test_kustomize_builds_the_base() -> None:
-    found = by_kind("kustomize")
-    assert found.keys() == MANIFESTS.keys()
-    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    manifests = by_kind("kustomize")
+    assert manifests.keys() == MANIFESTS.keys()
+    (container,) = manifests["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == f"{BASE['images'][0]['newName']}:{BASE['images'][0]['newTag']}"
-    assert all(found[kind] == MANIFESTS[kind] for kind in found if kind != "Deployment")
+    assert all(manifests[kind] == MANIFESTS[kind] for kind in manifests if kind != "Deployment")
 
 
 def test_the_overlay_with_a_bucket_changes_what_the_base_has() -> None:
@@ -129,9 +129,16 @@ def test_the_overlay_with_a_bucket_changes_what_the_base_has() -> None:
     folder = ROOT / "docker/kustomize-s3"
     overlay = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert (folder / overlay["resources"][0]).resolve() == FOLDER
-    files = {"kustomization.yaml", "lifecycle.json", *(each["path"] for each in overlay["patches"])}
+    files = {
+        "kustomization.yaml",
+        "lifecycle.json",
+        *(patch_entry["path"] for patch_entry in overlay["patches"]),
+    }
     assert {path.name for path in folder.iterdir()} == files
-    patches = [yaml.safe_load((folder / each["path"]).read_text()) for each in overlay["patches"]]
+    patches = [
+        yaml.safe_load((folder / patch_entry["path"]).read_text())
+        for patch_entry in overlay["patches"]
+    ]
     for patch in patches:
         base = MANIFESTS[patch["kind"]]
         assert (patch["apiVersion"], patch["metadata"]) == (
@@ -155,10 +162,10 @@ def test_the_overlay_with_a_bucket_changes_what_the_base_has() -> None:
 def test_kustomize_builds_the_overlays(overlay: str) -> None:
     """What kubectl makes of them is of Kubernetes, selects the same pods, and has flags that the
     server takes."""
-    found = by_kind(overlay)
-    assert found.keys() == MANIFESTS.keys()
-    kubernetes_validate.validate(found["Deployment"], "1.37", strict=True)
-    template = found["Deployment"]["spec"]["template"]
+    manifests = by_kind(overlay)
+    assert manifests.keys() == MANIFESTS.keys()
+    kubernetes_validate.validate(manifests["Deployment"], "1.37", strict=True)
+    template = manifests["Deployment"]["spec"]["template"]
     assert template["metadata"]["labels"] == LABELS
     (container,) = template["spec"]["containers"]
     args = serve.parse(container["args"])
@@ -167,7 +174,9 @@ def test_kustomize_builds_the_overlays(overlay: str) -> None:
     before = the_container()
     assert container["args"][1:3] == before["args"][1:3]
     assert container["volumeMounts"] == before["volumeMounts"]
-    assert {each["name"] for each in container["env"]} == {each["name"] for each in before["env"]}
+    assert {variable["name"] for variable in container["env"]} == {
+        variable["name"] for variable in before["env"]
+    }
 
 
 FIRST_POD = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
@@ -176,22 +185,22 @@ FIRST_POD = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
 @needs_kubectl
 def test_a_group_of_nodes_is_one_server() -> None:
     """LeaderWorkerSet has no schema here; its pods are those of a Deployment."""
-    found = by_kind("kustomize-nodes")
-    assert found.keys() == MANIFESTS.keys() - {"Deployment"} | {"LeaderWorkerSet"}
-    for kind in found.keys() - CRDS.keys() - {"LeaderWorkerSet"}:
-        kubernetes_validate.validate(found[kind], "1.37", strict=True)
-    group = found["LeaderWorkerSet"]
+    manifests = by_kind("kustomize-nodes")
+    assert manifests.keys() == MANIFESTS.keys() - {"Deployment"} | {"LeaderWorkerSet"}
+    for kind in manifests.keys() - CRDS.keys() - {"LeaderWorkerSet"}:
+        kubernetes_validate.validate(manifests[kind], "1.37", strict=True)
+    group = manifests["LeaderWorkerSet"]
     assert (group["apiVersion"], group["spec"].keys()) == (
         "leaderworkerset.x-k8s.io/v1",
         {"leaderWorkerTemplate"},
     )
     target = {name: group[name] for name in ("apiVersion", "kind")}
     target["name"] = group["metadata"]["name"]
-    assert found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"] == target
-    assert found["Service"]["spec"]["selector"] == LABELS | FIRST_POD
-    assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == LABELS | FIRST_POD
+    assert manifests["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"] == target
+    assert manifests["Service"]["spec"]["selector"] == LABELS | FIRST_POD
+    assert manifests["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == LABELS | FIRST_POD
     assert {"from": [{"podSelector": {"matchLabels": LABELS}}]} in (
-        found["NetworkPolicy"]["spec"]["ingress"]
+        manifests["NetworkPolicy"]["spec"]["ingress"]
     )
 
 
@@ -212,12 +221,15 @@ def test_the_pods_of_a_group_differ_in_what_serves_http() -> None:
             text = text.replace(f"$({name})", value)
         args.append(serve.parse(json.loads(text)))
     assert first == other
-    assert [(each.node_rank, each.headless) for each in args] == [(0, False), (1, True)]
+    assert [(node_args.node_rank, node_args.headless) for node_args in args] == [
+        (0, False),
+        (1, True),
+    ]
     gpus = int(first["resources"]["limits"]["nvidia.com/gpu"])
-    for each in args:
-        parallel = each.tensor_parallel_size * each.pipeline_parallel_size
-        assert parallel == each.nnodes * gpus == template["size"] * gpus
-        assert each.shutdown_timeout < pods[0]["spec"]["terminationGracePeriodSeconds"]
+    for node_args in args:
+        parallel = node_args.tensor_parallel_size * node_args.pipeline_parallel_size
+        assert parallel == node_args.nnodes * gpus == template["size"] * gpus
+        assert node_args.shutdown_timeout < pods[0]["spec"]["terminationGracePeriodSeconds"]
     container = {**first, "args": [], "ports": the_container()["ports"]}
     deployment = copy.deepcopy(MANIFESTS["Deployment"])
     deployment["spec"]["template"] = {
@@ -233,7 +245,7 @@ def test_clients_reach_prefill_and_decode_through_a_proxy_only() -> None:
     for manifest in manifests:
         if manifest["kind"] not in CRDS:
             kubernetes_validate.validate(manifest, "1.37", strict=True)
-    (policy,) = [each["spec"] for each in manifests if each["kind"] == "NetworkPolicy"]
+    (policy,) = [variable["spec"] for variable in manifests if variable["kind"] == "NetworkPolicy"]
     assert "HTTPRoute" not in {manifest["kind"] for manifest in manifests}
     assert policy["podSelector"]["matchLabels"] == LABELS
     assert "gateway" not in json.dumps(policy)
@@ -251,7 +263,9 @@ def test_clients_reach_prefill_and_decode_through_a_proxy_only() -> None:
         (container,) = own["Deployment"]["template"]["spec"]["containers"]
         config = serve.parse(container["args"]).kv_transfer_config
         assert (config.kv_connector, config.kv_role) == ("NixlConnector", "kv_both")
-        (host,) = [each for each in container["env"] if "SIDE_CHANNEL_HOST" in each["name"]]
+        (host,) = [
+            variable for variable in container["env"] if "SIDE_CHANNEL_HOST" in variable["name"]
+        ]
         assert host["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
 
 
@@ -284,8 +298,10 @@ def test_all_select_the_pod_and_its_port() -> None:
         for probe in ("startup", "readiness", "liveness")
     ]
     assert [probe["path"] for probe in probes] == ["/health"] * 3
-    monitored = [each["port"] for each in spec["PodMonitor"]["podMetricsEndpoints"]]
-    allowed = [each["port"] for rule in spec["NetworkPolicy"]["ingress"] for each in rule["ports"]]
+    monitored = [endpoint["port"] for endpoint in spec["PodMonitor"]["podMetricsEndpoints"]]
+    allowed = [
+        endpoint["port"] for rule in spec["NetworkPolicy"]["ingress"] for endpoint in rule["ports"]
+    ]
     assert {service["targetPort"], *monitored, *allowed, *(probe["port"] for probe in probes)} == {
         port["name"]
     }
@@ -578,8 +594,8 @@ def test_behind_nginx(tiny_model: Path, tmp_path: Path) -> None:
         assert client.get("/health").status_code == 200
         whole = client.post("/v1/completions", json=body, headers=KEY)
         check(*answers_of(whole.json()), 40)
-        asked = {"json": {**body, "stream": True}, "headers": KEY}
-        with client.stream("POST", "/v1/completions", **asked) as response:
+        request = {"json": {**body, "stream": True}, "headers": KEY}
+        with client.stream("POST", "/v1/completions", **request) as response:
             check(*answers_of_stream(list(read_events(response.iter_lines()))), 40)
         for path in ("/v1/completions", "/inference/v1/generate", "/invocations"):
             assert client.post(path, json=body).status_code == 401, path

@@ -144,10 +144,12 @@ class Server:
         """Sum of a Prometheus counter or gauge over the labels that are not given."""
         with self.client() as client:
             lines = client.get("/metrics").raise_for_status().text.splitlines()
-        given = [f'{label}="{value}"' for label, value in labels.items()]
-        found = [line for line in lines if line.startswith((name + "{", name + " "))]
+        wanted_labels = [f'{label}="{value}"' for label, value in labels.items()]
+        samples = [line for line in lines if line.startswith((name + "{", name + " "))]
         return sum(
-            float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in given)
+            float(line.rsplit(" ", 1)[1])
+            for line in samples
+            if all(label in line for label in wanted_labels)
         )
 
     def state_left(self) -> dict[str, float]:
@@ -214,12 +216,12 @@ def free_port(*beside: int) -> int:
     while True:
         port, held = random.SystemRandom().randrange(20_000, 30_000), list[socket.socket]()
         try:
-            for each in (port, *(port + distance for distance in beside)):
+            for candidate in (port, *(port + distance for distance in beside)):
                 held.append(socket.socket(socket.AF_UNIX))
-                held[-1].bind(f"\0port {each} of the tests")
+                held[-1].bind(f"\0port {candidate} of the tests")
                 with socket.socket() as sock:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    sock.bind(("127.0.0.1", each))
+                    sock.bind(("127.0.0.1", candidate))
         except OSError:
             for sock in held:
                 sock.close()
@@ -323,13 +325,13 @@ def wait_until_idle(server: Server) -> None:
 def commands_in_session(server: Server) -> list[str]:
     """The command lines of what runs in the session of a server, which Ray's processes stay in
     too."""
-    found = []
+    commands = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             state, _, _, session = (process / "stat").read_text().rpartition(") ")[2].split()[:4]
             if int(session) == server.process.pid and state != "Z":
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return found
+                commands.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return commands
 
 
 def wait_until_gone(server: Server) -> None:
@@ -547,10 +549,10 @@ def with_weights_as_rows(body: dict[str, Any]) -> dict[str, Any]:
             assert (name in holder) == (name.replace("experts", "expert_weights") in holder), (
                 f"only one of {name}"
             )
-        kept = {
+        weights = {
             name: value for name, value in holder.items() if not name.endswith("routed_experts")
         }
-        return {name.replace("expert_weights", "experts"): value for name, value in kept.items()}
+        return {name.replace("expert_weights", "experts"): value for name, value in weights.items()}
 
     return {**replaced(body), "choices": [replaced(choice) for choice in body["choices"]]}
 
@@ -593,11 +595,12 @@ def rows_in(array: dict[str, Any]) -> np.ndarray:
 def located(value: Any, base_url: str) -> Any:
     """An answer in which references also say where their server is."""
     if isinstance(value, list):
-        return [located(each, base_url) for each in value]
+        return [located(item, base_url) for item in value]
     if not isinstance(value, dict):
         return value
-    found = {name: located(each, base_url) for name, each in value.items()}
-    return {**found, "base_url": base_url} if "url" in found and "expires" in found else found
+    fields = {name: located(item, base_url) for name, item in value.items()}
+    is_reference = "url" in fields and "expires" in fields
+    return {**fields, "base_url": base_url} if is_reference else fields
 
 
 def answers_of_stream(

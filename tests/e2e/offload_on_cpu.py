@@ -21,13 +21,13 @@ from tests.e2e.harness import ON_GPU
 
 def kv_transfer_config(num_bytes: int, **extra: Any) -> dict[str, Any]:
     """What `--kv-transfer-config` takes, for so much KV, of prompts and of answers."""
-    about = {"cpu_bytes_to_use": num_bytes, "offload_prompt_only": False, **extra}
+    extra_config = {"cpu_bytes_to_use": num_bytes, "offload_prompt_only": False, **extra}
     if not ON_GPU:
-        about |= {"spec_name": "OffloadingOnCpu", "spec_module_path": __name__}
+        extra_config |= {"spec_name": "OffloadingOnCpu", "spec_module_path": __name__}
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": about,
+        "kv_connector_extra_config": extra_config,
     }
 
 

@@ -61,7 +61,7 @@ class Program:
         """All at once. Log-probabilities of a prompt keep it from using the prefix cache."""
         params = []
         for routing_input in inputs or [None] * len(prompts):
-            each = SamplingParams(
+            sampling = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=0,
                 ignore_eos=True,
@@ -70,8 +70,8 @@ class Program:
                 detokenize=False,
             )
             if routing_input is not None:
-                each.extra_args = {INPUT_ARG: routing_input.encode()}
-            params.append(each)
+                sampling.extra_args = {INPUT_ARG: routing_input.encode()}
+            params.append(sampling)
         tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(tokens, params, use_tqdm=False)
         return [self._answered(output) for output in outputs]

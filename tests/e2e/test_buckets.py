@@ -71,21 +71,21 @@ def _environment(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def names_in(url: str) -> list[str]:
     bucket = from_url(url, client_options={"allow_http": True})
-    return [each["path"] for part in bucket.list() for each in part]
+    return [entry["path"] for part in bucket.list() for entry in part]
 
 
 def test_an_object_is_a_npy_file_that_says_what_it_is() -> None:
     store = ArrayStore(URL, lifetime_s=3600)
-    about = {"request": " ä\n%41" + "x" * 10_000, "model": "org/模型"}
-    stored = store.put(ARRAY, part="generated", choice="0", start="7", missing="0", **about)
+    metadata = {"request": " ä\n%41" + "x" * 10_000, "model": "org/模型"}
+    stored = store.put(ARRAY, part="generated", choice="0", start="7", missing="0", **metadata)
     with urllib.request.urlopen(str(stored.url)) as response:
         content = response.read()
         headers = {name.lower(): value for name, value in response.headers.items()}
     assert content[128:] == ARRAY.tobytes()
     assert headers["x-amz-meta-part"] == "generated"
     assert headers["x-amz-meta-start"] == "7"
-    assert unquote(headers["x-amz-meta-request"]) == about["request"][:256]
-    assert unquote(headers["x-amz-meta-model"]) == about["model"]
+    assert unquote(headers["x-amz-meta-request"]) == metadata["request"][:256]
+    assert unquote(headers["x-amz-meta-model"]) == metadata["model"]
     assert re.fullmatch(rf"{URL}/\d{{4}}-\d\d-\d\dT\d\d/{stored.id}.npy", str(stored.place))
     assert store.read(stored.id, [(128, 136), (140, 144)]) == content[128:136] + content[140:144]
 
@@ -214,7 +214,7 @@ def test_clients_of_a_bucket_that_is_gone_hold_nobody_else(
     path = f"{api.url}/v1/routed_experts/rows/{answer['prompt_routed_experts']['id']}"
     with s3.stopped(), ThreadPoolExecutor(60) as threads:
         methods = ["GET", "DELETE"] * 30
-        waiting = [threads.submit(httpx.request, each, path, timeout=60) for each in methods]
+        waiting = [threads.submit(httpx.request, method, path, timeout=60) for method in methods]
         time.sleep(2)
         assert httpx.get(f"{api.url}/", timeout=3).status_code == 307
         assert not any(response.done() for response in waiting)

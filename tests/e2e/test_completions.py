@@ -85,10 +85,10 @@ TOOL_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</
 
 
 @pytest.mark.parametrize(
-    "asked", [{"structured_outputs": {"choice": [TOOL_CALL]}}, {"tool_choice": "required"}]
+    "fields", [{"structured_outputs": {"choice": [TOOL_CALL]}}, {"tool_choice": "required"}]
 )
 def test_tool_call_that_the_parser_holds_back(
-    server: Server, oracle: Oracle, asked: dict[str, Any]
+    server: Server, oracle: Oracle, fields: dict[str, Any]
 ) -> None:
     function = {
         "name": "weather",
@@ -98,12 +98,12 @@ def test_tool_call_that_the_parser_holds_back(
         **USER,
         "max_tokens": 120,
         "tools": [{"type": "function", "function": function}],
-        **asked,
+        **fields,
     }
     if vllm_fails(server, CHAT, body):
         pytest.skip(f"vLLM {vllm.__version__} fails a required tool call with this tokenizer")
     chunks = check_held_back(server, oracle, body)
-    if "structured_outputs" in asked:
+    if "structured_outputs" in fields:
         deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
         arguments = [
             call["function"].get("arguments")
@@ -140,9 +140,11 @@ def test_what_the_rows_mean(server: Server) -> None:
     suppress_health_check=list(HealthCheck),
 )
 @given(Hostile((5, 4)).requests())
-def test_any_values_in_any_fields(server: Server, asked: tuple[str, dict[str, Any]]) -> None:
+def test_any_values_in_any_fields(
+    server: Server, path_and_body: tuple[str, dict[str, Any]]
+) -> None:
     """A few: `tests/contract/test_bad_input.py` has many, without a model."""
-    path, body = asked
+    path, body = path_and_body
     content = json.dumps(body)  # with NaN, integers of any size and lone surrogates
     with server.client() as client:
         response = client.post(path, content=content, headers={"Content-Type": "application/json"})

@@ -131,8 +131,8 @@ def test_each_of_two_api_servers_returns_what_the_other_stored(in_processes: Ser
         reference = in_processes.complete(**ask, routed_experts_delivery="reference")[
             "prompt_routed_experts"
         ]
-        found = [fetch(reference, base_url=f"{in_processes.url}/v1") for _ in range(6)]
-        assert all(np.array_equal(each.swapaxes(0, 1), rows) for each in found)
+        arrays = [fetch(reference, base_url=f"{in_processes.url}/v1") for _ in range(6)]
+        assert all(np.array_equal(each.swapaxes(0, 1), rows) for each in arrays)
 
 
 def test_what_two_api_servers_recorded(
@@ -150,10 +150,10 @@ def test_what_two_api_servers_recorded(
     files = sorted(map(str, folder.iterdir()))
     assert all(file.endswith(".jsonl") for file in files)
     assert len({re.split("[-.]", Path(file).name)[1] for file in files}) == len(files) == 2
-    found = [
+    routings = [
         routing for answer in read(opened(files), ModelInfo()) for routing in answer.routings()
     ]
-    own = [routing for routing in found if list(routing.prompt_token_ids or ()) in prompts]
+    own = [routing for routing in routings if list(routing.prompt_token_ids or ()) in prompts]
     assert len(own) == 12
     for routing in own:
         tokens = [*(routing.prompt_token_ids or ()), *(routing.token_ids or ())]

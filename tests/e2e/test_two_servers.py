@@ -69,7 +69,7 @@ def test_no_reference_is_lost_with_the_server_that_sent_it(
             stack.enter_context(serving(tiny_model, tmp_path / f"log{index}", *flags, env=env))
             for index in range(2)
         ]
-        router = stack.enter_context(routing(tmp_path, *(each.url for each in servers)))
+        router = stack.enter_context(routing(tmp_path, *(server.url for server in servers)))
         client = stack.enter_context(httpx.Client(base_url=router, timeout=120))
         answers: list[dict[str, Any]] = []
         half = threading.Event()
@@ -98,7 +98,7 @@ def test_no_reference_is_lost_with_the_server_that_sent_it(
         assert REQUESTS - 40 <= len(answers) <= REQUESTS
         for answer in answers:
             assert all(
-                each["uri"].startswith("s3://bucket/trial/") for each in answer["references"]
+                server["uri"].startswith("s3://bucket/trial/") for server in answer["references"]
             )
         lines = "".join(f"{json.dumps(answer)}\n" for answer in answers)
         trainer = [sys.executable, "-m", "tests.e2e.bucket_trainer", str(tiny_model)]

@@ -128,8 +128,12 @@ class Recorder(Worker):
         output = super().execute_model(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             for shown in new.mm_features:
-                place = (shown.mm_position.offset, shown.mm_position.length, int(shown.identifier))
-                self.shown.setdefault(new.req_id, set()).add(place)
+                shown_item = (
+                    shown.mm_position.offset,
+                    shown.mm_position.length,
+                    int(shown.identifier),
+                )
+                self.shown.setdefault(new.req_id, set()).add(shown_item)
             if new.lora_request:
                 self.recording.adapters[new.req_id] = new.lora_request.lora_int_id
         if scheduler_output.total_num_scheduled_tokens:
@@ -276,9 +280,12 @@ def counted(
         ]
         prompts: Any = [prompt for prompt, _, _ in requests]
         shown += [int(prompt.get("multi_modal_uuids", {"image": 0})["image"]) for prompt in prompts]
-        params, asked = [params for _, params, _ in requests], [lora for _, _, lora in requests]
+        params, adapters_asked = (
+            [params for _, params, _ in requests],
+            [lora for _, _, lora in requests],
+        )
         outputs += llm.generate(
-            prompts, params, lora_request=asked if adapters else None, use_tqdm=False
+            prompts, params, lora_request=adapters_asked if adapters else None, use_tqdm=False
         )
         if turn == turns // 2:
             llm.reset_prefix_cache()
@@ -311,8 +318,8 @@ def counted(
             counts.update(judge(recording, rule, name, tokens, rows, len(prompt), names))
             if number:
                 owners = [
-                    {recording.owners[by] for by in found}
-                    for found in recording.computations(name, tokens)
+                    {recording.owners[by] for by in slots}
+                    for slots in recording.computations(name, tokens)
                 ]
                 hits = [
                     by
@@ -340,11 +347,11 @@ def _if_misplaced(
     recording: Recording, rule: Rule, request: str, tokens: list[int], rows: np.ndarray
 ) -> Counter[str]:
     """How many rows would be right at the next position, or with their layers one further on."""
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     for axis, name in enumerate(("right at the next position", "right in the next layer")):
         counts = judge(recording, rule, request, tokens, np.roll(rows, 1, axis))
-        found[name] = counts["rows"] - counts["wrong"]
-    return found
+        counter[name] = counts["rows"] - counts["wrong"]
+    return counter
 
 
 if __name__ == "__main__":

@@ -165,13 +165,13 @@ def rule_of(model: Path, layer_ids: Sequence[int]) -> Rule:
 
 def _biases(model: Path, layer_ids: Sequence[int]) -> torch.Tensor:
     """[L, experts] float32."""
-    found = {}
+    biases = {}
     for file in model.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             for name in list(tensors.keys()):
                 if match := re.search(r"layers\.(\d+)\..*(correction_bias|expert_bias)$", name):
-                    found[int(match[1])] = tensors.get_tensor(name).float()
-    return torch.stack([found[layer] for layer in layer_ids])
+                    biases[int(match[1])] = tensors.get_tensor(name).float()
+    return torch.stack([biases[layer] for layer in layer_ids])
 
 
 @dataclass(frozen=True)
@@ -247,17 +247,17 @@ class Recording:
 
     def computations(self, request: str, tokens: Sequence[int]) -> list[list[int]]:
         """Those of each of `tokens`, of which the request's forward passes read the KV."""
-        read, adapter, text, found = self._read[request], self.adapters.get(request, 0), 0, []
+        read, adapter, text, computed = self._read[request], self.adapters.get(request, 0), 0, []
         for position, token in enumerate(tokens):
             text = hash((text, (token, adapter)))
-            found.append(
+            computed.append(
                 [
                     number
                     for number in sorted(read[position])
                     if number >= 0 and self._text(number) == text
                 ]
             )
-        return found
+        return computed
 
     def _text(self, number: int) -> int:
         unknown = []
@@ -273,8 +273,8 @@ class Recording:
         """The engine's name for choice `index` of a request that its caller knows as
         `request_id`."""
         names = (request_id, f"{index}_{request_id}")
-        (found,) = (known for known in self._read if known.rpartition("-")[0] in names)
-        return found
+        (name,) = (known for known in self._read if known.rpartition("-")[0] in names)
+        return name
 
 
 def judge(
@@ -331,13 +331,14 @@ def judge_weights(
 ) -> Counter[str]:
     """How many rows have ids [n, L, K] and weights that experts were handed, bit for bit, by one
     computation."""
-    found = np.stack([rows, weights.view(np.int32)], axis=1).astype(np.int32)
+    ids_and_weights = np.stack([rows, weights.view(np.int32)], axis=1).astype(np.int32)
     right = np.zeros(len(rows), dtype=np.bool_)
     for name in names:
         count = len(rows) if name == names[0] else prompt
         for position, numbers in enumerate(recording.computations(name, tokens[:count])):
             right[position] |= any(
-                np.array_equal(recording.handed[number], found[position]) for number in numbers
+                np.array_equal(recording.handed[number], ids_and_weights[position])
+                for number in numbers
             )
     return Counter({"weights": len(rows), "wrong weights": int((~right).sum())})
 

@@ -161,13 +161,13 @@ def claims_of_prompt(running: Program, length: int) -> Iterator[tuple[str, bool]
     zero = RoutingInput(bias=running.zero_bias())
     yield "a bias of zeros, bit for bit", run(zero).is_same(natural)
 
-    given = running.random_rows(length)
-    forced = run(RoutingInput(rows=given))
-    yield "random rows are captured as given", np.array_equal(forced.rows[:length], given)
+    random_rows = running.random_rows(length)
+    forced = run(RoutingInput(rows=random_rows))
+    yield "random rows are captured as given", np.array_equal(forced.rows[:length], random_rows)
     moved = np.abs(forced.prompt_logprobs - natural.prompt_logprobs).mean()
     yield "random rows move log-probabilities", bool(moved > 0.1)
 
-    partly = given.copy()
+    partly = random_rows.copy()
     partly[::3] = -1
     partly[:, 0] = -1
     captured = run(RoutingInput(rows=partly)).rows[:length]
@@ -177,8 +177,8 @@ def claims_of_prompt(running: Program, length: int) -> Iterator[tuple[str, bool]
         np.array_equal(captured[is_given], partly[is_given]),
     )
     yield "layers before a given one are natural", np.array_equal(captured[:, 0], rows[:, 0])
-    late = run(RoutingInput(rows=given[50:120], start=50)).rows[:length]
-    yield "rows of positions are captured there", np.array_equal(late[50:120], given[50:120])
+    late = run(RoutingInput(rows=random_rows[50:120], start=50)).rows[:length]
+    yield "rows of positions are captured there", np.array_equal(late[50:120], random_rows[50:120])
     yield "positions before are natural", np.array_equal(late[:50], rows[:50])
 
     steered = run(steering(running))
@@ -211,16 +211,16 @@ def claims_of_neighbours(running: Program) -> Iterator[tuple[str, bool]]:
 
 def claims_of_prefix_cache(running: Program) -> Iterator[tuple[str, bool]]:
     tokens = prompt(256, seed=21)
-    given = running.random_rows(256)
-    said = RoutingInput(rows=given)
-    other = RoutingInput(rows=given[::-1])
+    rows = running.random_rows(256)
+    said = RoutingInput(rows=rows)
+    other = RoutingInput(rows=rows[::-1])
     answers = [
-        running.one(tokens, each, max_tokens=8, with_prompt_logprobs=False)
-        for each in (said, None, None, said, other)
+        running.one(tokens, routing_input, max_tokens=8, with_prompt_logprobs=False)
+        for routing_input in (said, None, None, said, other)
     ]
     is_hit = [answer.num_cached > 0 for answer in answers]
     yield "equal inputs alone hit the prefix cache", is_hit == [False, False, True, True, False]
-    yield "a hit returns the rows given", np.array_equal(answers[3].rows[:256], given)
+    yield "a hit returns the rows given", np.array_equal(answers[3].rows[:256], rows)
 
 
 def claims_in_motion(running: Program, repeats_itself: bool) -> Iterator[tuple[str, bool]]:
@@ -231,7 +231,10 @@ def claims_in_motion(running: Program, repeats_itself: bool) -> Iterator[tuple[s
         prompts = [
             list(range(40 + index % 7, 60)) * (length // 10) for index, length in enumerate(lengths)
         ]
-        prompts = [each[:length] for each, length in zip(prompts, lengths, strict=True)]
+        prompts = [
+            tokens_of_prompt[:length]
+            for tokens_of_prompt, length in zip(prompts, lengths, strict=True)
+        ]
     said: list[RoutingInput | None] = []
     for index, tokens in enumerate(prompts):
         forced = RoutingInput(rows=running.random_rows(len(tokens), seed=index))
@@ -240,9 +243,11 @@ def claims_in_motion(running: Program, repeats_itself: bool) -> Iterator[tuple[s
     yield (
         "forced rows are captured as given",
         all(
-            np.array_equal(answer.rows[: len(tokens)], each.rows)
-            for answer, tokens, each in zip(answers[1::3], prompts[1::3], said[1::3], strict=True)
-            if each is not None
+            np.array_equal(answer.rows[: len(tokens)], tokens_of_prompt.rows)
+            for answer, tokens, tokens_of_prompt in zip(
+                answers[1::3], prompts[1::3], said[1::3], strict=True
+            )
+            if tokens_of_prompt is not None
         ),
     )
     yield "bans and activations hold", all(is_steered(answer.rows) for answer in answers[2::3])

@@ -231,7 +231,7 @@ def load(server: Server, oracle: Oracle, requests: int) -> tuple[int, int]:
             rows += len(answer.prompt_rows) + len(answer.rows)
             if "return_routed_expert_weights" in bodies[index]:
                 beside = (
-                    [with_weights_as_rows(each) for each in got]
+                    [with_weights_as_rows(routing) for routing in got]
                     if isinstance(got, list)
                     else with_weights_as_rows(got)
                 )

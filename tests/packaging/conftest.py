@@ -62,12 +62,12 @@ class Environment:
         self, *args: str, cwd: Path | None = None, **env: str
     ) -> subprocess.CompletedProcess[str]:
         """A program of the environment, without the variables that change what it imports."""
-        kept = {
+        inherited = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
         }
-        command, env = [str(self.folder / "bin" / args[0]), *args[1:]], {**kept, **env}
+        command, env = [str(self.folder / "bin" / args[0]), *args[1:]], {**inherited, **env}
         return subprocess.run(
             command, cwd=cwd or self.folder, env=env, capture_output=True, text=True, check=False
         )
@@ -90,8 +90,8 @@ def run(command: list[str]) -> str:
 
 def without_pip_settings() -> dict[str, str]:
     """The environment in which pip finds only the packages that a command names."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    return {**kept, "PIP_CONFIG_FILE": os.devnull}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    return {**inherited, "PIP_CONFIG_FILE": os.devnull}
 
 
 def copy_sources(folder: Path, *more: str) -> Path:

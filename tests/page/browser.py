@@ -125,8 +125,8 @@ class Tab:
 
     def texts(self, selector: str) -> list[str]:
         """Of every element that fits."""
-        found: list[str] = self.js(f"$$({selector!r}).map(e => e.textContent)")
-        return found
+        contents: list[str] = self.js(f"$$({selector!r}).map(e => e.textContent)")
+        return contents
 
     def count(self, selector: str) -> int:
         return int(self.js(f"$$({selector!r}).length"))
@@ -163,13 +163,13 @@ class Tab:
         )
 
     def _clicked(self, selector: str, x: float | None, y: float | None) -> bool:
-        place, is_given = (
+        point, is_given = (
             f"{'b.width / 2' if x is None else x}, {'b.height / 2' if y is None else y}",
             x is not None,
         )
         at = self.js(
             _LISTENS
-            % {"selector": json.dumps(selector), "place": place, "is_given": json.dumps(is_given)}
+            % {"selector": json.dumps(selector), "place": point, "is_given": json.dumps(is_given)}
         )
         if at is None:
             return False

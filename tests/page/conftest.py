@@ -44,16 +44,16 @@ def api(tiny_model: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def viewing(texts: Mapping[str, str], given: ModelInfo | None = None) -> Iterator[str]:
+def viewing(texts: Mapping[str, str], model_info: ModelInfo | None = None) -> Iterator[str]:
     """Serves files with these texts by name, as `routed-experts view` does; gives the page's
     address."""
     with TemporaryDirectory() as folder:
         files = []
-        for place, (name, text) in enumerate(texts.items()):
-            path = Path(folder, str(place))
+        for number, (name, text) in enumerate(texts.items()):
+            path = Path(folder, str(number))
             path.write_text(text, encoding="utf-8", newline="")
             files.append(ViewedFile(name, path, ModelInfo()))
-        with ViewServer(files, 0, given) as server:
+        with ViewServer(files, 0, model_info) as server:
             Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             yield server.url
             server.shutdown()
@@ -65,11 +65,13 @@ def viewed() -> Iterator[Viewed]:
     with ExitStack() as stack:
 
         def serve(
-            *answers: Any, texts: Mapping[str, str] | None = None, given: ModelInfo | None = None
+            *answers: Any,
+            texts: Mapping[str, str] | None = None,
+            model_info: ModelInfo | None = None,
         ) -> str:
             lines = "".join(json.dumps(one) + "\n" for one in answers)
             return stack.enter_context(
-                viewing({"answers.jsonl": lines} if texts is None else texts, given)
+                viewing({"answers.jsonl": lines} if texts is None else texts, model_info)
             )
 
         yield serve

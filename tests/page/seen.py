@@ -78,12 +78,12 @@ def shows_weights(tab: Tab, weights: np.ndarray) -> None:
 
     @np.errstate(invalid="ignore")  # some tests have any bits as weights
     def is_shown() -> bool:
-        found = np.array(
+        shown = np.array(
             [["nan" if text == "?" else text for text in row] for row in tab.js(texts)],
             dtype=np.float64,
         )
-        return found.shape == weights.shape and np.allclose(
-            found, weights, rtol=0.051, atol=0.00051, equal_nan=True
+        return shown.shape == weights.shape and np.allclose(
+            shown, weights, rtol=0.051, atol=0.00051, equal_nan=True
         )
 
     wait_until(is_shown, lambda: f"{tab.js(texts)}\nnot\n{weights}", 60)
@@ -94,18 +94,18 @@ def tips(tab: Tab, elements: str) -> list[tuple[str, list[list[tuple[str, str | 
     chips = "[...row.querySelectorAll('.chip')].map(c => [c.firstChild.data, c.children[0]?.textContent ?? null])"
     tip = f"[$('#tip strong').textContent, $$('#tip tr').slice(1).map(row => {chips})]"
     move = "e.dispatchEvent(new MouseEvent('mousemove', {bubbles: true}))"
-    found: list[tuple[str, list[list[tuple[str, str | None]]]]] = tab.js(
+    rows: list[tuple[str, list[list[tuple[str, str | None]]]]] = tab.js(
         f"$$({elements!r}).map(e => ({move}, {tip}))"
     )
-    return found
+    return rows
 
 
 def cells(tab: Tab, table: str) -> list[list[str]]:
     """The texts of a table's cells."""
-    found: list[list[str]] = tab.js(
+    texts: list[list[str]] = tab.js(
         f"$$('{table} tbody tr').map(r => [...r.cells].map(c => c.textContent))"
     )
-    return found
+    return texts
 
 
 def download(tab: Tab, button: str, name: str, folder: Path) -> bytes:

@@ -72,8 +72,8 @@ def test_view_serves_it(viewed: Viewed) -> None:
     check_page(url)
     assert np.array_equal(decode(get(f"{url}/saved/0").json()["rows"]), rows)
     assert get(f"{url}/saved/0", Host=f"localhost:{httpx.URL(url).port}").status_code == 200
-    for place in ("", "/", "/1", "/-1", "/x", "/²"):
-        assert get(f"{url}/saved{place}").status_code == 404
+    for path in ("", "/", "/1", "/-1", "/x", "/²"):
+        assert get(f"{url}/saved{path}").status_code == 404
     elsewhere = get(f"{url}/saved/0", Host="elsewhere.example")
     assert elsewhere.status_code == 403
     assert "choices" not in elsewhere.text
@@ -115,10 +115,10 @@ def test_every_file_is_used_and_nothing_is_loaded_from_elsewhere() -> None:
     texts = {name: content.decode() for name, (content, _) in page_files().items()}
     for name, text in texts.items():
         text = text.replace("http://www.w3.org/2000/svg", "")
-        found = re.search(
+        match = re.search(
             r"https?:|//[a-z]+\.[a-z]|innerHTML|outerHTML|insertAdjacentHTML|\beval\b", text
         )
-        assert not found, name
+        assert not match, name
         assert name == "index.html" or any(
             name in text for other, text in texts.items() if other != name
         ), name
@@ -187,8 +187,8 @@ def test_view_reads_folders(tmp_path: Path, saved: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(saved, tmp_path / path)
     with ExitStack() as stack:
-        found = view.viewed_files([str(tmp_path / "code"), str(saved)], ModelInfo(), stack)
-        names = [file.path.relative_to(tmp_path).as_posix() for file in found]
+        viewed = view.viewed_files([str(tmp_path / "code"), str(saved)], ModelInfo(), stack)
+        names = [file.path.relative_to(tmp_path).as_posix() for file in viewed]
         assert names == ["code/b.jsonl", "code/deep/a.json", "answers.jsonl"]
         assert view.viewed_files([], ModelInfo(), stack) == []
         with pytest.raises(CommandError, match="has no files"):
@@ -212,7 +212,7 @@ def test_view_reads_a_response_at_a_time(tmp_path: Path) -> None:
         def layers(folder: Path = folder) -> list[int]:
             with ExitStack() as stack:
                 (file,) = view.viewed_files([str(folder)], ModelInfo(), stack)
-            return [len(json.loads(each)["info"]["layer_ids"]) for each in file.lines(ModelInfo())]
+            return [len(json.loads(line)["info"]["layer_ids"]) for line in file.lines(ModelInfo())]
 
         lines, peak = peak_of(layers)
         peaks.append(peak)

@@ -47,7 +47,7 @@ def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, theme: str) -> None
     if spec is None or spec.origin is None:
         pytest.skip("axe-core-python is not installed")
     axe = Path(spec.origin).with_name("axe.min.js").read_text()
-    found = []
+    violations = []
     two, none = viewed(*two_that_part(149, 20, 70)), viewed(texts={})
     for url, width in ((two, 1440), (two, 1024), (two, 390), (none, 390)):
         tab.open(url, width=width, theme=theme)
@@ -58,9 +58,9 @@ def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, theme: str) -> None
             tab.wait("$('#experts tbody tr')")
             nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
             named = {
-                (each["role"]["value"], each.get("name", {}).get("value"))
-                for each in nodes
-                if not each["ignored"]
+                (node["role"]["value"], node.get("name", {}).get("value"))
+                for node in nodes
+                if not node["ignored"]
             }
             assert {
                 ("application", "Experts by token and layer"),
@@ -75,9 +75,9 @@ def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, theme: str) -> None
             "axe.run({resultTypes: ['violations']})"
             ".then(r => r.violations.map(v => [v.impact, v.id, v.nodes.map(n => n.html + n.failureSummary)]))"
         )
-        found += [one for one in result if one[0] in ("serious", "critical")]
+        violations += [one for one in result if one[0] in ("serious", "critical")]
     tab.console.clear()
-    assert found == []
+    assert violations == []
 
 
 IN_SIGHT = "(b => b.top >= -1 && b.bottom <= innerHeight + 1)($({!r}).getBoundingClientRect())"

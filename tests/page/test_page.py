@@ -83,10 +83,10 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
         shows(tab, np.take_along_axis(rows[token], order, 1))
         shows_weights(tab, np.take_along_axis(weights, order, 1))
     assert all(url.startswith(api.url) for url in tab.requested)
-    asked = [url for url in tab.requested if url.endswith("texts") or "tokenize" in url]
-    assert set(asked) == {f"{api.url}/{TEXTS}"}
+    requests = [url for url in tab.requested if url.endswith("texts") or "tokenize" in url]
+    assert set(requests) == {f"{api.url}/{TEXTS}"}
     # one a second, where chunks bring several tokens
-    assert len(asked) <= 2 + time.monotonic() - start
+    assert len(requests) <= 2 + time.monotonic() - start
 
     download(tab, "#save", "answer.jsonl", tmp_path)
     (saved,) = read(opened([str(tmp_path / "answer.jsonl")]), ModelInfo())
@@ -94,9 +94,9 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
     assert np.array_equal(routing.rows, rows)
     assert list(routing.token_ids or ()) == said.tokens
     info = api.info()
-    about = [info[name] for name in ("num_layers", "top_k", "num_experts")]
+    dimensions = [info[name] for name in ("num_layers", "top_k", "num_experts")]
     assert saved.info == ModelInfo(
-        *about, tuple(info["layer_ids"]), weights_scale=tuple(info["weights_scale"])
+        *dimensions, tuple(info["layer_ids"]), weights_scale=tuple(info["weights_scale"])
     )
     tab.give_file("#file", tmp_path / "answer.jsonl")
     tab.wait("$$('#pick-a option').length === 3")
@@ -269,8 +269,8 @@ def test_the_key_is_asked_for_and_kept_nowhere(
         assert tab.is_hidden("#ask") != captures
         tab.give_file("#file", file)
         tab.wait_for_text("#summary", "3 prompt and 7 generated tokens")
-        kept = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
-        assert "a-secret" not in tab.js(kept) + tab.js("document.documentElement.outerHTML")
+        storage = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
+        assert "a-secret" not in tab.js(storage) + tab.js("document.documentElement.outerHTML")
         assert tab.js("$('#key').value") == ""
         tab.open(f"{server.url}/routed_experts")  # a page that is loaded again knows nothing
         tab.wait_for("#key-form" if captures else "#notice")
@@ -298,9 +298,9 @@ def test_the_example(tab: Tab, api: Server, viewed: Viewed, oracle: Oracle) -> N
     tab.wait_for_text("#map-status", "Token 5 ")
     assert "decoder layer 3" in tab.text("#map-status")
     for line in page_files()["example.json"][0].splitlines():
-        found = json.loads(line)
-        rows, tokens = decode(found["rows"]), found["ids"]["values"]
+        saved = json.loads(line)
+        rows, tokens = decode(saved["rows"]), saved["ids"]["values"]
         assert oracle.wrong(rows, tokens[:-1]) == []
         assert np.allclose(
-            decode_weights(found["weights"]), oracle.weights(rows, tokens[:-1]), atol=1e-5
+            decode_weights(saved["weights"]), oracle.weights(rows, tokens[:-1]), atol=1e-5
         )

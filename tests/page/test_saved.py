@@ -89,8 +89,8 @@ def test_decoder_layers_are_named(tab: Tab, viewed: Viewed) -> None:
     rows = np.zeros((29, 7, 2), dtype=np.int16)
     rows[:, INFO["layer_ids"]] = rows_of(29, 3, 2, 32)
     show(tab, viewed(answer(rows, 12) | {"routed_experts_info": INFO}, answer(rows, 12)))
-    for place in "01":
-        tab.choose("#pick-a", place)
+    for number in "01":
+        tab.choose("#pick-a", number)
         tab.wait_for_text("#summary", f"29 rows of 3 layers {TIMES} 2 of 40 experts, finish reason")
         choose(tab, 14)
         shows(tab, rows[14, INFO["layer_ids"]])
@@ -125,7 +125,8 @@ def test_files_that_are_opened_when_they_are_picked(
     demand."""
     rows = [rows_of(29, 3, 2, 32, seed) for seed in range(3)]
     texts = {
-        f"recorded/{place}.jsonl": json.dumps(answer(each, 12)) for place, each in enumerate(rows)
+        f"recorded/{number}.jsonl": json.dumps(answer(rows_of_file, 12))
+        for number, rows_of_file in enumerate(rows)
     }
     real = ViewServer.__init__
 

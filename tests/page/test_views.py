@@ -101,7 +101,7 @@ def near(shown: list[str], expected: Any, digits: int) -> bool:
 def test_every_number_is_numpys(tab: Tab, viewed: Viewed, made: Any) -> None:
     body, experts = made()
     (routing,) = collect(body, prompt_start=body["prompt_routed_experts"]["start"])
-    show(tab, viewed(body, given=ModelInfo(num_experts=experts)))
+    show(tab, viewed(body, model_info=ModelInfo(num_experts=experts)))
     n, layers, top_k = routing.rows.shape
     missing, prompt = int((routing.rows < 0).any((1, 2)).sum()), routing.prompt_len or 0
     said = f"{prompt} prompt and {routing.start + n + 1 - prompt} generated tokens, {n} rows"
@@ -165,23 +165,23 @@ def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
     least = alike if weights is None else ranks / rows.shape[2]
     shaded = zip(positions + routing.start, 1 - least, strict=True)
     assert shades == [[position, pytest.approx(shade)] for position, shade in shaded]
-    found = {int(row[0]): row[2:] for row in listed(tab)}
-    assert len(found) == len(positions)
+    shown = {int(row[0]): row[2:] for row in listed(tab)}
+    assert len(shown) == len(positions)
     if weights is None:
-        assert not any(found.values())  # neither rank nor weight
+        assert not any(shown.values())  # neither rank nor weight
         assert tab.is_hidden("#rank-label")
         assert "weights" not in tab.text("#load-status")
         return
-    assert [found[position + routing.start][0] for position in positions] == [
+    assert [shown[position + routing.start][0] for position in positions] == [
         str(rank + 1) for rank in ranks
     ]
     assert near(
-        [found[position + routing.start][1] for position in positions],
+        [shown[position + routing.start][1] for position in positions],
         weights[positions, LAYER, places],
         3,
     )
     order = np.argsort(-weights[positions, LAYER, places], kind="stable")
-    assert list(found) == (positions[order] + routing.start).tolist()
+    assert list(shown) == (positions[order] + routing.start).tolist()
     sums, known = np.zeros(experts), rows[:, LAYER] >= 0
     np.add.at(sums, rows[:, LAYER][known], weights[:, LAYER][known].astype(float))
     by_weights = f"{sums[EXPERT] / sums.mean():.2f} {TIMES} (sum {sums[EXPERT]:.2f})"
@@ -195,14 +195,14 @@ def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
 
 def listed(tab: Tab) -> list[list[str]]:
     """All tokens of the selected expert."""
-    found = cells(tab, "#experts")
+    shown = cells(tab, "#experts")
     pager = "#experts .pager"
     while tab.js(f"!$('{pager}').hidden && !$('{pager} button:nth-child(2)').disabled"):
         before = tab.text(f"{pager} span")
         tab.click(f"{pager} button:nth-child(2)")
         tab.wait(f"$('{pager} span').textContent !== {before!r}")
-        found += cells(tab, "#experts")
-    return found
+        shown += cells(tab, "#experts")
+    return shown
 
 
 def test_the_map_and_its_keys(tab: Tab, viewed: Viewed) -> None:
@@ -253,7 +253,7 @@ def test_the_map_colours_the_largest_weight_or_the_rarest_colour(
     (routing,) = collect(body)
     if not has_weights:
         del body["prompt_routed_expert_weights"], body["choices"][0]["routed_expert_weights"]
-    show(tab, viewed(body, given=ModelInfo(num_experts=experts)))
+    show(tab, viewed(body, model_info=ModelInfo(num_experts=experts)))
     legend = tab.js(
         "$$('#legend span').map(e => [e.textContent, getComputedStyle(e.firstChild).backgroundColor])"
     )
@@ -262,14 +262,14 @@ def test_the_map_colours_the_largest_weight_or_the_rarest_colour(
     assert len(seven) == len(OKABE_ITO)
     wide = tab.js("($('#map').clientWidth - 42) / 70")
     pixels = np.array(tab.js(MAP_COLOURS)).reshape(-1, 4)
-    for position, (ids, place) in enumerate(
+    for position, (ids, rank) in enumerate(
         zip(routing.rows[:, 0], by_weight(routing)[:, 0, 0], strict=True)
     ):
         if position == 0 or ids[0] < 0:  # the selected token has a frame
             continue
         coloured = [id for id in seven if id in ids]  # the busiest first
         rarest = coloured[-1] if coloured else ids[0]
-        top = int(ids[place] if has_weights else rarest)
+        top = int(ids[rank] if has_weights else rarest)
         pixel = pixels[GUTTER + int((position + 0.5) * min(wide, 18))][:3].tolist()
         assert pixel == colours[str(top) if top in seven else "others"], position
     tab.console.clear()  # where the browser advises against reading pictures
@@ -281,7 +281,7 @@ MAP_COLOURS = (
 
 
 def test_the_load_and_its_keys(tab: Tab, viewed: Viewed) -> None:
-    show(tab, viewed(answer(ROWS, 10), given=GIVEN))
+    show(tab, viewed(answer(ROWS, 10), model_info=GIVEN))
     tab.click("#load", GUTTER + 7.5 * tab.js("($('#load').clientWidth - 42) / 32"), 18 + 4.5 * 22)
     steps = [
         ("", 4, 7),
@@ -308,7 +308,7 @@ def test_a_layers_experts_and_their_tokens(tab: Tab, viewed: Viewed) -> None:
     """By the rows that are known."""
     rows, known = ROWS.copy(), np.arange(99) != 33
     rows[33] = -1
-    show(tab, viewed(answer(rows, 10, TEXTS), given=GIVEN))
+    show(tab, viewed(answer(rows, 10, TEXTS), model_info=GIVEN))
     tab.click("#detail tbody tr:nth-child(3) th")
     tab.wait_for_text("#expert-title", "Experts of MoE layer 2")
     counts = counts_of(rows, E)[2]
@@ -339,9 +339,9 @@ def test_a_layers_experts_and_their_tokens(tab: Tab, viewed: Viewed) -> None:
             beyond[f"{text} {(has & chose).sum()}/{has.sum()}"] = (
                 has & chose
             ).sum() - has.sum() * chose[known].mean()
-        found = [token.replace("␣", " ").replace("⏎", "\n") for token in tokens]
-        assert [beyond[token] for token in found] == pytest.approx(
-            sorted(beyond.values(), reverse=True)[: len(found)]
+        shown_tokens = [token.replace("␣", " ").replace("⏎", "\n") for token in tokens]
+        assert [beyond[token] for token in shown_tokens] == pytest.approx(
+            sorted(beyond.values(), reverse=True)[: len(shown_tokens)]
         )
     tab.click("#experts tbody button")
     tab.wait_for_text("#expert-title", f"Expert {listed[0][0]} of MoE layer 2")
@@ -365,7 +365,7 @@ def test_the_even_share_is_the_middle_of_the_scale(
     even = np.arange(40, dtype=np.int16).reshape(40, 1, 1) % 4
     compare(
         tab,
-        viewed(answer(even, 10), answer(0 * even, 10), given=ModelInfo(num_experts=4)),
+        viewed(answer(even, 10), answer(0 * even, 10), model_info=ModelInfo(num_experts=4)),
         theme=theme,
     )
     tab.wait_for_text("#parting-text", "Experts differ")
@@ -376,8 +376,8 @@ def test_the_even_share_is_the_middle_of_the_scale(
     ):
         y = 18 + 11 + band * (18 + 22)
         bytes_ = np.array(tab.js(COLOURS % (y, width))).reshape(width, 4)
-        found = [bytes_[GUTTER + round((width - 42) * (i + 0.5) / 4)][:3] for i in range(4)]
-        assert ["#" + "".join(f"{part:02x}" for part in pixel) for pixel in found] == expected
+        shown = [bytes_[GUTTER + round((width - 42) * (i + 0.5) / 4)][:3] for i in range(4)]
+        assert ["#" + "".join(f"{part:02x}" for part in pixel) for pixel in shown] == expected
     tab.console.clear()  # where the browser advises against reading pictures
 
 
@@ -408,7 +408,7 @@ def test_zoom_and_the_strip(tab: Tab, viewed: Viewed) -> None:
     rows = rows_of(1999, 4, 2, 16)
     show(tab, viewed(answer(rows, 10)))
     left, top, width = tab.scroll_to("#map")
-    picture, place = "$('#map canvas').toDataURL()", (left + 500, top + 60)
+    picture, pointer = "$('#map canvas').toDataURL()", (left + 500, top + 60)
 
     def changes(act: Callable[[], None]) -> None:
         before = tab.js(picture)
@@ -416,22 +416,22 @@ def test_zoom_and_the_strip(tab: Tab, viewed: Viewed) -> None:
         tab.wait(f"{picture} !== {json.dumps(before)}")
 
     def under_the_pointer() -> int:
-        tab.mouse("Moved", *place)
+        tab.mouse("Moved", *pointer)
         return int(tab.text("#tip strong").split(" ")[1])
 
     token = under_the_pointer()
-    changes(lambda: tab.mouse("Wheel", *place, deltaX=0, deltaY=-600, modifiers=2))  # with Ctrl
+    changes(lambda: tab.mouse("Wheel", *pointer, deltaX=0, deltaY=-600, modifiers=2))  # with Ctrl
     assert abs(under_the_pointer() - token) <= 1
     zoomed = float(tab.js("$('#zoom').value"))
     assert 2**zoomed == pytest.approx(16, rel=0.01)
-    tab.mouse("Pressed", *place, button="left", clickCount=1)
-    changes(lambda: tab.mouse("Moved", place[0] - 160, place[1], button="left", buttons=1))
-    tab.mouse("Released", place[0] - 160, place[1], button="left", clickCount=1)
+    tab.mouse("Pressed", *pointer, button="left", clickCount=1)
+    changes(lambda: tab.mouse("Moved", pointer[0] - 160, pointer[1], button="left", buttons=1))
+    tab.mouse("Released", pointer[0] - 160, pointer[1], button="left", clickCount=1)
     assert under_the_pointer() == pytest.approx(token + 10, abs=2)  # dragged, not selected
     assert tab.js(f"$('{SELECTED}').dataset.i") == "10"
     height = tab.js("$('#map canvas').clientHeight")
     changes(lambda: tab.click("#map", GUTTER + (width - 42) * 0.75, height - 14))
-    place = (left + GUTTER + (width - 42) / 2, top + 60)
+    pointer = (left + GUTTER + (width - 42) / 2, top + 60)
     assert under_the_pointer() == pytest.approx(1500, abs=3)
     tab.js("$('#map').focus()")
     changes(lambda: tab.key("-"))
@@ -601,7 +601,7 @@ def test_downloads(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
         content = download(tab, f"#save-{what}", f"{what}.csv", tmp_path)
         return list(csv.DictReader(io.StringIO(content.decode(), newline="")))
 
-    show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), given=GIVEN))
+    show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), model_info=GIVEN))
     assert [int(row["tokens"]) for row in table("load")] == counts_of(ROWS, E).ravel().tolist()
     tab.click("#detail tbody tr:nth-child(2) th")
     tab.type("#expert", "5")

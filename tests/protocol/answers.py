@@ -80,7 +80,7 @@ def weights_of(rows: Any) -> np.ndarray:
 
 
 @dataclass
-class Told:
+class RoutedPrompt:
     """One prompt and its choices, from which every form of an answer is made.
 
     Attributes:
@@ -122,60 +122,62 @@ class Told:
         )
 
 
-def answer(*prompts: Told, is_list: bool = False) -> dict[str, Any]:
+def answer(*prompts: RoutedPrompt, is_list: bool = False) -> dict[str, Any]:
     """An unstreamed completion; several prompts are a list of prompts."""
     body: dict[str, Any] = {"choices": []}
-    for told in prompts:
-        for choice, rows in enumerate(told.choices):
-            is_joined = told.layout == "joined"
-            about = {"index": len(body["choices"]), "finish_reason": "length"}
-            about |= {
-                "prompt_token_ids": told.prompt_token_ids,
-                "token_ids": told.token_ids(choice),
+    for routed in prompts:
+        for choice, rows in enumerate(routed.choices):
+            is_joined = routed.layout == "joined"
+            fields = {"index": len(body["choices"]), "finish_reason": "length"}
+            fields |= {
+                "prompt_token_ids": routed.prompt_token_ids,
+                "token_ids": routed.token_ids(choice),
             }
-            sent = (told.whole(choice), told.start) if is_joined else (rows, len(told.prompt))
-            body["choices"].append({**about, **told.arrays(*sent)})
-    of_prompts = [told.arrays(told.prompt[told.start :], told.start, "prompt_") for told in prompts]
+            sent = (routed.whole(choice), routed.start) if is_joined else (rows, len(routed.prompt))
+            body["choices"].append({**fields, **routed.arrays(*sent)})
+    of_prompts = [
+        routed.arrays(routed.prompt[routed.start :], routed.start, "prompt_") for routed in prompts
+    ]
     for name in of_prompts[0] if prompts and prompts[0].layout == "split" else ():
-        arrays = [each[name] for each in of_prompts]
+        arrays = [arrays_of_prompt[name] for arrays_of_prompt in of_prompts]
         body[name] = arrays if is_list or len(arrays) > 1 else arrays[0]
     return body
 
 
-def stream(*prompts: Told, piece: int = 10**6, per_chunk: int = 1) -> list[dict[str, Any]]:
+def stream(*prompts: RoutedPrompt, piece: int = 10**6, per_chunk: int = 1) -> list[dict[str, Any]]:
     """The chunks of a streamed completion, in pieces of at most `piece` rows; the choices take
     turns.
 
     Each chunk brings `per_chunk` tokens and the rows that became known with them.
     """
-    places = [(told, choice) for told in prompts for choice in range(len(told.choices))]
-    queues = [[*_chunks(*place, index, piece, per_chunk)] for index, place in enumerate(places)]
+    choices = [(routed, choice) for routed in prompts for choice in range(len(routed.choices))]
+    queues = [[*_chunks(*place, index, piece, per_chunk)] for index, place in enumerate(choices)]
     chunks = []
     while any(queues):
         chunks += [chunk for queue in queues if queue for chunk in queue.pop(0)]
     return chunks
 
 
-def _chunks(told: Told, choice: int, index: int, piece: int, per_chunk: int) -> Any:
+def _chunks(routed: RoutedPrompt, choice: int, index: int, piece: int, per_chunk: int) -> Any:
     """For each output of the engine the chunks that it becomes: pieces first, the one with the
     tokens last."""
-    tokens, prompt_len = told.token_ids(choice), len(told.prompt)
-    whole = np.concatenate([told.prompt, told.choices[choice]])
-    sent = told.start if told.layout == "joined" else prompt_len
+    tokens, prompt_len = routed.token_ids(choice), len(routed.prompt)
+    whole = np.concatenate([routed.prompt, routed.choices[choice]])
+    sent = routed.start if routed.layout == "joined" else prompt_len
     for first in range(0, len(tokens), per_chunk):
         new = tokens[first : first + per_chunk]
         known = prompt_len + first + len(new) - 1
         events: list[dict[str, Any]] = []
-        if first == 0 and choice == 0 and told.layout == "split":
-            for at, rows in _cut(told.prompt[told.start :], told.start, piece):
-                events.append({"choices": [{"index": index}], **told.arrays(rows, at, "prompt_")})
+        if first == 0 and choice == 0 and routed.layout == "split":
+            for at, rows in _cut(routed.prompt[routed.start :], routed.start, piece):
+                events.append({"choices": [{"index": index}], **routed.arrays(rows, at, "prompt_")})
         for at, rows in _cut(whole[sent:known], sent, piece) if known > sent else []:
-            events.append({"choices": [{"index": index, **told.arrays(rows, at)}]})
+            events.append({"choices": [{"index": index, **routed.arrays(rows, at)}]})
         sent = max(sent, known)
         last = events.pop() if events else {"choices": [{"index": index}]}
         finish = "length" if first + len(new) == len(tokens) else None
         last["choices"][0] |= {"text": "x" * len(new), "token_ids": new, "finish_reason": finish}
-        last["choices"][0] |= {"prompt_token_ids": told.prompt_token_ids if first == 0 else None}
+        last["choices"][0] |= {"prompt_token_ids": routed.prompt_token_ids if first == 0 else None}
         yield [*events, last]
 
 

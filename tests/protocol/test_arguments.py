@@ -13,14 +13,14 @@ import torch
 
 from routed_experts.protocol import batch, codec, collect, expert_load, fetch, models, ranks, sse
 from routed_experts.protocol.collect import Routing
-from tests.protocol.answers import Told, answer, rows_of
+from tests.protocol.answers import RoutedPrompt, answer, rows_of
 
 ROWS = rows_of(8)
 WEIGHTS = ROWS.astype(np.float32)
 ROUTING = Routing(
     ROWS, prompt_len=5, prompt_token_ids=(1, 2, 3, 4, 5), token_ids=(6, 7, 8, 9), weights=WEIGHTS
 )
-ANSWER = answer(Told(ROWS[:5], [ROWS[5:]]))
+ANSWER = answer(RoutedPrompt(ROWS[:5], [ROWS[5:]]))
 REFERENCE = {"shape": [8, 3, 4], "dtype": "int16", "path": "/none"}
 
 NOT_INTEGERS = ("3", 1.5, True, [1], np.array([1, 2]), torch.int64, torch.ones(3), object())
@@ -208,17 +208,17 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
 def ends_in_a_sentence(call: Callable[[], Any], name: str) -> str:
     """What is wrong with the answer to a wrong argument, if something is."""
     try:
-        found = call()
-        if inspect.isgenerator(found):
-            list(found)
-        elif inspect.iscoroutine(found):
-            asyncio.run(found)
+        result = call()
+        if inspect.isgenerator(result):
+            list(result)
+        elif inspect.iscoroutine(result):
+            asyncio.run(result)
     except (ValueError, TypeError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if not str(last.line).startswith("raise"):
             return f"the exception is not ours: {error!r}"
         return "" if name in str(error) else f"the message does not name it: {error!r}"
-    return f"accepted: {str(found)[:60]}"
+    return f"accepted: {str(result)[:60]}"
 
 
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__qualname__)

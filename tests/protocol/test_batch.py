@@ -130,13 +130,17 @@ class TestTurns:
         turns = [
             self.turn(p, g, s) for (p, g), s in zip([(5, 3), (12, 6), (22, 8)], starts, strict=True)
         ]
-        joined = join_turns(
+        joined_routing = join_turns(
             [replace(turn, rows=turn.rows + 100 * number) for number, turn in enumerate(turns)]
         )
         number = np.repeat([0, 1, 2], [7, 10, 12])[:, None, None]
-        assert np.array_equal(joined.rows, (self.ROWS + 100 * number)[starts[0] :])
-        assert np.array_equal(joined.weights, weights_of(self.ROWS[starts[0] :]))
-        assert (joined.start, joined.end, joined.prompt_len) == (starts[0], 29, 22)
+        assert np.array_equal(joined_routing.rows, (self.ROWS + 100 * number)[starts[0] :])
+        assert np.array_equal(joined_routing.weights, weights_of(self.ROWS[starts[0] :]))
+        assert (joined_routing.start, joined_routing.end, joined_routing.prompt_len) == (
+            starts[0],
+            29,
+            22,
+        )
         assert join_turns(turns[:1]) is turns[0]
         counted = replace(turns[-1], histogram=histogram(turns[-1].rows, EXPERTS))
         assert join_turns([join_turns(turns[:-1]), counted]).histogram is None, (
@@ -155,10 +159,10 @@ class TestTurns:
             ([*range(13), 99, *range(14, 22)], 13),
             ([0, 1, 99], 2),
         ):
-            kept = shared_prefix(before, [*prompt])
-            assert (kept.start, kept.end) == (2, end)
-            assert np.array_equal(kept.rows, self.ROWS[2:end])
-            assert np.array_equal(kept.weights, weights_of(self.ROWS[2:end]))
+            shared = shared_prefix(before, [*prompt])
+            assert (shared.start, shared.end) == (2, end)
+            assert np.array_equal(shared.rows, self.ROWS[2:end])
+            assert np.array_equal(shared.weights, weights_of(self.ROWS[2:end]))
         with pytest.raises(
             RoutingError, match="differs at position 1, but rows before 2 were left out"
         ):
@@ -189,12 +193,12 @@ SIZES, LENGTH = ((5, 4), (9, 2), (3, 1)), 14
 def aligned(routings: list[Routing], name: str, left: list[int], last: Any, pad: Any) -> np.ndarray:
     """Rows, or their weights, position by position."""
     out = np.empty((3, LENGTH, LAYERS, TOP_K))
-    for place, (p, g) in enumerate(SIZES):
-        rows = getattr(routings[place], name)
+    for number, (p, g) in enumerate(SIZES):
+        rows = getattr(routings[number], name)
         for column in range(LENGTH):
-            at = column - left[place]
+            at = column - left[number]
             of_last = rows[-1] if last == "repeat" else last
-            out[place, column] = (
+            out[number, column] = (
                 rows[at] if 0 <= at < p + g - 1 else of_last if at == p + g - 1 else pad
             )
     return out
@@ -204,7 +208,7 @@ def aligned(routings: list[Routing], name: str, left: list[int], last: Any, pad:
     ("padding", "left"), [("right", [0, 0, 0]), ("left", [5, 3, 10]), (9, [4, 0, 6])]
 )
 def test_every_row_is_in_its_tokens_column(padding: Any, left: list[int]) -> None:
-    routings = [routing_of(p, g, seed=place) for place, (p, g) in enumerate(SIZES)]
+    routings = [routing_of(p, g, seed=number) for number, (p, g) in enumerate(SIZES)]
     cases: list[Any] = [*itertools.product(("repeat", -1, 7), (-1, 0, [0, 1, 2, 3]), ({},))]
     cases += [("repeat", 0, {"dtype": dtype}) for dtype in ("uint8", "int32", "int64")]
     for last, pad, dtype in cases:
@@ -228,7 +232,7 @@ def test_every_row_is_in_its_tokens_column(padding: Any, left: list[int]) -> Non
 def test_every_value_is_in_its_tokens_column(padding: Any, left: list[int], cut: int) -> None:
     """Token ids of whole sequences, and log-probabilities and a mask of generated tokens; also of
     sequences that were cut."""
-    routings = [routing_of(p, g, seed=place) for place, (p, g) in enumerate(SIZES)]
+    routings = [routing_of(p, g, seed=number) for number, (p, g) in enumerate(SIZES)]
     ids_of = [list(range(100, 100 + p + g)) for p, g in SIZES]
     logprobs_of = [[None, *(-0.5 * at for at in range(1, g))] for _, g in SIZES]
     options: Any = {"padding": padding, "num_tokens": [p + g - cut for p, g in SIZES]}
@@ -271,20 +275,21 @@ def test_values_of_another_number_of_tokens() -> None:
 def test_batches_are_spread_over_decoder_layers(padding: Any) -> None:
     """As their responses one by one: a dense layer of padding, of the last token and of unknown
     rows is -1 too."""
-    routings = [routing_of(p, g, seed=place) for place, (p, g) in enumerate(SIZES)]
+    routings = [routing_of(p, g, seed=number) for number, (p, g) in enumerate(SIZES)]
     routings[1].rows[2, 1] = -1
     spread = spread_layers(align(routings, LENGTH, last=-1, padding=padding), [1, 2, 4], 5)
     every = [
-        replace(each, rows=spread_layers(each.rows, [1, 2, 4], 5), weights=None)
-        for each in routings
+        replace(routing, rows=spread_layers(routing.rows, [1, 2, 4], 5), weights=None)
+        for routing in routings
     ]
     assert np.array_equal(spread, align(every, LENGTH, last=-1, padding=padding))
     assert sorted(np.unique(spread[:, :, [0, 3]])) == [-1, 0]
-    told = spread_layers(
+    spread_rows = spread_layers(
         align(routings, LENGTH, last="repeat", padding=padding, pad=[0, 1, 2, 3]), [1, 2, 4], 5
     )
     assert (
-        told[:, :, [0, 3]] == np.where((told == -1).any(axis=(2, 3)), -1, 0)[:, :, None, None]
+        spread_rows[:, :, [0, 3]]
+        == np.where((spread_rows == -1).any(axis=(2, 3)), -1, 0)[:, :, None, None]
     ).all()
 
 
@@ -297,9 +302,9 @@ def test_weights_of_decoder_layers_and_of_the_models_paper() -> None:
     assert not spread[[0, 2]][:, [0, 3]].any()
     assert np.isnan(spread[1]).all()
     assert np.array_equal(spread[[0, 2]][:, [1, 2]], weights[[0, 2]])
-    found = scaled(np.ones((3, 2, TOP_K), np.float32), {"weights_scale": [2.5, 1.0]})
-    assert found.dtype == np.float32
-    assert found.tolist() == [[[2.5] * TOP_K, [1.0] * TOP_K]] * 3
+    scaled_weights = scaled(np.ones((3, 2, TOP_K), np.float32), {"weights_scale": [2.5, 1.0]})
+    assert scaled_weights.dtype == np.float32
+    assert scaled_weights.tolist() == [[[2.5] * TOP_K, [1.0] * TOP_K]] * 3
     for wrong, message in (
         (lambda: scaled(weights, {"weights_scale": [1.0]}), "2 layers"),
         (
@@ -315,9 +320,9 @@ def test_weights_of_decoder_layers_and_of_the_models_paper() -> None:
 def test_truncated_sequences() -> None:
     rows = routing_of(5, 4).rows
     got = align([routing_of(5, 4)] * 3, 9, last=-1, num_tokens=[9, 8, 3])
-    for place, known in enumerate((8, 8, 3)):
-        assert np.array_equal(got[place, :known], rows[:known])
-        assert (got[place, known:] == -1).all()
+    for number, known in enumerate((8, 8, 3)):
+        assert np.array_equal(got[number, :known], rows[:known])
+        assert (got[number, known:] == -1).all()
 
 
 def test_sequences_that_cannot_be_aligned() -> None:

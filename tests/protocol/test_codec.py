@@ -120,7 +120,7 @@ def test_weights(fmt: Format, values: list[np.float32]) -> None:
     packed = (
         {**value, "data": base64.b64decode(value["data"])} if isinstance(value, dict) else packed
     )
-    for back in (decode_weights(each, num_layers=2, top_k=3) for each in (value, packed)):
+    for back in (decode_weights(encoded, num_layers=2, top_k=3) for encoded in (value, packed)):
         assert (back.shape, back.dtype) == (weights.shape, np.float32)
         assert np.array_equal(back, weights, equal_nan=True)
         assert back.tobytes() == weights.tobytes() or (fmt == "list" and np.isnan(weights).any())

@@ -21,7 +21,7 @@ from tests.protocol.answers import (
     JSON,
     LAYERS,
     TOP_K,
-    Told,
+    RoutedPrompt,
     answer,
     histogram,
     peak_of,
@@ -37,11 +37,13 @@ RAW: dict[str, Any] = {"num_layers": LAYERS, "top_k": TOP_K}
 Chunks = list[dict[str, Any]]
 
 
-def told(p: int = 9, g: int = 6, n: int = 1, **options: Any) -> Told:
-    return Told(rows_of(p, seed=p), [rows_of(g - 1, seed=50 + i) for i in range(n)], **options)
+def routed(p: int = 9, g: int = 6, n: int = 1, **options: Any) -> RoutedPrompt:
+    return RoutedPrompt(
+        rows_of(p, seed=p), [rows_of(g - 1, seed=50 + i) for i in range(n)], **options
+    )
 
 
-def check(routing: Routing, expected: Told, choice: int = 0) -> None:
+def check(routing: Routing, expected: RoutedPrompt, choice: int = 0) -> None:
     whole = expected.whole(choice)
     assert routing.rows.dtype == np.int16
     assert np.array_equal(routing.rows, whole)
@@ -62,15 +64,15 @@ def check(routing: Routing, expected: Told, choice: int = 0) -> None:
         )
 
 
-def check_all(routings: list[Routing], *prompts: Told) -> None:
-    expected = [(each, choice) for each in prompts for choice in range(len(each.choices))]
+def check_all(routings: list[Routing], *prompts: RoutedPrompt) -> None:
+    expected = [(prompt, choice) for prompt in prompts for choice in range(len(prompt.choices))]
     assert [routing.index for routing in routings] == list(range(len(expected)))
-    for routing, (each, choice) in zip(routings, expected, strict=True):
-        check(routing, each, choice)
+    for routing, (prompt, choice) in zip(routings, expected, strict=True):
+        check(routing, prompt, choice)
 
 
 @st.composite
-def responses(draw: Any) -> list[Told]:
+def responses(draw: Any) -> list[RoutedPrompt]:
     """One or two prompts of one request, with the choices of each."""
     fmt, layout = (
         draw(st.sampled_from(get_args(Format))),
@@ -90,7 +92,7 @@ def responses(draw: Any) -> list[Told]:
         "start": start,
         "weights": draw(st.booleans()),
     }
-    prompts = [told(p, g, n, first_token=500 * i, **options) for i, p in enumerate(lengths)]
+    prompts = [routed(p, g, n, first_token=500 * i, **options) for i, p in enumerate(lengths)]
     if dtype != "uint8":
         for at in (
             draw(st.sets(st.integers(start, min(lengths) - 1), max_size=2))
@@ -103,7 +105,7 @@ def responses(draw: Any) -> list[Told]:
 
 @SETTINGS
 @given(responses(), st.integers(1, 12), st.integers(1, 4), st.booleans())
-def test_collect(prompts: list[Told], piece: int, per_chunk: int, is_list: bool) -> None:
+def test_collect(prompts: list[RoutedPrompt], piece: int, per_chunk: int, is_list: bool) -> None:
     one = prompts[0]
     options: dict[str, Any] = {
         **RAW,
@@ -135,15 +137,15 @@ def binary(array: Any) -> Any:
     if isinstance(array, dict):
         return {**array, "data": base64.b64decode(array["data"])}
     # of prompts, or nested lists
-    return [binary(each) if isinstance(each, str | dict) else each for each in array]
+    return [binary(part) if isinstance(part, str | dict) else part for part in array]
 
 
 def test_prompts_with_different_starts_and_without_rows() -> None:
     """The object format has each array's start. An empty list has no shape, and does not contradict
     others."""
-    prompts = [told(9, 4, start=4), told(11, 4, start=9, first_token=500)]
+    prompts = [routed(9, 4, start=4), routed(11, 4, start=9, first_token=500)]
     check_all(collect(answer(*prompts, is_list=True), prompt_start=None, n=1), *prompts)
-    prompts = [told(9, 4, fmt="list", start=9, first_token=first) for first in (0, 500)]
+    prompts = [routed(9, 4, fmt="list", start=9, first_token=first) for first in (0, 500)]
     check_all(collect(answer(*prompts), prompt_start=9, n=1), *prompts)
 
 
@@ -152,7 +154,7 @@ def refused(message: str, response: Any, **options: Any) -> None:
         collect(response, **options)
 
 
-PROMPTS = (told(9, 6, n=2), told(4, 3, n=2, first_token=500))
+PROMPTS = (routed(9, 6, n=2), routed(4, 3, n=2, first_token=500))
 
 
 def test_the_prompt_of_a_choice_is_not_guessed() -> None:
@@ -173,7 +175,7 @@ def test_prompts_or_choices_that_did_not_arrive_or_arrived_twice() -> None:
                 chunk.pop("prompt_routed_experts", None)
         return iter(chunks)
 
-    two = told(9, 4), told(9, 4, first_token=500)
+    two = routed(9, 4), routed(9, 4, first_token=500)
     bodies = [answer(*two) for _ in range(2)]
     # rows of one prompt are not the other's
     bodies[0]["prompt_routed_experts"] = bodies[0]["prompt_routed_experts"][0]
@@ -181,18 +183,18 @@ def test_prompts_or_choices_that_did_not_arrive_or_arrived_twice() -> None:
     for response in (*bodies, without(stream(*two), 1)):
         refused("choice 1: the rows of its prompt did not come|1 choices for|give n", response, n=1)
     refused("choice 2: the rows of its prompt did not come", without(stream(*PROMPTS), 2), n=2)
-    chunks = stream(told(n=2))
+    chunks = stream(routed(n=2))
     second = next(c for c in chunks if c["choices"][0]["index"] == 1)
     second["prompt_routed_experts"] = chunks[0]["prompt_routed_experts"]
     refused("with choice 0 and with choice 1: it comes once", iter(chunks), n=2)
     for left in ([0], [1], [0, 2], []):
-        body = answer(told(n=3))
+        body = answer(routed(n=3))
         body["choices"] = [body["choices"][index] for index in left]
         refused(r"not all of the answer's|no choices|give n", body, n=3)
 
 
 class TestServerSentEvents:
-    EXPECTED = told(n=2)
+    EXPECTED = routed(n=2)
     CHUNKS: Chunks = [*stream(EXPECTED, piece=3), {"choices": [], "usage": {"prompt_tokens": 9}}]  # noqa: RUF012
     TEXT = sse(CHUNKS)
 
@@ -218,11 +220,11 @@ class TestServerSentEvents:
 
         check_all(collect(self.LINES[split](self.TEXT)), self.EXPECTED)
         check_all(asyncio.run(collect_async(pieces())), self.EXPECTED)
-        chunks = stream(told())
+        chunks = stream(routed())
         for chunk in chunks:  # generated text that looks like an event
             chunk["choices"][0]["text"] = 'data: {"choices": [}]\n\ndata: [DONE]\u2028'
         text = sse(chunks).replace(rb"\u2028", "\u2028".encode())  # as vLLM writes it
-        check_all(collect(self.LINES[split](text)), told())
+        check_all(collect(self.LINES[split](text)), routed())
 
     @SETTINGS
     @given(
@@ -235,13 +237,13 @@ class TestServerSentEvents:
             {0, len(text), *(cut for cut in cuts if cut < len(text)), *(cut % 50 for cut in cuts)}
         )
         try:
-            found = collect([text[a:b] for a, b in pairwise(edges)])
+            collected = collect([text[a:b] for a, b in pairwise(edges)])
         except RoutingError:
             return
-        check_all(found, self.EXPECTED)
+        check_all(collected, self.EXPECTED)
 
     def test_a_whole_body(self) -> None:
-        text, events = json.dumps(answer(told())), sse(stream(told()))
+        text, events = json.dumps(answer(routed())), sse(stream(routed()))
         for body in (
             text,
             text.encode(),
@@ -249,7 +251,7 @@ class TestServerSentEvents:
             memoryview(text.encode()),
             events,
         ):
-            check_all(collect(body), told())
+            check_all(collect(body), routed())
 
     def test_invalid_streams(self) -> None:
         error = {"error": {"message": "the engine died", "code": 500}}
@@ -269,10 +271,10 @@ class TestServerSentEvents:
 def test_weights_that_are_not_of_the_ids_beside_them() -> None:
     """A stream that loses some of its weights; an array of another start, shape or type; too few of
     them."""
-    expected = told(weights=True)
-    for place in range(len(stream(expected, piece=5))):
+    expected = routed(weights=True)
+    for number in range(len(stream(expected, piece=5))):
         chunks = stream(expected, piece=5)
-        for holder in (chunks[place], *chunks[place]["choices"]):
+        for holder in (chunks[number], *chunks[number]["choices"]):
             for name in [name for name in holder if name.endswith("weights")]:
                 del holder[name]
                 refused("some of its rows", iter(chunks))
@@ -288,14 +290,14 @@ def test_weights_that_are_not_of_the_ids_beside_them() -> None:
             holder = body if prefix else body["choices"][0]
             holder[f"{prefix}routed_expert_weights"] |= change
             refused("weights", body)
-    body = answer(expected, told(weights=True, first_token=500))
+    body = answer(expected, routed(weights=True, first_token=500))
     body["prompt_routed_expert_weights"].pop()
     refused("rows of 2 prompts, but weights of 1", body)
 
 
 def test_streams_that_are_not_whole() -> None:
     def changed(change: Callable[[Chunks], Any], **options: Any) -> Any:
-        chunks = copy.deepcopy(stream(told(**options), piece=2))
+        chunks = copy.deepcopy(stream(routed(**options), piece=2))
         change(chunks)
         return iter(chunks)
 
@@ -311,7 +313,7 @@ def test_streams_that_are_not_whole() -> None:
         chunks[-1]["choices"][0]["finish_reason"] = "abort"
         del chunks[-1]["choices"][0]["routed_experts"]
 
-    check_all(collect(changed(lambda chunks: None)), told())
+    check_all(collect(changed(lambda chunks: None)), routed())
     cases: list[tuple[Callable[[Chunks], Any], str]] = [
         (lambda chunks: chunks.pop(1), "the prompt of choice 0: a gap: rows from 4 on after 2"),
         (pop(6), "choice 0: a gap: rows from 11 on after 10"),
@@ -324,7 +326,7 @@ def test_streams_that_are_not_whole() -> None:
         (pop(-1), "rows up to 13, but 9 prompt and 6 generated tokens have rows up to 14"),
         (pop(-1, "token_ids"), "rows up to 14, but 9 prompt and 5 generated tokens"),
         (
-            update(**told().encode(rows_of(1, layers=2), 10)),
+            update(**routed().encode(rows_of(1, layers=2), 10)),
             r"choice 0: rows of shape \(2, 4\), not \(3, 4\)",
         ),
         (update(shape=[2, 3, 4]), "choice 0: not an array of expert ids"),
@@ -338,29 +340,29 @@ def test_streams_that_are_not_whole() -> None:
 
 
 def test_bodies_that_are_not_whole() -> None:
-    without: dict[str, Any] = answer(told(layout="joined"))
+    without: dict[str, Any] = answer(routed(layout="joined"))
     del without["choices"][0]["routed_experts"]
     refused("must ask with return_routed_experts", without)
-    refused("rows from 4 on, asked for from 3 on", answer(told(start=4)), prompt_start=3)
-    refused("rows from 4 on, asked for from 0 on", answer(told(start=4)))
+    refused("rows from 4 on, asked for from 3 on", answer(routed(start=4)), prompt_start=3)
+    refused("rows from 4 on, asked for from 0 on", answer(routed(start=4)))
     refused("no choices", {"choices": []})
     for shape in ({}, {"num_layers": LAYERS}):
-        refused("pass num_layers and top_k", answer(told(fmt="raw")), **shape)
+        refused("pass num_layers and top_k", answer(routed(fmt="raw")), **shape)
     for start in (None, "0", 1.0, True):
-        body = answer(told())
+        body = answer(routed())
         body["prompt_routed_experts"]["start"] = start
         refused("its first row is at", body)
-    for text in ("{", '{"choices": 5}', '{"choices": "abc"}', json.dumps(answer(told()))[:200]):
+    for text in ("{", '{"choices": 5}', '{"choices": "abc"}', json.dumps(answer(routed()))[:200]):
         for raw in (text, text.encode()):
             refused(".", raw)
 
 
 def test_without_prompt_token_ids_the_prompts_end_is_unknown() -> None:
-    body = answer(told(layout="joined"))
+    body = answer(routed(layout="joined"))
     del body["choices"][0]["prompt_token_ids"]
     (routing,) = collect(body)
     assert routing.prompt_len is None
-    assert np.array_equal(routing.rows, told().whole())
+    assert np.array_equal(routing.rows, routed().whole())
     with pytest.raises(RoutingError, match="where the prompt ends is not known"):
         _ = routing.generated_rows
 
@@ -368,7 +370,7 @@ def test_without_prompt_token_ids_the_prompts_end_is_unknown() -> None:
 @pytest.mark.parametrize("fmt", ["object", "npy"])
 def test_the_caller_says_where_the_prompt_ends(fmt: Format) -> None:
     """As for `/inference/v1/generate`, which repeats the prompt only with `return_token_ids`."""
-    expected = told(layout="joined", start=4, n=2, fmt=fmt)
+    expected = routed(layout="joined", start=4, n=2, fmt=fmt)
     body, chunks = answer(expected), stream(expected)
     for choice in [*body["choices"], *(chunk["choices"][0] for chunk in chunks)]:
         choice.pop("prompt_token_ids", None)
@@ -382,7 +384,7 @@ def test_the_caller_says_where_the_prompt_ends(fmt: Format) -> None:
     )
     refused(
         "the prompt ends at 9 by its rows, at 9 by its tokens, at 8 by its prompt_len",
-        answer(told()),
+        answer(routed()),
         prompt_len=8,
     )
     for choice in body["choices"]:
@@ -390,12 +392,12 @@ def test_the_caller_says_where_the_prompt_ends(fmt: Format) -> None:
     refused("rows up to 14, but 15 prompt tokens", body, prompt_len=15, prompt_start=4)
 
 
-def counted(body: dict[str, Any], prompts: list[Told], rows: bool) -> dict[str, Any]:
+def counted(body: dict[str, Any], prompts: list[RoutedPrompt], rows: bool) -> dict[str, Any]:
     """`body` with the histograms of its rows, which go if not `rows`."""
-    histograms = [histogram(each.prompt[each.start :], EXPERTS) for each in prompts]
+    histograms = [histogram(prompt.prompt[prompt.start :], EXPERTS) for prompt in prompts]
     body["prompt_routed_experts_histogram"] = histograms if len(prompts) > 1 else histograms[0]
     for choice, own in zip(
-        body["choices"], [own for each in prompts for own in each.choices], strict=True
+        body["choices"], [own for prompt in prompts for own in prompt.choices], strict=True
     ):
         choice["routed_experts_histogram"] = histogram(own, EXPERTS)
         None if rows else choice.pop("routed_experts")
@@ -406,23 +408,27 @@ def counted(body: dict[str, Any], prompts: list[Told], rows: bool) -> dict[str, 
 @pytest.mark.parametrize("rows", [True, False])
 def test_histograms(rows: bool) -> None:
     """Beside rows, or alone: then a routing ends where its rows would."""
-    prompts = [told(9, 6, n=2, start=3), told(7, 4, n=2, start=3, first_token=500)]
+    prompts = [routed(9, 6, n=2, start=3), routed(7, 4, n=2, start=3, first_token=500)]
     prompts[0].prompt[5] = -1
     body = counted(answer(*prompts), prompts, rows)
     of_one = counted(answer(prompts[0]), prompts[:1], rows)
     chunks = [{**of_one, "choices": of_one["choices"][:1]}, {"choices": of_one["choices"][1:]}]
     # of who ends first
     chunks[1]["prompt_routed_experts_histogram"] = chunks[0].pop("prompt_routed_experts_histogram")
-    for response, told_of in ((body, prompts), (of_one, prompts[:1]), (iter(chunks), prompts[:1])):
-        expected = [(each, own) for each in told_of for own in each.choices]
-        for routing, (each, own) in zip(
+    for response, prompts_of_response in (
+        (body, prompts),
+        (of_one, prompts[:1]),
+        (iter(chunks), prompts[:1]),
+    ):
+        expected = [(prompt, own) for prompt in prompts_of_response for own in prompt.choices]
+        for routing, (prompt, own) in zip(
             collect(response, prompt_start=3, n=2), expected, strict=True
         ):
-            assert routing.prompt_histogram == histogram(each.prompt[3:], EXPERTS)
+            assert routing.prompt_histogram == histogram(prompt.prompt[3:], EXPERTS)
             assert routing.histogram == histogram(own, EXPERTS)
             assert (routing.prompt_len, routing.end) == (
-                len(each.prompt),
-                len(each.prompt) + len(own),
+                len(prompt.prompt),
+                len(prompt.prompt) + len(own),
             )
             assert len(routing.rows) == (routing.end - 3 if rows else 0)
 
@@ -432,7 +438,7 @@ def test_histograms_that_do_not_fit() -> None:
         ({"rows": 4}, "rows up to 14, but a histogram of 4 rows after 9 prompt tokens"),
         ({"rows": None}, "not a histogram"),
     ):
-        body = counted(answer(told()), [told()], rows=True)
+        body = counted(answer(routed()), [routed()], rows=True)
         body["choices"][0]["routed_experts_histogram"] |= change
         refused(message, body)
     short = {"counts": [[32]], "rows": 8, "missing": 0}
@@ -440,11 +446,11 @@ def test_histograms_that_do_not_fit() -> None:
         ([], "for 0 prompts"),
         (short, "at 8 by its histogram, at 9 by its tokens"),
     ):
-        body = counted(answer(told()), [told()], rows=False)
+        body = counted(answer(routed()), [routed()], rows=False)
         refused(message, {**body, "prompt_routed_experts_histogram": prompt})
     del body["prompt_routed_experts_histogram"]
     refused("the histogram of its prompt did not come", body)
-    chunks = [{**counted(answer(told(n=2)), [told(n=2)], rows=False)} for _ in range(2)]
+    chunks = [{**counted(answer(routed(n=2)), [routed(n=2)], rows=False)} for _ in range(2)]
     for index, chunk in enumerate(chunks):
         chunk["choices"] = chunk["choices"][index : index + 1]
     refused("with choice 0 and with choice 1: it comes once", iter(chunks), n=2)
@@ -454,29 +460,29 @@ def test_histograms_that_do_not_fit() -> None:
 def test_prompt_rows_that_a_gateway_dropped(layout: str) -> None:
     """A request without a prompt start is answered from the first row on, whatever the
     layout."""
-    body, chunks = answer(told()), stream(told())
+    body, chunks = answer(routed()), stream(routed())
     for part in (body, *chunks):
         part.pop("prompt_routed_experts", None)
-    for response in (body, iter(chunks), answer(told(start=9, layout=layout))):
+    for response in (body, iter(chunks), answer(routed(start=9, layout=layout))):
         refused("rows from 9 on, asked for from 0 on", response)
-    check_all(collect(answer(told(start=9, layout=layout)), prompt_start=9), told(start=9))
-    check_all(collect(answer(told(start=9, layout=layout)), prompt_start=None), told(start=9))
+    check_all(collect(answer(routed(start=9, layout=layout)), prompt_start=9), routed(start=9))
+    check_all(collect(answer(routed(start=9, layout=layout)), prompt_start=None), routed(start=9))
 
 
-def litellm_made(body: dict[str, Any], *kept: str) -> dict[str, Any]:
+def litellm_made(body: dict[str, Any], *fields: str) -> dict[str, Any]:
     """`body` as LiteLLM passes it on: fields of choices that OpenAI does not have are put aside."""
     choices = []
     for choice in body["choices"]:
         own = {name: choice[name] for name in ("index", "finish_reason") if name in choice}
         rest = {name: value for name, value in choice.items() if name not in own}
         choices.append({**own, "provider_specific_fields": rest})
-    return {"choices": choices, **{name: body[name] for name in kept if name in body}}
+    return {"choices": choices, **{name: body[name] for name in fields if name in body}}
 
 
 def test_fields_that_litellm_puts_aside() -> None:
     """It keeps those of choices; without those at the top level a joined response is whole, a
     split one is not."""
-    joined = told(layout="joined", n=2)
+    joined = routed(layout="joined", n=2)
     for body in (answer(joined), stream(joined)):
         made = (
             litellm_made(body)
@@ -484,16 +490,16 @@ def test_fields_that_litellm_puts_aside() -> None:
             else iter([litellm_made(chunk) for chunk in body])
         )
         check_all(collect(made), joined)
-    check_all(collect(litellm_made(answer(told(n=2)), "prompt_routed_experts")), told(n=2))
-    refused("rows from 9 on, asked for from 0 on", litellm_made(answer(told())))
+    check_all(collect(litellm_made(answer(routed(n=2)), "prompt_routed_experts")), routed(n=2))
+    refused("rows from 9 on, asked for from 0 on", litellm_made(answer(routed())))
 
 
 def test_lines_of_a_batch() -> None:
     """OpenAI's output files hold a response in each line."""
     line = {"id": "batch_req_1", "custom_id": "mine", "error": None}
-    line["response"] = {"status_code": 200, "request_id": "1", "body": answer(told(n=2))}
+    line["response"] = {"status_code": 200, "request_id": "1", "body": answer(routed(n=2))}
     for source in (line, json.dumps(line), json.dumps(line).encode()):
-        check_all(collect(source), told(n=2))
+        check_all(collect(source), routed(n=2))
     refused(
         "the server answered with an error: too long",
         {**line, "response": None, "error": {"message": "too long"}},
@@ -509,7 +515,7 @@ def test_lines_of_a_batch() -> None:
 def test_log_probabilities_and_texts() -> None:
     """Of completions, with those of the prompt where the request asks for `echo`, and of chats."""
     own, of_prompt, values = [*"abcdef"], [*"ABCDEFGHI"], [-0.5 - at for at in range(6)]
-    body, chunks = answer(told()), stream(told())
+    body, chunks = answer(routed()), stream(routed())
     for texts, numbers, expected in (
         (own, values, [None] * 9 + own),
         ([*of_prompt, *own], [None] * 9 + values, [*of_prompt, *own]),
@@ -519,14 +525,14 @@ def test_log_probabilities_and_texts() -> None:
         assert routing.texts == tuple(expected)
         assert np.array_equal(routing.logprobs, np.array(numbers, float), equal_nan=True)
     for chunk, value in zip(
-        (each for each in chunks if each["choices"][0].get("token_ids")), values, strict=True
+        (sent for sent in chunks if sent["choices"][0].get("token_ids")), values, strict=True
     ):
         chunk["choices"][0]["logprobs"] = {"content": [{"logprob": value}]}
     assert collect(iter(chunks))[0].logprobs.tolist() == values
-    assert collect(answer(told()))[0].logprobs is None
+    assert collect(answer(routed()))[0].logprobs is None
     body["choices"][0]["logprobs"] = {"tokens": own[1:]}
     assert collect(body)[0].texts is None, "the places of these are unknown"
-    assert collect(iter(stream(told())))[0].texts is None, (
+    assert collect(iter(stream(routed())))[0].texts is None, (
         "with stop strings, chunks have the texts of other tokens"
     )
 
@@ -534,7 +540,7 @@ def test_log_probabilities_and_texts() -> None:
 def test_texts_where_nothing_says_where_the_prompt_ends() -> None:
     """Those of a prompt and what follows stand beside their rows all the same, as in a file of the
     page."""
-    rows, texts = told().whole(), [*"ABCDEFGHIabcdef"]
+    rows, texts = routed().whole(), [*"ABCDEFGHIabcdef"]
     choice = {
         "index": 0,
         "finish_reason": "stop",
@@ -548,27 +554,35 @@ def test_texts_where_nothing_says_where_the_prompt_ends() -> None:
 
 def test_a_prompt_that_is_longer_than_any() -> None:
     """Its length is one number in a response, and takes no memory of its size."""
-    body, joined = answer(told()), answer(told(layout="joined"))
-    for each in (body, joined):
-        each["choices"][0] |= {"logprobs": {"tokens": [*"abcdef"]}, "finish_reason": "abort"}
-        each["choices"][0]["routed_experts"]["start"] = 2**28 + 9
-        del each["choices"][0]["prompt_token_ids"], each["choices"][0]["token_ids"]
+    body, joined = answer(routed()), answer(routed(layout="joined"))
+    for response in (body, joined):
+        response["choices"][0] |= {
+            "logprobs": {"tokens": [*"abcdef"]},
+            "finish_reason": "abort",
+        }
+        response["choices"][0]["routed_experts"]["start"] = 2**28 + 9
+        del (
+            response["choices"][0]["prompt_token_ids"],
+            response["choices"][0]["token_ids"],
+        )
     body["prompt_routed_experts"]["start"] = 2**28
     joined["choices"][0]["prompt_token_ids"] = [1]  # a row is far behind the prompt
-    found, peak = peak_of(lambda: [collect(each, prompt_start=None)[0] for each in (body, joined)])
+    routings, peak = peak_of(
+        lambda: [collect(response, prompt_start=None)[0] for response in (body, joined)]
+    )
     assert peak < 1 << 20
-    assert [routing.prompt_len for routing in found] == [2**28 + 9, 1]
-    texts = found[0].texts
+    assert [routing.prompt_len for routing in routings] == [2**28 + 9, 1]
+    texts = routings[0].texts
     assert len(texts) == 2**28 + 15
     assert (texts[0], texts[2**28 + 7 : 2**28 + 11]) == (None, (None, None, "a", "b"))
-    assert found[1].texts is None, "the places of these are unknown"
+    assert routings[1].texts is None, "the places of these are unknown"
 
 
 @SETTINGS
 @given(st.data())
 def test_any_value_in_any_place_is_a_routing_error(data: Any) -> None:
     """A field of a response that holds other JSON than the server sends."""
-    body: Any = counted(answer(told(n=2)), [told(n=2)], rows=True)
+    body: Any = counted(answer(routed(n=2)), [routed(n=2)], rows=True)
     body["choices"][0]["logprobs"] = {"tokens": [*"abcdef"], "token_logprobs": [-1.0] * 6}
     body["error"] = None
     holder = body
@@ -586,4 +600,4 @@ def test_any_value_in_any_place_is_a_routing_error(data: Any) -> None:
     except RoutingError:
         return
     for index, routing in enumerate(routings):  # a field that is not needed
-        assert np.array_equal(routing.rows, told(n=2).whole(index)) or len(routings) == 1
+        assert np.array_equal(routing.rows, routed(n=2).whole(index)) or len(routings) == 1

@@ -41,18 +41,18 @@ def test_ids_that_are_not_experts(wrong: int) -> None:
 def test_expert_load() -> None:
     rows = rows_of(200, seed=3)
     rows[:, 1] = rows[0, 1]  # a layer in which the same few do everything
-    found = expert_load(histogram(rows, EXPERTS)["counts"])
+    load = expert_load(histogram(rows, EXPERTS)["counts"])
     for layer in range(LAYERS):
         ids = rows[:, layer].ravel().tolist()
         shares = [ids.count(expert) / len(ids) for expert in range(EXPERTS)]
         entropy = -sum(share * math.log2(share) for share in shares if share)
-        assert found.entropy[layer] == pytest.approx(entropy)
-        assert found.balance[layer] == pytest.approx(entropy / math.log2(EXPERTS))
-        assert found.imbalance[layer] == pytest.approx(max(shares) * EXPERTS)
-        assert shares[found.busiest[layer]] == max(shares)
-        assert found.unused[layer] == shares.count(0)
-        assert found.load[layer].tolist() == pytest.approx([share * EXPERTS for share in shares])
-    assert found.entropy[1] == pytest.approx(math.log2(TOP_K))
+        assert load.entropy[layer] == pytest.approx(entropy)
+        assert load.balance[layer] == pytest.approx(entropy / math.log2(EXPERTS))
+        assert load.imbalance[layer] == pytest.approx(max(shares) * EXPERTS)
+        assert shares[load.busiest[layer]] == max(shares)
+        assert load.unused[layer] == shares.count(0)
+        assert load.load[layer].tolist() == pytest.approx([share * EXPERTS for share in shares])
+    assert load.entropy[1] == pytest.approx(math.log2(TOP_K))
     one_row = expert_load(count_experts(rows_of(1), EXPERTS))
     assert one_row.balance.tolist() == pytest.approx([1.0] * LAYERS), (
         "K different experts are as even as they can be"
@@ -61,7 +61,7 @@ def test_expert_load() -> None:
 
 @pytest.mark.parametrize("counts", [np.zeros((2, 8)), np.zeros((2, 1)), [[5], [5]]])
 def test_load_of_nothing_or_one_expert(counts: np.ndarray) -> None:
-    found = expert_load(counts)
-    assert found.entropy.tolist() == [0, 0]
-    assert np.isfinite(found.load).all()
-    assert found.balance.tolist() in ([1, 1], [0, 0])
+    load = expert_load(counts)
+    assert load.entropy.tolist() == [0, 0]
+    assert np.isfinite(load.load).all()
+    assert load.balance.tolist() in ([1, 1], [0, 0])

@@ -26,11 +26,11 @@ NOBODY = "http://127.0.0.1:1/v1"
 def serving(*answers: tuple[int, dict[str, str]]) -> Iterator[tuple[int, list[tuple[str, Any]]]]:
     """The port of a server that gives these answers, with their headers, and what it was asked:
     path and key."""
-    asked, left = [], list(answers)
+    requests, left = [], list(answers)
 
     class Proxy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append((self.path, self.headers["Authorization"]))
+            requests.append((self.path, self.headers["Authorization"]))
             status, headers = left.pop(0)
             self.send_response(status)
             for header in headers.items():
@@ -42,7 +42,7 @@ def serving(*answers: tuple[int, dict[str, str]]) -> Iterator[tuple[int, list[tu
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield server.server_port, asked
+            yield server.server_port, requests
         finally:
             server.shutdown()
             thread.join()
@@ -50,10 +50,10 @@ def serving(*answers: tuple[int, dict[str, str]]) -> Iterator[tuple[int, list[tu
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/", "/a/b/v1"])
 def test_the_url_is_relative_to_the_base_of_the_api(path: str) -> None:
-    with serving((200, {})) as (port, asked):
+    with serving((200, {})) as (port, requests):
         array = fetch(REFERENCE, base_url=f"http://127.0.0.1:{port}{path}", api_key="k")
     assert array.tolist() == [[[0, 0]], [[0, 0]]]
-    assert asked == [
+    assert requests == [
         (f"{path.rstrip('/')}/routed_experts/rows/7?layers=0:2&tokens=0:1", "Bearer k")
     ]
 
@@ -63,7 +63,7 @@ def test_the_url_is_relative_to_the_base_of_the_api(path: str) -> None:
 )
 def test_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
     """Whatever a reference says, and wherever the server redirects."""
-    with serving((200, {})) as (port, asked):
+    with serving((200, {})) as (port, requests):
         with pytest.raises(ValueError, match="relative"):
             fetch(
                 {**REFERENCE, "url": url.format(port)},
@@ -72,18 +72,18 @@ def test_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
             )
         with serving((302, {"Location": f"http://localhost:{port}/elsewhere"})) as (first, _):
             fetch(REFERENCE, base_url=f"http://127.0.0.1:{first}/v1", api_key="k")
-    assert asked == [("/elsewhere", None)]
+    assert requests == [("/elsewhere", None)]
 
 
 def test_a_signed_url_gets_no_key_and_stands_in_no_message() -> None:
-    with serving((206, {}), (403, {})) as (port, asked):
+    with serving((206, {}), (403, {})) as (port, requests):
         signed = f"http://127.0.0.1:{port}/7.npy?X-Amz-Signature=abc"
         reference = {**REFERENCE, "url": signed, "uri": "s3://bucket/7.npy"}
         options = {"base_url": "http://127.0.0.1:1/v1", "api_key": "k"}
         assert fetch(reference, **options).tolist() == [[[0, 0]], [[0, 0]]]
         with pytest.raises(FetchError, match=r"s3://bucket/7\.npy: 403") as error:
             fetch(reference, **options)
-    assert asked == [("/7.npy?X-Amz-Signature=abc", None)] * 2
+    assert requests == [("/7.npy?X-Amz-Signature=abc", None)] * 2
     assert (error.value.status, "Signature" in str(error.value)) == (403, False)
 
 
@@ -95,8 +95,8 @@ def turns(tmp_path: Path) -> tuple[list[dict[str, Any]], np.ndarray]:
     for start, end in ((0, 5), (5, 8), (6, 10), (10, 10), (10, 12)):
         path = tmp_path / f"{start}-{end}.npy"
         np.save(path, np.ascontiguousarray(rows[:, start:end]))
-        about = {"start": start, "shape": [end - start, 3, 2], "dtype": "int16"}
-        references.append({"path": str(path), **about})
+        fields = {"start": start, "shape": [end - start, 3, 2], "dtype": "int16"}
+        references.append({"path": str(path), **fields})
     return references, rows
 
 
@@ -107,8 +107,8 @@ def test_a_rank_reads_its_layers_and_tokens_of_several_turns(
 ) -> None:
     references, rows = turns
     part = rows[slice(*(layers or (0, 3))), slice(*(tokens or (0, 12)))]
-    found = fetch_spans(join_turns(references), layers=layers, tokens=tokens)
-    assert np.array_equal(found, part)
+    fetched = fetch_spans(join_turns(references), layers=layers, tokens=tokens)
+    assert np.array_equal(fetched, part)
 
 
 def test_turns_are_joined_without_reading_an_array(
@@ -217,8 +217,8 @@ def saved(path: Path, array: np.ndarray, start: int, **more: str) -> dict[str, A
     """A reference to the file of an array [L, n, K]."""
     np.save(path, array)
     num_layers, num_rows, top_k = array.shape
-    about = {"shape": [num_rows, num_layers, top_k], "dtype": array.dtype.name, "start": start}
-    return {"path": str(path), **about, **more}
+    fields = {"shape": [num_rows, num_layers, top_k], "dtype": array.dtype.name, "start": start}
+    return {"path": str(path), **fields, **more}
 
 
 def test_a_row_that_is_missing_in_one_turn_stays_so_beside_narrower_ids(tmp_path: Path) -> None:

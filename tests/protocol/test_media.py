@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from routed_experts.protocol.batch import join_turns, shared_prefix, splice
 from routed_experts.protocol.collect import Routing, RoutingError, collect
-from tests.protocol.answers import Told, answer, rows_of
+from tests.protocol.answers import RoutedPrompt, answer, rows_of
 
 SETTINGS = settings(max_examples=200, deadline=None, database=None, derandomize=True)
 PICTURE, EMBEDDINGS, TEXT = 15, 0, range(1, 7)
@@ -33,8 +33,8 @@ def media_of(parts: list[Part]) -> tuple[str, ...]:
 
 
 def ids_of(parts: list[Part]) -> tuple[int, ...]:
-    each = ([part] if isinstance(part, int) else [part[1]] * part[2] for part in parts)
-    return tuple(itertools.chain.from_iterable(each))
+    ids_of_parts = ([part] if isinstance(part, int) else [part[1]] * part[2] for part in parts)
+    return tuple(itertools.chain.from_iterable(ids_of_parts))
 
 
 def true_rows(parts: list[Part]) -> np.ndarray:
@@ -49,7 +49,7 @@ def true_rows(parts: list[Part]) -> np.ndarray:
     hashes = itertools.accumulate(
         content, lambda before, token: str(zlib.crc32((before + token).encode()))
     )
-    return np.array([zlib.crc32(each.encode()) % 30_000 for each in hashes], np.int16).reshape(
+    return np.array([zlib.crc32(text.encode()) % 30_000 for text in hashes], np.int16).reshape(
         -1, 1, 1
     )
 
@@ -94,10 +94,10 @@ def check_turns(before: Routing, prompt: list[Part], said: Any, said_again: Any)
             prompt, [3, 4], start=min(known.end, len(ids_of(prompt)) + 1), media=said_again
         )
         try:
-            joined = join_turns([known, new])
+            joined_routing = join_turns([known, new])
         except RoutingError:
             continue
-        assert np.array_equal(joined.rows, true_rows([*prompt, 3, 4])[:-1])
+        assert np.array_equal(joined_routing.rows, true_rows([*prompt, 3, 4])[:-1])
     for known in joinable:
         assert np.array_equal(known.rows, true_rows(prompt)[: known.end])
     return bool(joinable)
@@ -127,17 +127,17 @@ def test_said_media_are_compared(turns: Any) -> None:
     shorter = min(len(said), len(media_of(first)))
     assert check_turns(before, second, said, said) == (media_of(first)[:shorter] == said[:shorter])
     continued = [*first, *generated, ("D", PICTURE, 2)]
-    kept = shared_prefix(before, ids_of(continued), media=media_of(continued))
-    assert kept.end == before.end
-    turn = answer_to(continued, [1, 2], start=kept.end, media=media_of(continued))
-    assert np.array_equal(join_turns([kept, turn]).rows, true_rows([*continued, 1, 2])[:-1])
+    shared = shared_prefix(before, ids_of(continued), media=media_of(continued))
+    assert shared.end == before.end
+    turn = answer_to(continued, [1, 2], start=shared.end, media=media_of(continued))
+    assert np.array_equal(join_turns([shared, turn]).rows, true_rows([*continued, 1, 2])[:-1])
 
 
 def test_a_loop_that_was_generated_is_text() -> None:
     before = answer_to([1, 2], [5] * 20)
-    kept = shared_prefix(before, [1, 2, *[5] * 20, 6])
-    assert kept.end == 21
-    assert join_turns([kept, answer_to([1, 2, *[5] * 20, 6], [1], start=21)]).end == 23
+    shared = shared_prefix(before, [1, 2, *[5] * 20, 6])
+    assert shared.end == 21
+    assert join_turns([shared, answer_to([1, 2, *[5] * 20, 6], [1], start=21)]).end == 23
 
 
 def test_a_prompt_of_embeddings() -> None:
@@ -162,17 +162,18 @@ def test_the_end_by_hand() -> None:
     second: list[Part] = [*first[:3], ("C", PICTURE, 4), 3]
     before = answer_to(first, [4, 5], media=media_of(first))
     for said, its in ((media_of(second), before), (None, replace(before, media=None))):
-        kept = shared_prefix(its, ids_of(second), media=said, end=6)
-        turn = answer_to(second, [4, 5], start=kept.end, media=said)
-        assert (kept.end, kept.media) == (6, said)
-        assert np.array_equal(join_turns([kept, turn]).rows, true_rows([*second, 4, 5])[:-1])
+        shared = shared_prefix(its, ids_of(second), media=said, end=6)
+        turn = answer_to(second, [4, 5], start=shared.end, media=said)
+        assert (shared.end, shared.media) == (6, said)
+        assert np.array_equal(join_turns([shared, turn]).rows, true_rows([*second, 4, 5])[:-1])
     assert shared_prefix(before, [1, 9], end=6).end == 1, "tokens are compared too"
 
 
 def test_media_of_a_response() -> None:
     """`collect` puts them into the routing; legs of one prompt must agree."""
     routings = [
-        collect(answer(Told(rows_of(5), [rows_of(2)])), media=each)[0] for each in (["A"], ["B"])
+        collect(answer(RoutedPrompt(rows_of(5), [rows_of(2)])), media=each)[0]
+        for each in (["A"], ["B"])
     ]
     assert [routing.media for routing in routings] == [("A",), ("B",)]
     with pytest.raises(RoutingError, match="the legs have different media"):

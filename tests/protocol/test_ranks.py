@@ -40,15 +40,15 @@ class Trainer:
 
     def layers(self) -> dict[tuple[int, int], list[int]]:
         """The decoder layers of each (pipeline rank, virtual stage)."""
-        found, following = {}, itertools.count()
-        for place, count in enumerate(self.counts):
-            found[place % self.pp, place // self.pp] = [next(following) for _ in range(count)]
-        return found
+        layers, following = {}, itertools.count()
+        for stage, count in enumerate(self.counts):
+            layers[stage % self.pp, stage // self.pp] = [next(following) for _ in range(count)]
+        return layers
 
     def tokens(self, tokens: np.ndarray, bounds: list[int]) -> dict[tuple[int, int], np.ndarray]:
         """What each (context, tensor) rank has of `tokens`, as TransformerEngine and Megatron
         define it."""
-        found = {}
+        tokens_of_rank = {}
         for c, t in itertools.product(range(self.cp), range(self.tp)):
             own = []
             for first, end in itertools.pairwise(bounds):
@@ -57,8 +57,8 @@ class Trainer:
                 )
                 own += [chunks[c], chunks[-1 - c]] if self.cp > 1 else chunks
             whole = np.concatenate(own)
-            found[c, t] = np.split(whole, self.tp)[t] if self.sequence_parallel else whole
-        return found
+            tokens_of_rank[c, t] = np.split(whole, self.tp)[t] if self.sequence_parallel else whole
+        return tokens_of_rank
 
 
 @dataclass
@@ -237,8 +237,10 @@ def test_stages_and_context_parallelism_are_megatrons(monkeypatch: pytest.Monkey
         for (v, p), size in zip(order, sizes, strict=True):
             first = get_transformer_layer_offset(config, v if vpp > 1 else None, p)
             counts = sizes if uneven else None
-            found = stage_layers(layer_ids, 12, pipeline=(p, pp), virtual=(v, vpp), counts=counts)
-            assert layer_ids[found] == [
+            own_layers = stage_layers(
+                layer_ids, 12, pipeline=(p, pp), virtual=(v, vpp), counts=counts
+            )
+            assert layer_ids[own_layers] == [
                 layer for layer in layer_ids if first <= layer < first + size
             ]
     tokens = torch.arange(2 * 24).reshape(2, 24)

@@ -32,8 +32,8 @@ def rows_of(num_tokens: int, seed: int = 0) -> np.ndarray:
 
 def bias_of(values: dict[tuple[int, int], float]) -> np.ndarray:
     bias = np.zeros((2, 8), np.float32)
-    for place, value in values.items():
-        bias[place] = value
+    for index, value in values.items():
+        bias[index] = value
     return bias
 
 
@@ -49,11 +49,11 @@ def test_there_and_back(said: dict[str, Any]) -> None:
     back = RoutingInput.decode(RoutingInput(**said).encode())
     assert back.start == said.get("start", 0)
     for name in ("rows", "bias"):
-        given, array = said.get(name), getattr(back, name)
-        assert (array is None) == (given is None)
+        sent, array = said.get(name), getattr(back, name)
+        assert (array is None) == (sent is None)
         if array is not None:
-            np.testing.assert_array_equal(array, given)
-            assert array.dtype == given.dtype
+            np.testing.assert_array_equal(array, sent)
+            assert array.dtype == sent.dtype
 
 
 def test_the_digest_tells_inputs_apart() -> None:
@@ -65,7 +65,7 @@ def test_the_digest_tells_inputs_apart() -> None:
         RoutingInput(bias=bias_of({(0, 0): 1.0})),
         RoutingInput(bias=bias_of({(0, 0): 1.0}).reshape(4, 4)),
     ]
-    assert len({each.encode().digest for each in inputs}) == len(inputs)
+    assert len({routing_input.encode().digest for routing_input in inputs}) == len(inputs)
     assert RoutingInput(rows=rows_of(4)).encode().digest == inputs[0].encode().digest
 
 

@@ -137,8 +137,8 @@ def test_ids_that_never_were_are_told_from_those_that_are_gone(
 def test_an_id_says_when_it_expires_and_nothing_else(tmp_path: Path) -> None:
     """Who has one cannot guess another; and whatever a clock did meanwhile, all servers agree."""
     stored = [ArrayStore(tmp_path, lifetime_s=100).put(ARRAY) for _ in range(50)]
-    assert {int(each.id[:8], 16) for each in stored} == {each.expires for each in stored}
-    numbers = {each.id[8:] for each in stored}
+    assert {int(entry.id[:8], 16) for entry in stored} == {entry.expires for entry in stored}
+    numbers = {entry.id[8:] for entry in stored}
     assert len(numbers) == 50
     assert all(re.fullmatch("[0-9a-f]{32}", number) for number in numbers)
     assert len({number[:4] for number in numbers}) > 40, "they are drawn, not counted"
@@ -157,7 +157,7 @@ def test_a_full_store_takes_more_when_something_expires(tmp_path: Path, clock: C
         store.put(ARRAY)
     clock.now += 1
     third = store.put(ARRAY)
-    assert [each.path.exists() for each in (first, second, third)] == [False, True, True]
+    assert [entry.path.exists() for entry in (first, second, third)] == [False, True, True]
     assert store.used_bytes == sizes(store.folder) == 2 * FILE_BYTES
     clock.now = third.expires + 1
     assert store.sweep() == sizes(store.folder) == 0
@@ -238,9 +238,9 @@ def test_files_of_the_user_are_kept(tmp_path: Path, name: str, keeps: bool) -> N
     """Where the folder that is named has some, or the subfolder."""
     store = ArrayStore(tmp_path, 1 << 20, lifetime_s=0)
     subfolder = store.put(ARRAY).path.parent
-    for place in (tmp_path, subfolder):
-        (place / name).write_bytes(b"12345")
-        os.utime(place / name, (1, 1))
+    for folder in (tmp_path, subfolder):
+        (folder / name).write_bytes(b"12345")
+        os.utime(folder / name, (1, 1))
     store.close()
     other = ArrayStore(tmp_path, 1 << 20, keeps=keeps)
     other.open()
@@ -251,19 +251,19 @@ def test_files_of_the_user_are_kept(tmp_path: Path, name: str, keeps: bool) -> N
 
 def test_the_limit_holds_for_threads_together(tmp_path: Path) -> None:
     """Arrays that are being written count."""
-    store, kept = ArrayStore(tmp_path, 30 * FILE_BYTES), 0
+    store, num_stored = ArrayStore(tmp_path, 30 * FILE_BYTES), 0
     with ThreadPoolExecutor(4) as threads:
         for index, future in enumerate([threads.submit(store.put, ARRAY) for _ in range(100)]):
             try:
                 stored = future.result()
             except StoreError:
                 continue
-            kept += 1
+            num_stored += 1
             if index % 3 == 0:
                 store.delete(stored.id)
-                kept -= 1
-    assert store.used_bytes == sizes(tmp_path) == kept * FILE_BYTES
-    assert 0 < kept <= 30
+                num_stored -= 1
+    assert store.used_bytes == sizes(tmp_path) == num_stored * FILE_BYTES
+    assert 0 < num_stored <= 30
 
 
 def test_threads_that_count_at_once_count_each_array_once(tmp_path: Path) -> None:
@@ -397,8 +397,8 @@ def _use_all(folder: Path, keys: list[str]) -> None:
     for key in keys:
         content(store, key)
         store.delete(key)
-    for each in stored[1:]:
-        store.delete(each.id)
+    for entry in stored[1:]:
+        store.delete(entry.id)
     store.close()
     remove_unused(folder)
 

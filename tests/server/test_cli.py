@@ -145,7 +145,7 @@ def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
     ours, _, vllms = said.partition("Config Groups:")
     for text in ("routed-experts serve [MODEL] [options]", "a tiny model is created and served"):
         assert text in ours
-    assert all(serve.flag_of(name) in ours for name, about in serve.HELP.items() if about)
+    assert all(serve.flag_of(name) in ours for name, help_text in serve.HELP.items() if help_text)
     assert vllms.split()[:2] == ["routed", "experts"], "vLLM's groups come first"
     for text in ("Qwen/Qwen3-0.6B", "vllm serve --help", "(default: None)", "(default: 1 GiB) ("):
         assert text not in said
@@ -157,13 +157,13 @@ def test_the_help_has_our_flags_first_and_once_with_their_defaults(
 ) -> None:
     _, said, _ = run(capsys, "serve", which)
     entries = re.findall(r"^  (--\S+)(.*?)(?=^  -|^\S)", said, re.MULTILINE | re.DOTALL)
-    ours = [serve.flag_of(name) for name, about in serve.HELP.items() if about]
+    ours = [serve.flag_of(name) for name, help_text in serve.HELP.items() if help_text]
     ours += [serve.ON_LOAD_FLAG, serve.ALLOW_UNTESTED_FLAG]
     assert sorted(flag.rstrip(",") for flag, _ in entries[: len(ours)]) == sorted(ours)
     assert not set(ours) & {flag.rstrip(",") for flag, _ in entries[len(ours) :]}
-    for flag, about in entries[: len(ours)]:
+    for flag, help_text in entries[: len(ours)]:
         is_switch = flag.endswith(",")  # and its --no-…
-        assert about.count("(default") in ((1,) if is_switch else (0, 1)), flag
+        assert help_text.count("(default") in ((1,) if is_switch else (0, 1)), flag
 
 
 # ---- the sentence that ends a command ----
@@ -609,18 +609,20 @@ OTHERS = [EntryPoint(group.partition("_")[0], "a:b", f"vllm.{group}") for group 
 OTHERS.append(EntryPoint("console", "a:b", "console_scripts"))
 
 
-def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None, installed: list[EntryPoint]) -> str:
+def allowed(
+    monkeypatch: pytest.MonkeyPatch, plugins: str | None, installed: list[EntryPoint]
+) -> str:
     monkeypatch.setattr(
         serve, "entry_points", lambda **params: EntryPoints(installed).select(**params)
     )
-    if given is not None:
-        monkeypatch.setenv("VLLM_PLUGINS", given)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
     serve.allow_plugin()
     return os.environ["VLLM_PLUGINS"]
 
 
 @pytest.mark.parametrize(
-    ("given", "installed", "expected"),
+    ("plugins", "installed", "expected"),
     [
         (None, [], PLUGIN_NAME),
         ("", [], PLUGIN_NAME),
@@ -632,9 +634,9 @@ def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None, installed: list[
     ],
 )
 def test_the_users_plugins_stay(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, installed: list[EntryPoint], expected: str
+    monkeypatch: pytest.MonkeyPatch, plugins: str | None, installed: list[EntryPoint], expected: str
 ) -> None:
-    assert allowed(monkeypatch, given, [OURS, *installed]) == expected
+    assert allowed(monkeypatch, plugins, [OURS, *installed]) == expected
     assert allowed(monkeypatch, None, [OURS]) == expected  # a second time
 
 
@@ -719,9 +721,9 @@ def test_the_tiny_model_is_served_by_its_name(
     serve.use_tiny_model(args, tiny_model)
     assert args.model == args.model_tag == str(tiny_model)
     assert (args.served_model_name, args.dtype) == (["tiny-moe"], "float32")
-    given = serve.parse(["--dtype", "bfloat16", "--kv-cache-memory-bytes", "123456"])
-    serve.use_tiny_model(given, tiny_model)
-    assert (given.dtype, given.kv_cache_memory_bytes) == ("bfloat16", 123456)
+    parsed = serve.parse(["--dtype", "bfloat16", "--kv-cache-memory-bytes", "123456"])
+    serve.use_tiny_model(parsed, tiny_model)
+    assert (parsed.dtype, parsed.kv_cache_memory_bytes) == ("bfloat16", 123456)
     assert args.enable_return_routed_expert_weights
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert serve.tiny_model_dir() == tmp_path / "routed-experts" / "tiny-moe"

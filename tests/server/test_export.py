@@ -26,7 +26,7 @@ from tests.protocol.answers import (
     EXPERTS,
     LAYERS,
     TOP_K,
-    Told,
+    RoutedPrompt,
     answer,
     peak_of,
     rows_of,
@@ -39,11 +39,13 @@ LAYER_IDS = [1, 3, 4]
 INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": LAYER_IDS}
 FORMATS = ("out.parquet", "out.csv", "out.npz")
 
-SEVERAL = Told(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], weights=True)
+SEVERAL = RoutedPrompt(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], weights=True)
 SEVERAL.prompt[3] = -1
-STREAMED = Told(rows_of(7, 4), [rows_of(3, 5)], start=2, first_token=500, weights=True)
-JOINED = Told(rows_of(2, 1), [rows_of(2, 2)], layout="joined", weights=True)  # without token ids
-OF_PAGE = Told(rows_of(2, 6), [rows_of(2, 7)], weights=True)
+STREAMED = RoutedPrompt(rows_of(7, 4), [rows_of(3, 5)], start=2, first_token=500, weights=True)
+JOINED = RoutedPrompt(
+    rows_of(2, 1), [rows_of(2, 2)], layout="joined", weights=True
+)  # without token ids
+OF_PAGE = RoutedPrompt(rows_of(2, 6), [rows_of(2, 7)], weights=True)
 TEXTS = {1: [None] * 7 + [*"wxyz"], 3: ["p", '"a",\n', "\ud800", None, "s"]}
 """Of some answers: log-probabilities have those of generated tokens, files of the page all."""
 
@@ -56,18 +58,18 @@ Tokens = list[dict[str, Any]]
 
 def expected(folder: Path) -> Iterator[dict[str, Any]]:
     """The tokens with rows, in the order of the answers. A prompt's come once."""
-    for request, told in enumerate((SEVERAL, STREAMED, JOINED, OF_PAGE)):
-        for choice, generated in enumerate(told.choices):
+    for request, routed in enumerate((SEVERAL, STREAMED, JOINED, OF_PAGE)):
+        for choice, generated in enumerate(routed.choices):
             tokens, rows = (
-                [*told.prompt_token_ids, *told.token_ids(choice)],
-                np.concatenate([told.prompt, generated]),
+                [*routed.prompt_token_ids, *routed.token_ids(choice)],
+                np.concatenate([routed.prompt, generated]),
             )
             texts = [
                 text and text.replace("\ud800", "?")
                 for text in TEXTS.get(request, [None] * len(rows))
             ]
-            for position in range(len(told.prompt) if choice else told.start, len(rows)):
-                is_known = told is not JOINED
+            for position in range(len(routed.prompt) if choice else routed.start, len(rows)):
+                is_known = routed is not JOINED
                 yield {
                     **{
                         "source": str(folder / f"{request}.jsonl"),
@@ -79,7 +81,7 @@ def expected(folder: Path) -> Iterator[dict[str, Any]]:
                         "choice": choice,
                         "position": position,
                     },
-                    "is_prompt": position < len(told.prompt) if is_known else None,
+                    "is_prompt": position < len(routed.prompt) if is_known else None,
                     "token_id": tokens[position] if is_known else None,
                     "token": texts[position],
                     "experts": rows[position].tolist(),
@@ -98,11 +100,11 @@ def folder(tmp_path: Path) -> Path:
         choice["logprobs"] = {"tokens": [next(texts) for _ in choice.get("token_ids", ())]}
     of_page = answer(OF_PAGE)
     of_page["choices"][0]["logprobs"] = {"tokens": TEXTS[3]}
-    for place, text in enumerate(
+    for number, text in enumerate(
         (json.dumps(first), sse(chunks).decode(), json.dumps(JOINED_ANSWER), json.dumps(of_page))
     ):
-        (folder / f"{place}.jsonl").write_text(
-            f"{json.dumps(INFO)}\n{text}" if place == 1 else text
+        (folder / f"{number}.jsonl").write_text(
+            f"{json.dumps(INFO)}\n{text}" if number == 1 else text
         )
     return folder
 
@@ -245,7 +247,9 @@ def without_texts(tokens: Tokens) -> Tokens:
 
 def test_prompts_whose_rows_are_equal(tmp_path: Path) -> None:
     """Of a list: both come, as their tokens differ."""
-    several = [Told(rows_of(2, 1), [rows_of(2, 2)] * 2, first_token=first) for first in (100, 500)]
+    several = [
+        RoutedPrompt(rows_of(2, 1), [rows_of(2, 2)] * 2, first_token=first) for first in (100, 500)
+    ]
     (tmp_path / "answers.jsonl").write_text(json.dumps(answer(*several)))
     tokens, _ = tokens_in(exported(tmp_path / "answers.jsonl", "out.npz --n 2"))
     of_prompts = [(token["token_id"], token["choice"]) for token in tokens if token["is_prompt"]]
@@ -273,9 +277,9 @@ def known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tokens:
     for name in FORMATS:
         monkeypatch.chdir(exported(folder, name.replace("out", "experts")).parent)
     return [
-        each
-        for each in expected(folder)
-        if each["token_id"] is not None and each["experts"][0][0] >= 0
+        token
+        for token in expected(folder)
+        if token["token_id"] is not None and token["experts"][0][0] >= 0
     ]
 
 
@@ -300,11 +304,11 @@ def loads_in(lines: Iterable[tuple[int, int, int]]) -> np.ndarray:
 
 
 def test_pandas(known: Tokens, documented: list[str]) -> None:
-    found: dict[str, Any] = {}
-    exec(documented[0], found)
-    assert len(found["table"]) == len(known) * LAYERS
+    names: dict[str, Any] = {}
+    exec(documented[0], names)
+    assert len(names["table"]) == len(known) * LAYERS
     assert np.array_equal(
-        loads_in((*key, count) for key, count in found["load"].items()), counts_of(known)
+        loads_in((*key, count) for key, count in names["load"].items()), counts_of(known)
     )
 
 
@@ -317,9 +321,9 @@ def test_tokens_that_pandas_takes_for_nothing(
     body["choices"][0]["logprobs"] = {"tokens": texts}
     (folder / "3.jsonl").write_text(json.dumps(body))
     monkeypatch.chdir(exported(folder, "experts.csv --weights").parent)
-    found: dict[str, Any] = {}
-    exec(documented[0], found)
-    table = found["table"]
+    names: dict[str, Any] = {}
+    exec(documented[0], names)
+    table = names["table"]
     of_request = table[(table.request == 3) & (table.layer == 0)]
     assert of_request.token.tolist() == texts[:4]
     assert of_request.token_id.tolist() == [*OF_PAGE.prompt_token_ids, *OF_PAGE.token_ids(0)][:4]
@@ -330,19 +334,19 @@ def test_tokens_that_pandas_takes_for_nothing(
 
 def test_duckdb(known: Tokens, documented: list[str]) -> None:
     pytest.importorskip("duckdb", reason="DuckDB is not a requirement of the tests")
-    found: dict[str, Any] = {}
-    exec(documented[0], found)
-    assert np.array_equal(loads_in(found["load"].fetchall()), counts_of(known))
+    names: dict[str, Any] = {}
+    exec(documented[0], names)
+    assert np.array_equal(loads_in(names["load"].fetchall()), counts_of(known))
 
 
 def test_datasets(known: Tokens, documented: list[str]) -> None:
     pytest.importorskip(
         "datasets", reason="Hugging Face datasets is not a requirement of the tests"
     )
-    found: dict[str, Any] = {}
-    exec(documented[0], found)
+    names: dict[str, Any] = {}
+    exec(documented[0], names)
     assert np.array_equal(
-        found["table"]["experts"][:], np.concatenate([token["experts"] for token in known])
+        names["table"]["experts"][:], np.concatenate([token["experts"] for token in known])
     )
 
 
@@ -393,18 +397,22 @@ def test_megatrons_trace(known: Tokens) -> None:
     lines = [json.loads(line) for line in Path("router_trace_rank0.jsonl").read_text().splitlines()]
     answers = dict.fromkeys((token["request"], token["choice"]) for token in known)
     for step, key in enumerate(answers):
-        tokens = [each["experts"] for each in known if (each["request"], each["choice"]) == key]
-        for place, layer in enumerate(LAYER_IDS):
+        tokens = [
+            one_token["experts"]
+            for one_token in known
+            if (one_token["request"], one_token["choice"]) == key
+        ]
+        for index, layer in enumerate(LAYER_IDS):
             line = lines.pop(0)
-            assert line.pop("top_indices") == [sorted(experts[place]) for experts in tokens]
-            about = {
+            assert line.pop("top_indices") == [sorted(experts[index]) for experts in tokens]
+            common = {
                 "step": step,
                 "stage": "pre_dispatch",
                 "block": "decoder",
                 "layer": layer,
                 "rank": 0,
             }
-            assert line == {**about, "num_tokens": len(tokens), "topk": TOP_K}
+            assert line == {**common, "num_tokens": len(tokens), "topk": TOP_K}
     assert lines == []
 
 
@@ -422,8 +430,8 @@ def test_how_prompts_are_sent(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     command = ["--url", "host", "--prompts", str(file), "-o", "out.csv", "--max-tokens", "4"]
-    (place, one), (_, two), (_, three) = bodies_of(export.parse(command))
-    assert place == (str(file), 1)
+    (source, one), (_, two), (_, three) = bodies_of(export.parse(command))
+    assert source == (str(file), 1)
     assert one == {"prompt": "one", "max_tokens": 4, "temperature": 0}
     assert two == {"prompt": "two", "max_tokens": 9, "temperature": 0.5}
     assert three == {"prompt": "three", "max_tokens": 4, "n": 2}, (
@@ -444,7 +452,7 @@ def test_how_prompts_are_sent(tmp_path: Path) -> None:
 def test_memory_does_not_grow(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "_GROUP", 2000)
     line = json.dumps(
-        {**answer(Told(rows_of(400, 1), [rows_of(200, 2)])), "routed_experts_info": INFO}
+        {**answer(RoutedPrompt(rows_of(400, 1), [rows_of(200, 2)])), "routed_experts_info": INFO}
     )
     pool, peaks = pa.default_memory_pool(), []
     for answers in (4, 40):
@@ -504,14 +512,14 @@ def test_without_pyarrow_and_tqdm(
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, other = (
         answer(replace(SEVERAL, weights=False)),
-        answer(Told(rows_of(4, layers=2), [rows_of(2, layers=2)])),
+        answer(RoutedPrompt(rows_of(4, layers=2), [rows_of(2, layers=2)])),
     )
-    large = answer(Told(rows_of(2, 1), [rows_of(2, 2)], first_token=1 << 40))
-    nothing = answer(Told(rows_of(2, 1), [rows_of(0, 2)], start=2))
+    large = answer(RoutedPrompt(rows_of(2, 1), [rows_of(2, 2)], first_token=1 << 40))
+    nothing = answer(RoutedPrompt(rows_of(2, 1), [rows_of(0, 2)], start=2))
     nowhere = tmp_path / "nowhere" / "out.csv"
     far, deep = (
         copy.deepcopy(JOINED_ANSWER),
-        answer(Told(rows_of(2, layers=5000), [rows_of(1, layers=5000)])),
+        answer(RoutedPrompt(rows_of(2, layers=5000), [rows_of(1, layers=5000)])),
     )
     far["choices"][0]["routed_experts"]["start"] = 2**31 - 1
     for body, flags, sentence in [

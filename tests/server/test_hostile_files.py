@@ -29,14 +29,14 @@ from tests.protocol.answers import (
     JSON,
     LAYERS,
     TOP_K,
-    Told,
+    RoutedPrompt,
     answer,
     histogram,
     rows_of,
     stream,
 )
 
-ONE = Told(rows_of(6, 1), [rows_of(3, 2), rows_of(2, 3)])
+ONE = RoutedPrompt(rows_of(6, 1), [rows_of(3, 2), rows_of(2, 3)])
 INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": [1, 2, 4]}
 INFO |= {"weights_scale": [1.0, 2.0, 3.0]}
 
@@ -49,7 +49,7 @@ def with_everything(has_rows: bool) -> dict[str, Any]:
         "error": None,
         "routed_experts_info": INFO,
     }
-    body |= answer(Told(ONE.prompt, ONE.choices, fmt="list", weights=True))
+    body |= answer(RoutedPrompt(ONE.prompt, ONE.choices, fmt="list", weights=True))
     for holder in (body, *body["choices"]) if not has_rows else ():
         for name in [
             name for name in holder if name.endswith(("routed_experts", "expert_weights"))
@@ -66,7 +66,7 @@ def with_everything(has_rows: bool) -> dict[str, Any]:
     return body
 
 
-OF_PAGE = answer(Told(ONE.prompt, ONE.choices[:1]))
+OF_PAGE = answer(RoutedPrompt(ONE.prompt, ONE.choices[:1]))
 OF_PAGE["choices"][0]["logprobs"] = {"tokens": [*"abcdefghij"]}
 OF_BATCH = {"custom_id": "1", "response": {"status_code": 200, "body": answer(ONE)}, "error": None}
 WHOLE = [
@@ -77,7 +77,7 @@ WHOLE = [
     answer(ONE),
     INFO | {"model": "m"},
 ]
-WHOLE.append(answer(Told(ONE.prompt, ONE.choices, fmt="npy", layout="joined")))
+WHOLE.append(answer(RoutedPrompt(ONE.prompt, ONE.choices, fmt="npy", layout="joined")))
 ARRAYS = [
     {"data": "", "shape": [2**30, 0, 0], "dtype": "int16", "start": 0, "missing": 0},
     {"data": "AAAA", "shape": [1, 1, 1], "dtype": "uint8", "start": 2**62, "missing": 0},
@@ -92,11 +92,11 @@ def changed(draw: Any, value: Any) -> Any:
     if not isinstance(value, dict | list) or not value or draw(st.integers(0, 5)) == 0:
         return draw(JSON | st.sampled_from(ARRAYS))
     copied = copy.copy(value)
-    place = draw(st.sampled_from([*copied] if isinstance(copied, dict) else [*range(len(copied))]))
+    key = draw(st.sampled_from([*copied] if isinstance(copied, dict) else [*range(len(copied))]))
     if draw(st.integers(0, 7)) == 0:
-        del copied[place]
+        del copied[key]
     else:
-        copied[place] = changed(draw, copied[place])
+        copied[key] = changed(draw, copied[key])
     return copied
 
 
@@ -167,8 +167,8 @@ def check_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) 
         patch.setattr(ViewServer, "serve_forever", ask_for_all)
         for command in (
             *(
-                ["export", str(file), "-o", str(tmp_path / f"out.{each}")]
-                for each in ("parquet", "csv", "npz")
+                ["export", str(file), "-o", str(tmp_path / f"out.{ending}")]
+                for ending in ("parquet", "csv", "npz")
             ),
             ["export", str(file), "--weights", "-o", str(tmp_path / "weights.npz")],
             ["compare", str(file), "--answers", str(file), "--weights", "--logprobs"],
@@ -178,7 +178,7 @@ def check_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) 
             assert status in (0, 1, 2), command
             assert len(lines) <= (status == 2), (command, lines)
             assert all(
-                each.startswith("routed-experts: ") and each.endswith(".") for each in lines
+                ending.startswith("routed-experts: ") and ending.endswith(".") for ending in lines
             ), lines
 
 

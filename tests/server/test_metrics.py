@@ -132,8 +132,8 @@ def test_numbers_of_engines_are_added_up() -> None:
     of_engines.update(
         EngineStats(5, rows_captured=10, copy_wait_s=0.5, requests_tracked=2, host_cache_bytes=7)
     )
-    about: dict[str, Any] = {"busiest": [3, 2], "routed": [12, 16], "rows_forgotten": 7}
-    of_engines.update(EngineStats(6, rows_captured=3, requests_tracked=1, **about))
+    values: dict[str, Any] = {"busiest": [3, 2], "routed": [12, 16], "rows_forgotten": 7}
+    of_engines.update(EngineStats(6, rows_captured=3, requests_tracked=1, **values))
     of_engines.update(EngineStats(5, rows_captured=14, copy_wait_s=0.75, host_cache_bytes=9))
     for (name, engine, grown), count in zip(counters, before, strict=True):
         assert value(f"{name}_total", engine=engine) - count == grown
@@ -189,8 +189,8 @@ def test_reports_that_cannot_be_read_do_not_end_the_server(
 def test_the_documentation_lists_them_all() -> None:
     listed = {}
     for line in (ROOT / "docs/metrics.md").read_text().splitlines():
-        if found := re.match(rf"- `({PREFIX}\w+)` \((\w+)(.*?)\): ", line):
-            name, kind, labels = found.groups()
+        if match := re.match(rf"- `({PREFIX}\w+)` \((\w+)(.*?)\): ", line):
+            name, kind, labels = match.groups()
             of_all = ("model_name",) if listed else ()  # "each but the first has the label"
             listed[name] = (kind, (*of_all, *re.findall(r"`(\w+)`", labels)))
     ours = {}

@@ -58,13 +58,13 @@ class Response(BaseModel):
 def answer_of(
     outputs: list[RequestOutput], dtype: Any = "int16", is_list: bool = False, **options: Any
 ) -> tuple[RoutedResponse, CollectedRows]:
-    asked = RoutingOptions(dtype=dtype, **options)
-    rows = CollectedRows(asked, (L, K))
-    for each in outputs:
-        rows.collect(each)
-    count = sum(len(each.outputs) for each in outputs)
+    requested = RoutingOptions(dtype=dtype, **options)
+    rows = CollectedRows(requested, (L, K))
+    for request_output in outputs:
+        rows.collect(request_output)
+    count = sum(len(request_output.outputs) for request_output in outputs)
     response = Response(choices=[Choice(index=index) for index in range(count)])
-    encoder = encoder_of(asked, num_experts=EXPERTS)
+    encoder = encoder_of(requested, num_experts=EXPERTS)
     return RoutedResponse(response, rows, encoder, is_list), rows
 
 
@@ -80,7 +80,7 @@ def placed(*outputs: RequestOutput, **options: Any) -> tuple[list[int] | None, l
     body = body_of(answer_of([*outputs], **options)[0])
     prompt = body.get("prompt_routed_experts")
     return prompt and positions(prompt), [
-        positions(each["routed_experts"]) for each in body["choices"]
+        positions(choice["routed_experts"]) for choice in body["choices"]
     ]
 
 
@@ -176,7 +176,7 @@ def test_split_rows_of_every_prompt_and_choice() -> None:
         of_prompts = body["prompt_routed_experts"]
         assert [positions(array) for array in of_prompts] == odd.prompts
         assert {array["start"] for array in of_prompts} == {odd.start}
-        of_choices = [each["routed_experts"] for each in body["choices"]]
+        of_choices = [choice["routed_experts"] for choice in body["choices"]]
         assert [positions(array) for array in of_choices] == [one.rows for one in odd.choices]
         assert [array["start"] for array in of_choices] == [one.prompt_len for one in odd.choices]
 
@@ -185,7 +185,7 @@ def test_joined_rows_of_every_choice() -> None:
     for odd in ODD_RESPONSES:
         body = body_of(odd.answer(layout="joined")[0])
         assert "prompt_routed_experts" not in body
-        arrays = [each["routed_experts"] for each in body["choices"]]
+        arrays = [choice["routed_experts"] for choice in body["choices"]]
         assert {array["start"] for array in arrays} == {odd.start}
         assert [positions(array) for array in arrays] == [
             odd.prompt_rows(choices) + one.rows for choices in odd.of_prompts for one in choices
@@ -199,7 +199,7 @@ def test_all_rows_are_counted(layout: str) -> None:
         assert rows.num_lost == sum(one.num_lost for one in odd.choices)
         body = body_of(answer)
         arrays = [*body.get("prompt_routed_experts", ())]
-        arrays += [each["routed_experts"] for each in body["choices"]]
+        arrays += [choice["routed_experts"] for choice in body["choices"]]
         num_rows = sum(array["shape"][0] for array in arrays)
         assert (rows.num_rows, rows.nbytes) == (num_rows, num_rows * L * K * 2)
 
@@ -213,8 +213,8 @@ def test_histograms_of_every_prompt_and_choice(layout: str) -> None:
             body["prompt_routed_experts_histogram"], odd.prompts, strict=True
         ):
             check_histogram(histogram, rows)
-        for each, one in zip(body["choices"], odd.choices, strict=True):
-            check_histogram(each["routed_experts_histogram"], one.rows)
+        for sent, one in zip(body["choices"], odd.choices, strict=True):
+            check_histogram(sent["routed_experts_histogram"], one.rows)
 
 
 def check_histogram(histogram: dict[str, Any], rows: list[int]) -> None:
@@ -241,8 +241,8 @@ def test_words_of_weights_are_not_taken_for_lost_rows() -> None:
     rows = CollectedRows(RoutingOptions(weights=True, layout="joined"), (3 * L, K))
     rows.collect(output(3, choice(3, with_a_gap), choice(3, whole, 1)))
     assert rows.num_lost == 1
-    found = [np.concatenate(prompt)[:, 0, 0].tolist() for prompt in rows.own_prompts]
-    assert found == [[0, 1, 2], [10, 11, 12]]
+    prompts = [np.concatenate(prompt)[:, 0, 0].tolist() for prompt in rows.own_prompts]
+    assert prompts == [[0, 1, 2], [10, 11, 12]]
 
 
 def test_the_form_of_the_response() -> None:

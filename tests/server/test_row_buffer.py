@@ -95,8 +95,8 @@ def message(*outputs: EngineCoreOutput) -> list[EngineCoreOutput]:
     return [*header, *outputs]
 
 
-def envelope(**about: Any) -> EngineCoreOutput:
-    return EngineCoreOutput(ENVELOPE_ID, [], stop_reason=ENVELOPE_ID, **about)
+def envelope(**fields: Any) -> EngineCoreOutput:
+    return EngineCoreOutput(ENVELOPE_ID, [], stop_reason=ENVELOPE_ID, **fields)
 
 
 class Frontend:
@@ -169,9 +169,9 @@ def take(queue: RequestOutputCollector) -> RequestOutput:
 
 def buffers_of(result: RequestOutput) -> list[RowBuffer]:
     """By the index of the choice."""
-    choices = sorted(result.outputs, key=lambda each: each.index)
-    assert [each.index for each in choices] == [*range(len(choices))]
-    buffers: list[Any] = [each.routed_experts for each in choices]
+    choices = sorted(result.outputs, key=lambda choice: choice.index)
+    assert [choice.index for choice in choices] == [*range(len(choices))]
+    buffers: list[Any] = [choice.routed_experts for choice in choices]
     assert all(isinstance(buffer, RowBuffer) for buffer in buffers)
     return buffers
 
@@ -379,7 +379,7 @@ def test_parts_of_two_engines_are_not_mixed(steps: list[list[Any]], of_choice_2:
     frontend = Frontend(n=3)
     for step in steps:
         frontend.step(
-            *(prompt(*PARTS[each]) if isinstance(each, int) else first_token(each) for each in step)
+            *(prompt(*PARTS[item]) if isinstance(item, int) else first_token(item) for item in step)
         )
     assert frontend.taken(3) == [OWN, OTHER, of_choice_2]
 
@@ -410,10 +410,10 @@ def test_an_id_that_comes_again() -> None:
     asks = SamplingParams(output_kind=DELTA, detokenize=False)
     opt_in(asks, prompt_start=0)
     queue = frontend.add("a", params=asks)
-    (asked,) = (OptIn.of(asks),)
+    (decoded,) = (OptIn.of(asks),)
     frontend.step(prompt("a", value=100))
     frontend.step(
-        rows_output(RowsOutput(PROMPT_ROWS, asked.prompt_id, "a"), 0, rows_of(0, 3)),
+        rows_output(RowsOutput(PROMPT_ROWS, decoded.prompt_id, "a"), 0, rows_of(0, 3)),
         first_token("a"),
     )
     assert frontend.taken(3, queue) == [[0, 1, 2]]
@@ -475,14 +475,14 @@ def test_the_opt_in_is_added_to_what_a_client_sent(n: int, shared: bool) -> None
     theirs = {"session": 1}
     params = SamplingParams(n=n, extra_args=theirs)
     opt_in(params, prompt_start=3)
-    asked = OptIn.decode(params.extra_args[OPT_IN_ARG])
-    assert asked is not None
-    assert (asked.prompt_start, asked.shared) == (3, shared)
-    assert params.extra_args == {"session": 1, OPT_IN_ARG: asked.encode()}
+    decoded = OptIn.decode(params.extra_args[OPT_IN_ARG])
+    assert decoded is not None
+    assert (decoded.prompt_start, decoded.shared) == (3, shared)
+    assert params.extra_args == {"session": 1, OPT_IN_ARG: decoded.encode()}
     assert theirs == {"session": 1}
     again = SamplingParams()
     opt_in(again, prompt_start=3)
-    assert OptIn.decode(again.extra_args[OPT_IN_ARG]).prompt_id != asked.prompt_id
+    assert OptIn.decode(again.extra_args[OPT_IN_ARG]).prompt_id != decoded.prompt_id
 
 
 @pytest.mark.parametrize("stop", [None, ["x"]])
@@ -490,9 +490,9 @@ def test_rows_come_at_the_end_where_the_engine_knows_it(stop: list[str] | None) 
     """A stop string ends a request in the API process."""
     params = SamplingParams(stop=stop, detokenize=True)
     opt_in(params, prompt_start=0, at_end=True)
-    asked = OptIn.decode(params.extra_args[OPT_IN_ARG])
-    assert asked is not None
-    assert asked.final_only == (stop is None)
+    decoded = OptIn.decode(params.extra_args[OPT_IN_ARG])
+    assert decoded is not None
+    assert decoded.final_only == (stop is None)
 
 
 @pytest.mark.parametrize("in_slices", [False, True])
@@ -528,12 +528,12 @@ def test_an_abort_of_a_choice_whose_rows_come_at_its_end_waits_for_them(
     opt_in(asks, prompt_start=0, at_end=True, prompt_id=prompt_id_of("b"))
     queue = frontend.add("b", n, params=asks)
     ids = ["b"] if n == 1 else ["0_b", "1_b"]
-    frontend.step(prompt(ids[0]), *(output(each, 3) for each in ids))
+    frontend.step(prompt(ids[0]), *(output(choice_id, 3) for choice_id in ids))
     assert sorted(frontend.processor.abort_requests(["b", "a", "unknown"], internal)) == sorted(
         ["a", *ids]
     )
     assert set(frontend.processor.request_states) == set(ids)
-    frontend.step(*(output(each, 0, first=3, rows=2, finish=ABORT) for each in ids))
+    frontend.step(*(output(choice_id, 0, first=3, rows=2, finish=ABORT) for choice_id in ids))
     (result,) = [take(queue)]
     assert {choice.finish_reason for choice in result.outputs} == {"abort"}
     assert [positions(buffer.take(0, 5)) for buffer in buffers_of(result)] == [[0, 1, 2, 3, 4]] * n
@@ -577,8 +577,8 @@ def test_few_rows_that_wait_keep_no_message_of_the_engine() -> None:
     buffer = RowBuffer()
     buffer.push(0, rows_of(0, 1000))
     buffer.take(0, 999)
-    (kept,) = buffer._arrays
-    assert (kept.base, len(kept)) == (None, 1), "rows that were taken are kept"
+    (remaining,) = buffer._arrays
+    assert (remaining.base, len(remaining)) == (None, 1), "rows that were taken are kept"
 
 
 # ---- rows say where they belong ----

@@ -24,7 +24,7 @@ from tests.protocol.answers import (
     EXPERTS,
     LAYERS,
     TOP_K,
-    Told,
+    RoutedPrompt,
     answer,
     histogram,
     peak_of,
@@ -34,8 +34,8 @@ from tests.protocol.answers import (
 )
 from tests.protocol.forms import encode as encode_as
 
-ONE = Told(rows_of(20, 1), [rows_of(9, 2)])
-OTHER = Told(rows_of(7, 4), [rows_of(3, 5)], first_token=500)
+ONE = RoutedPrompt(rows_of(20, 1), [rows_of(9, 2)])
+OTHER = RoutedPrompt(rows_of(7, 4), [rows_of(3, 5)], first_token=500)
 ROWS = [ONE.whole(), OTHER.whole()]
 INFO = {
     "model": "m",
@@ -50,15 +50,15 @@ def sse(*chunks: Any, end: str = "\n\n") -> str:
     return "".join(f"data: {text}{end}" for text in (*map(json.dumps, chunks), "[DONE]"))
 
 
-def body(*told: Told) -> str:
-    return json.dumps(answer(*told))
+def body(*routed: RoutedPrompt) -> str:
+    return json.dumps(answer(*routed))
 
 
 FILES = {
     "lines": f"{body(ONE)}\n\n{body(OTHER)}\n",
     "no end of line between or after": body(ONE) + body(OTHER),
     "windows": f"\ufeff{body(ONE)}\r\n{body(OTHER)}\r\n",
-    "pretty-printed": "\n".join(json.dumps(answer(told), indent=2) for told in (ONE, OTHER)),
+    "pretty-printed": "\n".join(json.dumps(answer(routed), indent=2) for routed in (ONE, OTHER)),
     "an array": json.dumps([answer(ONE), answer(OTHER)]),
     "an array over lines": json.dumps([answer(ONE), answer(OTHER)], indent=1),
     "streams": sse(*stream(ONE)) + sse(*stream(OTHER, per_chunk=3, piece=4)),
@@ -72,13 +72,13 @@ FILES = {
     "a batch's output": "".join(
         json.dumps(
             {
-                "custom_id": str(place),
-                "response": {"status_code": 200, "body": answer(told)},
+                "custom_id": str(number),
+                "response": {"status_code": 200, "body": answer(routed)},
                 "error": None,
             }
         )
         + "\n"
-        for place, told in enumerate((ONE, OTHER))
+        for number, routed in enumerate((ONE, OTHER))
     ),
     "a body over lines, then a stream": json.dumps(answer(ONE), indent=2)
     + "\n"
@@ -86,17 +86,17 @@ FILES = {
 }
 
 
-def found(path: Path, *texts: str, given: ModelInfo | None = None) -> list[Any]:
+def answers_in(path: Path, *texts: str, model_info: ModelInfo | None = None) -> list[Any]:
     files = []
-    for place, text in enumerate(texts):
-        files.append(str(path / f"{place}.jsonl"))
+    for number, text in enumerate(texts):
+        files.append(str(path / f"{number}.jsonl"))
         Path(files[-1]).write_text(text, encoding="utf-8", newline="")
-    return list(read(opened(files), given or ModelInfo()))
+    return list(read(opened(files), model_info or ModelInfo()))
 
 
 @pytest.mark.parametrize("text", FILES.values(), ids=FILES.keys())
 def test_every_kind_of_file(tmp_path: Path, text: str) -> None:
-    answers = found(tmp_path, text)
+    answers = answers_in(tmp_path, text)
     for rows, (routing,) in zip(ROWS, (one.routings() for one in answers), strict=True):
         assert np.array_equal(routing.rows, rows)
 
@@ -106,7 +106,7 @@ def test_lines_are_counted(tmp_path: Path) -> None:
     text = f"\n{pretty}\n[{body(ONE)},\n{body(ONE)}]\n\n{sse(*stream(ONE))}{body(ONE)}"
     line = 2 + pretty.count("\n") + 1
     after = line + 3 + sse(*stream(ONE)).count("\n")
-    places = [one.where.rpartition("/")[2] for one in found(tmp_path, text, body(OTHER))]
+    places = [one.where.rpartition("/")[2] for one in answers_in(tmp_path, text, body(OTHER))]
     lines = [2, line, line, line + 3, after]
     assert places == [*(f"0.jsonl, line {number}" for number in lines), "1.jsonl, line 1"]
 
@@ -120,7 +120,7 @@ def test_what_the_server_says_about_its_layers(tmp_path: Path) -> None:
         f"{json.dumps(INFO, indent=1)}\n{sse(*stream(ONE))}{json.dumps(own)}",
         body(OTHER),
     ]
-    answers = found(tmp_path, *texts, given=ModelInfo(num_experts=99))
+    answers = answers_in(tmp_path, *texts, model_info=ModelInfo(num_experts=99))
     assert [one.info.layer_ids for one in answers] == [None, (1, 2, 4), (7, 8, 9), (1, 2, 4)]
     assert [one.info.num_experts for one in answers] == [99] * 4
 
@@ -133,18 +133,18 @@ def test_flags_for_raw_arrays_make_no_other_ids_of_other_formats(tmp_path: Path,
         pairs = np.concatenate([ONE.whole(), weights_of(ONE.whole()).view(np.int32)], axis=2)
         array = encode_as(pairs, dtype="int32")
         answer_to_it = {"choices": [{"routed_experts": array, "finish_reason": "stop"}]}
-        (saved_answer,) = found(tmp_path, json.dumps(answer_to_it), given=of_raw)
+        (saved_answer,) = answers_in(tmp_path, json.dumps(answer_to_it), model_info=of_raw)
         with pytest.raises(RoutingError, match="not an expert id"):
             saved_answer.routings()
         return
-    told = replace(ONE, fmt=fmt, dtype="uint8")
-    (saved_answer,) = found(tmp_path, body(told), given=of_raw)
+    routed = replace(ONE, fmt=fmt, dtype="uint8")
+    (saved_answer,) = answers_in(tmp_path, body(routed), model_info=of_raw)
     (routing,) = saved_answer.routings()
     assert np.array_equal(routing.rows, ONE.whole())
 
 
 def routing_of(path: Path, *values: Any) -> Any:
-    (one,) = found(path, "\n".join(map(json.dumps, values)))
+    (one,) = answers_in(path, "\n".join(map(json.dumps, values)))
     (routing,) = one.routings()
     return routing
 
@@ -153,17 +153,17 @@ def test_dense_layers_that_nothing_names_are_not_counted(tmp_path: Path) -> None
     rows = rows_of(20, 1)
     rows[:, 1] = 0
     with pytest.raises(RoutingError, match="dense layers"):
-        routing_of(tmp_path, answer(Told(rows, [rows[:9]])))
+        routing_of(tmp_path, answer(RoutedPrompt(rows, [rows[:9]])))
     # with one expert a token, 0 for every token is a choice that a router can make
     rows = rows[:, :, :1]
-    assert (routing_of(tmp_path, answer(Told(rows, [rows[:9]]))).rows[:, 1] == 0).all()
+    assert (routing_of(tmp_path, answer(RoutedPrompt(rows, [rows[:9]]))).rows[:, 1] == 0).all()
 
 
 def test_dense_layers_are_left_out(tmp_path: Path) -> None:
     rows = np.zeros((20, 6, TOP_K), dtype=np.int16)
     rows[:, INFO["layer_ids"]] = rows_of(20, 1)
     rows[3] = -1
-    every = Told(rows, [rows[:5]])
+    every = RoutedPrompt(rows, [rows[:5]])
     assert np.array_equal(
         routing_of(tmp_path, INFO, answer(every)).rows, every.whole()[:, [1, 2, 4]]
     )
@@ -174,11 +174,11 @@ def test_dense_layers_are_left_out(tmp_path: Path) -> None:
 
 def test_rows_of_another_model_or_of_no_shape(tmp_path: Path) -> None:
     info = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS // 2}
-    for told in (ONE, Told(rows_of(9, layers=2), [rows_of(3, layers=2)])):
+    for routed in (ONE, RoutedPrompt(rows_of(9, layers=2), [rows_of(3, layers=2)])):
         with pytest.raises(ValueError, match="the model has"):
-            routing_of(tmp_path, {**answer(told), "routed_experts_info": info})
+            routing_of(tmp_path, {**answer(routed), "routed_experts_info": info})
     with pytest.raises(ValueError, match="--num-layers, --top-k and --rows-dtype"):
-        routing_of(tmp_path, answer(Told(rows_of(9), [rows_of(3)], fmt="raw")))
+        routing_of(tmp_path, answer(RoutedPrompt(rows_of(9), [rows_of(3)], fmt="raw")))
 
 
 def info(**changed: Any) -> str:
@@ -219,23 +219,23 @@ CUT_OFF = "the stream that starts here was cut off"
 )
 def test_what_cannot_be_read(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(RoutingError) as error:
-        found(tmp_path, text)
+        answers_in(tmp_path, text)
     assert str(error.value).startswith(f"{tmp_path}/0.jsonl{sentence}")
 
 
 def test_an_empty_file_among_others(tmp_path: Path) -> None:
     with pytest.raises(RoutingError, match=r"1\.jsonl has no responses"):
-        found(tmp_path, body(ONE), "", body(OTHER))
+        answers_in(tmp_path, body(ONE), "", body(OTHER))
 
 
 def test_a_folder_as_a_server_records_it(tmp_path: Path) -> None:
     """Files in the order of their names, of which the first response has the model; one may have
     nothing yet."""
-    for name, told in (("b/1.jsonl", OTHER), ("a.jsonl", ONE)):
+    for name, routed in (("b/1.jsonl", OTHER), ("a.jsonl", ONE)):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        first = {**answer(told), "routed_experts_info": INFO}
-        path.write_text(f"{json.dumps(first)}\n{body(told)}\n")
+        first = {**answer(routed), "routed_experts_info": INFO}
+        path.write_text(f"{json.dumps(first)}\n{body(routed)}\n")
     (tmp_path / "c.jsonl").touch()
     (tmp_path / "notes.txt").write_text("no response")
     answers = list(read(opened([str(tmp_path)]), ModelInfo()))
@@ -293,12 +293,12 @@ def test_what_the_page_shows() -> None:
     """A line for each choice; an error ends them. What one file says about its model applies to the
     next."""
     prompts = [
-        Told(rows_of(9, 1), [rows_of(4, 2), rows_of(3, 3)], first_token=first)
+        RoutedPrompt(rows_of(9, 1), [rows_of(4, 2), rows_of(3, 3)], first_token=first)
         for first in (100, 500)
     ]
     several = {**answer(*prompts), "model": "m"}
     several["choices"][2]["logprobs"] = {"tokens": [*"vwxyz"]}
-    cut = answer(Told(rows_of(9, 1), [rows_of(4, 2)], start=3, fmt="npy", layout="joined"))
+    cut = answer(RoutedPrompt(rows_of(9, 1), [rows_of(4, 2)], start=3, fmt="npy", layout="joined"))
     cut["choices"][0] |= {"finish_reason": None, "prompt_token_ids": None, "token_ids": None}
     texts = {
         "info": json.dumps(INFO),
@@ -309,14 +309,14 @@ def test_what_the_page_shows() -> None:
     *lines, error = map(json.loads, page_lines(files, ModelInfo(n=2, num_experts=99)))
     info = {name: INFO[name] for name in ("num_layers", "top_k", "layer_ids")} | {"num_experts": 99}
     assert [line["info"] for line in lines[:4]] == [info] * 4
-    for place, (line, (told, choice)) in enumerate(
+    for number, (line, (routed, choice)) in enumerate(
         zip(lines, [(each, i) for each in prompts for i in range(2)], strict=False)
     ):
-        ids = [*told.prompt_token_ids, *told.token_ids(choice)]
+        ids = [*routed.prompt_token_ids, *routed.token_ids(choice)]
         assert line["ids"] == {"start": 0, "values": ids}
-        assert line["texts"] == ({"start": 9, "values": [*"vwxyz"]} if place == 2 else None)
-        assert np.array_equal(decode(line["rows"]), told.whole(choice))
-        assert (line["name"], line["file"]) == (f"a/several, line 1, choice {place}", "a/several")
+        assert line["texts"] == ({"start": 9, "values": [*"vwxyz"]} if number == 2 else None)
+        assert np.array_equal(decode(line["rows"]), routed.whole(choice))
+        assert (line["name"], line["file"]) == (f"a/several, line 1, choice {number}", "a/several")
         assert (line["model"], line["prompt_len"], line["finish_reason"], line["weights"]) == (
             "m",
             9,
@@ -526,7 +526,7 @@ def test_a_prompt_in_empty_pieces_is_not_joined_for_each_choice() -> None:
 
 def test_a_line_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved, "MAX_CHARS", 1000)
-    whole = json.dumps({**answer(Told(rows_of(2, 1), [rows_of(1, 2)])), "text": "x" * 300})
+    whole = json.dumps({**answer(RoutedPrompt(rows_of(2, 1), [rows_of(1, 2)])), "text": "x" * 300})
     assert 700 < len(whole) < 1000, "is read"
     for begin, text in (
         ("a line", "x" * 100_000),
@@ -545,12 +545,12 @@ def test_a_line_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_and_what_the_page_cannot_show() -> None:
-    body = answer(Told(rows_of(2, 1), [rows_of(1, 2)], layout="joined"))
+    body = answer(RoutedPrompt(rows_of(2, 1), [rows_of(1, 2)], layout="joined"))
     weights = np.random.default_rng(0).random((3, LAYERS, TOP_K), dtype=np.float32)
     body["choices"][0]["routed_expert_weights"] = encode(weights, 0)
     (line,) = shown(body)
     assert np.array_equal(decode_weights(line["weights"]), weights)
-    far = answer(Told(rows_of(2, 1), [rows_of(1, 2)], fmt="object", layout="joined"))
+    far = answer(RoutedPrompt(rows_of(2, 1), [rows_of(1, 2)], fmt="object", layout="joined"))
     for name in ("prompt_token_ids", "token_ids"):
         del far["choices"][0][name]
     far["choices"][0]["routed_experts"]["start"] = 2**31 - 9  # a token each would take all memory

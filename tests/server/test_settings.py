@@ -49,19 +49,19 @@ def flags_of(name: str, value: Any) -> list[str]:
     return [serve.flag_of(name), value if isinstance(value, str) else json.dumps(value)]
 
 
-@pytest.mark.parametrize("given", VALID)
-def test_a_setting_is_a_key_and_a_flag(given: dict[str, Any]) -> None:
-    settings = Settings.of({**given, "another": 1})
-    assert {name: getattr(settings, name) for name in given} == given
+@pytest.mark.parametrize("values", VALID)
+def test_a_setting_is_a_key_and_a_flag(values: dict[str, Any]) -> None:
+    settings = Settings.of({**values, "another": 1})
+    assert {name: getattr(settings, name) for name in values} == values
     assert settings != Settings.of({}) == Settings.of(None) == Settings.of(dict.fromkeys(KINDS))
-    if all(HELP[name] for name in given):
-        flags = [word for setting in given.items() for word in flags_of(*setting)]
+    if all(HELP[name] for name in values):
+        flags = [word for setting in values.items() for word in flags_of(*setting)]
         args = serve.parse(["model", "--additional-config", '{"another": 1}', *flags])
         assert serve.configure(args) == settings
         # vLLM hashes what is there, also for its answers.
         assert args.additional_config == {
             "another": 1,
-            **{key: True for key in FOR_THE_ENGINE if key in given},
+            **{key: True for key in FOR_THE_ENGINE if key in values},
         }
 
 
@@ -72,7 +72,7 @@ def test_numbers_that_are_not_json() -> None:
 
 
 def test_every_setting_is_tried() -> None:
-    assert {name for given in VALID for name in given} == set(KINDS)
+    assert {name for values in VALID for name in values} == set(KINDS)
 
 
 BYTES = ("max_response", "store", "record", "input")
@@ -119,7 +119,7 @@ def test_a_value_that_a_setting_cannot_have(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("values", "message"),
     [
         (
             {"routed_experts_record_share": 0.5},
@@ -146,9 +146,9 @@ def test_a_value_that_a_setting_cannot_have(
         ({**BUCKET, "routed_experts_store_seconds": 1e6}, "at most 604800"),
     ],
 )
-def test_settings_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_go_together(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        Settings.of(given)
+        Settings.of(values)
 
 
 def test_what_is_made_without_a_configuration_is_checked_too() -> None:

@@ -80,10 +80,10 @@ def aligner_of(
     max_bytes: int = 1 << 30,
     **options: Any,
 ) -> SSERewriter:
-    asked = RoutingOptions(dtype=dtype, **options)
-    encoder = encoder_of(asked)
+    requested = RoutingOptions(dtype=dtype, **options)
+    encoder = encoder_of(requested)
     return SSERewriter(
-        asked,
+        requested,
         encoder,
         num_choices,
         lambda error: f'{{"error":"{error}"}}',
@@ -166,8 +166,10 @@ def placed(chunk: Chunk) -> tuple[list[int] | None, list[int] | None]:
     """The positions of the rows in both arrays, checked to begin at `start`."""
     arrays = arrays_of(chunk)
     known = tuple(None if array is None else positions(array) for array in arrays)
-    for array, found in zip(arrays, known, strict=True):
-        assert all(value in (-1, array["start"] + index) for index, value in enumerate(found or ()))
+    for array, values in zip(arrays, known, strict=True):
+        assert all(
+            value in (-1, array["start"] + index) for index, value in enumerate(values or ())
+        )
     return known  # type: ignore[return-value]
 
 
@@ -221,22 +223,22 @@ class Play:
             generator(holds_back, self.preface, self.num_choices, self._note),
         )
 
-    def _note(self, prompt: int, place: int, choice: CompletionOutput | None) -> None:
-        engine = self.engines[place]
+    def _note(self, prompt: int, engine_index: int, choice: CompletionOutput | None) -> None:
+        engine = self.engines[engine_index]
         if choice is None:  # of a chunk before the text
-            self.made.append(Made(prompt, place, tokens=0, arrived=0, finish=None))
+            self.made.append(Made(prompt, engine_index, tokens=0, arrived=0, finish=None))
         else:
-            made = Made(prompt, place, engine.tokens, engine.arrived, choice.finish_reason)
+            made = Made(prompt, engine_index, engine.tokens, engine.arrived, choice.finish_reason)
             self.made.append(made)
 
     def _results(self) -> Iterator[Result]:
         alive = list(range(len(self.engines)))
         while alive:
             choices: list[CompletionOutput] = []
-            place = self.rng.choice(alive)
-            prompt = place // self.num_choices
+            engine_index = self.rng.choice(alive)
+            prompt = engine_index // self.num_choices
             others = [self.rng.choice(alive) for _ in range(self.rng.choice([0, 0, 2]))]
-            for stepping in {place, *others}:
+            for stepping in {engine_index, *others}:
                 # outputs of one prompt's choices may come together
                 if stepping // self.num_choices == prompt:
                     choices += self._step(self.engines[stepping]).outputs
@@ -408,7 +410,7 @@ def test_a_message_that_is_lost_leaves_a_gap_at_its_place(
             chunks[-1]["prompt_routed_experts_histogram"],
             chunks[-1]["choices"][0]["routed_experts_histogram"],
         )
-        assert [each["missing"] for each in counted] == [2 * (0 in lost), len(lost - {0})]
+        assert [array["missing"] for array in counted] == [2 * (0 in lost), len(lost - {0})]
 
 
 def test_a_prompt_whose_last_row_is_late_comes_before_the_rows_of_its_choice() -> None:
@@ -478,8 +480,8 @@ def test_other_events_are_left_as_they_are() -> None:
     events = [": keep-alive\n\n", event({"error": {"message": "x"}}), DONE, "data: {}\n\n"]
 
     async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
-        for each in events:
-            yield each
+        for event in events:
+            yield event
 
     assert ended(aligner_of(), [], generate) == events
 
