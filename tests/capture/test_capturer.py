@@ -64,16 +64,23 @@ def check(step: StepRows, layers: range, weights: bool, unknown: int | None = No
     tokens = len(step.rows)
     assert step.slots.tolist() == [*range(100, 100 + tokens)]
     assert step.rows.shape == (tokens, (3 if weights else 1) * len(layers), K)
+    ids = ids_of(step.rows) if weights else step.rows
     for row, layer in enumerate(layers):
-        ids, values = (array[:, :K] for array in choice(layer, tokens))
-        if row == unknown:
-            ids, values = torch.full_like(ids, -1), torch.full_like(ids, -1).view(torch.float32)
-            assert not weights or np.isnan(weights_of(step.rows)[:, row]).all()
-        assert np.array_equal((ids_of(step.rows) if weights else step.rows)[:, row], ids.numpy())
+        expected_ids, expected_bits = bits_of_choice(layer, tokens, is_unknown=row == unknown)
+        assert np.array_equal(ids[:, row], expected_ids)
         if weights:
-            assert np.array_equal(
-                weights_of(step.rows)[:, row].view(np.int32), values.view(torch.int32).numpy()
-            )
+            assert np.array_equal(weights_of(step.rows)[:, row].view(np.int32), expected_bits)
+    if weights and unknown is not None:
+        assert np.isnan(weights_of(step.rows)[:, unknown]).all()
+
+
+def bits_of_choice(layer: int, tokens: int, is_unknown: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, and the bits of weights, both [tokens, K], without the shared expert."""
+    if is_unknown:
+        unknown = np.full((tokens, K), -1, np.int32)
+        return unknown, unknown
+    ids, weights = choice(layer, tokens)
+    return ids[:, :K].numpy(), weights[:, :K].view(torch.int32).numpy()
 
 
 def test_the_shape_of_the_whole_model() -> None:

@@ -488,6 +488,24 @@ def engine(
     return core
 
 
+def check_nothing_is_left(capture: Any) -> None:
+    """In a scheduler whose requests have all ended."""
+    queue = capture.output_queue
+    requests = capture.distributor.requests
+    assert len(queue) == 0
+    assert not queue._waiting
+    assert not queue._last_rows
+    assert not requests.running
+    assert not requests.prefilling
+    assert not requests.alone
+    assert not requests.streams
+    assert not requests.ended
+    assert not capture._steps
+    assert not capture.cache._readers
+    assert not capture.prefill_rows._to_export
+    assert not capture.prefill_rows.pulls
+
+
 class Client:
     """Takes the place of an API process: adds and aborts requests, and keeps what the engines send,
     in order."""
@@ -615,23 +633,7 @@ class Client:
         assert self.num_without_weights == 0
         assert any(stats.rows_forgotten for stats in self.stats) == forgets
         for core in self.engines:
-            capture = core.capture
-            assert (
-                len(capture.output_queue),
-                len(capture._steps),
-                len(capture.prefill_rows._to_export),
-            ) == (0, 0, 0)
-            queue, requests = capture.output_queue, capture.distributor.requests
-            for index in (
-                requests.running,
-                requests.prefilling,
-                requests.alone,
-                requests.streams,
-                requests.ended,
-            ):
-                assert not index
-            assert not any((queue._waiting, queue._last_rows, capture.cache._readers))
-            assert not capture.prefill_rows.pulls
+            check_nothing_is_left(core.capture)
 
     def missing(self) -> int:
         """How many rows came as unknown."""

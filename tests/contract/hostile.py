@@ -225,21 +225,29 @@ class Hostile:
         return rows()
 
 
+def check_error(response: httpx.Response) -> None:
+    assert response.status_code >= 400, response.text
+    error = orjson.loads(response.content)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["code"] == response.status_code
+
+
+def check_stream(response: httpx.Response) -> None:
+    *events, end = [line for line in response.text.splitlines() if line.startswith("data: ")]
+    assert end == "data: [DONE]"
+    for event in events:
+        error = orjson.loads(event.removeprefix("data: ")).get("error")
+        assert error is None or error["code"] < 500, event
+
+
 def check_response(response: httpx.Response) -> None:
     """Not the server's fault: a whole answer, or an error in OpenAI's form."""
     assert response.status_code < 500, response.text
     kind = response.headers["content-type"]
     if response.status_code != 200:
-        assert response.status_code >= 400, response.text
-        error = orjson.loads(response.content)["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["message"]
-        assert error["code"] == response.status_code
+        check_error(response)
     elif kind.startswith("text/event-stream"):
-        *events, end = [line for line in response.text.splitlines() if line.startswith("data: ")]
-        assert end == "data: [DONE]"
-        for event in events:
-            error = orjson.loads(event.removeprefix("data: ")).get("error")
-            assert error is None or error["code"] < 500, event
+        check_stream(response)
     elif kind.startswith("application/json"):
         assert isinstance(orjson.loads(response.content), dict)

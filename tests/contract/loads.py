@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine.connectors import (
@@ -314,6 +314,15 @@ class TracedReceived(around.Received):
             assert is_own, f"position {position}: a row of another computation"
 
 
+def _children_of(scheduler_output: SchedulerOutput) -> list[_Metadata]:
+    """What each KV connector of the step's scheduler says."""
+    metadata = scheduler_output.kv_connector_metadata
+    is_several = isinstance(metadata, MultiKVConnectorMetadata)
+    children = list(metadata.metadata) if is_several else [metadata]
+    assert all(isinstance(child, _Metadata) for child in children)
+    return children
+
+
 class TracingExecutor(around.ArithmeticExecutor):
     """Numbers every computation of a token, and moves KV as `StoreConnector` says."""
 
@@ -361,53 +370,76 @@ class TracingExecutor(around.ArithmeticExecutor):
             self._kv[slot], self._number[slot] = one
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        metadata = scheduler_output.kv_connector_metadata
-        children = (
-            metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else (metadata,)
-        )
-        assert all(isinstance(child, _Metadata) for child in children)
-        now = STORE.clock.monotonic()
-        for request_id, blocks in (pair for child in children for pair in child.sends.items()):
+        children = _children_of(scheduler_output)
+        for child in children:
+            self._offer(child)
+        report = KVConnectorOutput(finished_recving=set(), finished_sending=self._end_offers())
+        for child in children:
+            self.underway += child.loads
+        self._load(report)
+        self._bad_blocks = report.invalid_block_ids
+        result = super().execute_model(scheduler_output, non_block)
+        output = self._output
+        assert output is not None
+        self._drop_tokens_of_bad_blocks(output)
+        if not report.is_empty():
+            output.kv_connector_output = report
+        if not report.invalid_block_ids:
+            for child in children:
+                self._save(child)
+        return result
+
+    def _offer(self, child: _Metadata) -> None:
+        """Holds KV of requests for the instance that pulls it."""
+        expires = STORE.clock.monotonic() + LEASE_S
+        for request_id, blocks in child.sends.items():
             slots = [slot for block in blocks for slot in slots_of(block)]
-            STORE.sent[request_id] = self.sending[request_id] = Sent(self, slots, now + LEASE_S)
-        done = {name for name, sent in self.sending.items() if sent.is_pulled or now > sent.expires}
-        for request_id in done:
+            STORE.sent[request_id] = self.sending[request_id] = Sent(self, slots, expires)
+
+    def _end_offers(self) -> set[str]:
+        """The requests whose KV was pulled, or waited for too long."""
+        now = STORE.clock.monotonic()
+        ended = {
+            request_id
+            for request_id, sent in self.sending.items()
+            if sent.is_pulled or now > sent.expires
+        }
+        for request_id in ended:
             del self.sending[request_id]
-        report = KVConnectorOutput(finished_recving=set(), finished_sending=done)
-        self.underway += [load for child in children for load in child.loads]
+        return ended
+
+    def _load(self, report: KVConnectorOutput) -> None:
+        """Ends the loads that are due in this step."""
         for load in list(self.underway):
             load.steps -= 1
             if not load.is_async or load.steps < 0:
                 self._finish(load, report)
                 self.underway.remove(load)
-        self._bad_blocks = report.invalid_block_ids
-        result = super().execute_model(scheduler_output, non_block)
-        output = self._output
-        assert output is not None
+
+    def _drop_tokens_of_bad_blocks(self, output: ModelRunnerOutput) -> None:
+        """vLLM does not take them."""
         for request_id, sampled in zip(output.req_ids, output.sampled_token_ids, strict=True):
             sequence = self._sequences[request_id]
-            if sampled and self._bad_blocks.intersection(sequence.blocks):  # vLLM does not take it
+            if sampled and self._bad_blocks.intersection(sequence.blocks):
                 sequence.tokens = Tokens(sequence.tokens[:-1])
-        if not report.is_empty():
-            output.kv_connector_output = report
-        for block, key in (
-            save for child in children for save in child.saves if not report.invalid_block_ids
-        ):
+
+    def _save(self, child: _Metadata) -> None:
+        for block, key in child.saves:
             if self._kv[slots_of(block)[-1]] == key:  # else it was given away since
                 STORE.blocks.setdefault(key, self.get(slots_of(block)))
-        return result
+
+    def _contents_of(self, load: _Load, key: Any) -> list[Slot]:
+        """What a load puts into a block."""
+        if load.remote is None:
+            return STORE.blocks.get(key, [])
+        sent = STORE.sent[load.remote]  # whatever its blocks hold by now
+        return sent.executor.get(sent.slots[int(key) * BLOCK :][:BLOCK])
 
     def _finish(self, load: _Load, report: KVConnectorOutput) -> None:
         failed = STORE.fail_dice.random() < STORE.fails
         good = STORE.dice.randrange(len(load.blocks)) if failed else len(load.blocks)
         for index, (block, key) in enumerate(load.blocks):
-            if index >= good:
-                contents = []
-            elif load.remote is None:
-                contents = STORE.blocks.get(key, [])
-            else:
-                sent = STORE.sent[load.remote]  # whatever its blocks hold by now
-                contents = sent.executor.get(sent.slots[int(key) * BLOCK :][:BLOCK])
+            contents = self._contents_of(load, key) if index < good else []
             self.put(block, [*contents, *[NOTHING] * BLOCK][:BLOCK])
         if load.remote is not None and not failed:
             STORE.sent[load.remote].is_pulled = True

@@ -100,22 +100,23 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def test_every_row_whole_and_streamed(api: Server) -> None:
-    for body in CASES:
-        answers = both(api, CHAT if "messages" in body else COMPLETIONS, **body, **SAMPLED)
-        for answer in answers:
-            check(answer, tokens=body["max_tokens"])
-        if body.get("prompt") is PROMPTS:
-            assert [answer.prompt for answer in answers] == [
-                p for p in PROMPTS for _ in range(body["n"])
-            ]
-        else:
-            assert len(answers) == body.get("n", 1)
-            assert len({tuple(answer.tokens) for answer in answers}) > (
-                len(answers) > 1 and body["max_tokens"] > 1
-            )
+@pytest.mark.parametrize("body", CASES)
+def test_every_row_whole_and_streamed(api: Server, body: dict[str, Any]) -> None:
+    answers = both(api, CHAT if "messages" in body else COMPLETIONS, **body, **SAMPLED)
+    for answer in answers:
+        check(answer, tokens=body["max_tokens"])
+    n = body.get("n", 1)
+    if body.get("prompt") is PROMPTS:
+        assert [answer.prompt for answer in answers] == [p for p in PROMPTS for _ in range(n)]
+        return
+    assert len(answers) == n
+    if n > 1 and body["max_tokens"] > 1:
+        assert len({tuple(answer.tokens) for answer in answers}) > 1
+
+
+def test_a_list_of_one_prompt_is_answered_with_a_list(api: Server) -> None:
     (array,) = api.complete(prompt=["abc"], max_tokens=2, **ASKS)["prompt_routed_experts"]
-    assert array["shape"] == [3, L, K]  # a list of one is answered with a list
+    assert array["shape"] == [3, L, K]
 
 
 def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
@@ -162,21 +163,26 @@ def test_echo(api: Server, n: int, max_tokens: int) -> None:
         **ASKS,
     }
     whole, chunks = api.complete(**body), api.stream(**body)
-    assert np.array_equal(
-        decode(whole["prompt_routed_experts"]), rows_of(tokens_of("What-a-prompt"))
-    )
-    prompts = [
-        chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk
-    ]
-    assert prompts == [whole["prompt_routed_experts"]]
+    prompt = whole["prompt_routed_experts"]
+    assert np.array_equal(decode(prompt), rows_of(tokens_of("What-a-prompt")))
+    with_prompt = [chunk for chunk in chunks if "prompt_routed_experts" in chunk]
+    assert [chunk["prompt_routed_experts"] for chunk in with_prompt] == [prompt]
     assert len(whole["choices"]) == n
     for index, choice in enumerate(whole["choices"]):
         deltas = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        rows, tokens = decode(choice["routed_experts"]), tokens_of(choice["text"])
         assert "".join(delta["text"] for delta in deltas) == choice["text"]
-        assert np.array_equal(pieces_of(deltas), rows)
-        assert len(tokens) == 13 + max_tokens
-        assert np.array_equal(rows, rows_of(tokens, 13)[: max(max_tokens - 1, 0)])
+        check_rows_behind_an_echo(choice, deltas, max_tokens)
+
+
+def check_rows_behind_an_echo(
+    choice: dict[str, Any], deltas: list[dict[str, Any]], max_tokens: int
+) -> None:
+    """Its text begins with the prompt of 13 tokens, whose rows stand elsewhere."""
+    rows = decode(choice["routed_experts"])
+    tokens = tokens_of(choice["text"])
+    assert np.array_equal(pieces_of(deltas), rows)
+    assert len(tokens) == 13 + max_tokens
+    assert np.array_equal(rows, rows_of(tokens, 13)[: max(max_tokens - 1, 0)])
 
 
 def test_a_stop_string_that_the_engine_does_not_know(api: Server) -> None:
@@ -219,6 +225,12 @@ def test_a_chat_message_that_is_continued(api: Server, n: int) -> None:
             check(answer, tokens=6)
 
 
+def bytes_with_routing(chunks: list[dict[str, Any]]) -> int:
+    """The bytes of all chunks that have any, together."""
+    texts = [orjson.dumps(chunk) for chunk in chunks]
+    return sum(len(text) for text in texts if b"routed" in text)
+
+
 def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
     """100 rows of K ids in int16 in each of 10 layers are 170,667 characters of base64, of 8 layers
     136,534."""
@@ -242,10 +254,7 @@ def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
         *chunks, error = server.stream(CHAT, **long, **ASKS)
         assert error["error"]["code"] == 500
         assert "--routed-experts-max-response-bytes" in error["error"]["message"]
-        assert (
-            len(orjson.dumps([chunk for chunk in chunks if b"routed" in orjson.dumps(chunk)]))
-            < 200_000
-        )
+        assert bytes_with_routing(chunks) < 200_000
         assert server.chat(**long, max_tokens=3)["prompt_routed_experts"]
         # The first token of an answer has no row in it: the longest prompt that fits is not
         # refused.
@@ -285,29 +294,25 @@ def test_an_answer_without_a_limit_ends_where_its_rows_are_too_many(tiny_model: 
         def generated() -> float:
             return server.metric("vllm:generation_tokens_total")
 
-        for path, body in ((CHAT, chat), (GENERATE, tokens)):
+        def generated_until_refused(path: str, body: dict[str, Any]) -> float:
             before = generated()
             message = refused(server, path, "return_routed_experts", **body, **form)
             assert "--routed-experts-max-response-bytes" in message
-            assert 20 < generated() - before < 100
+            return generated() - before
+
+        for path, body in ((CHAT, chat), (GENERATE, tokens)):
+            assert 20 < generated_until_refused(path, body) < 100
         for stream_time in ("with_tokens", "at_end"):
             before = generated()
-            assert (
-                "error"
-                in server.stream(CHAT, **chat, **ASKS, routed_experts_stream=stream_time)[-1]
-            )
+            *_, last = server.stream(CHAT, **chat, **ASKS, routed_experts_stream=stream_time)
+            assert "error" in last
             assert 20 < generated() - before < 110
         # All choices of an answer together have the limit.
         several = {"n": 4, "temperature": 1}
         sampling = {**tokens["sampling_params"], **several}
-        for path, body in (
-            (CHAT, {**chat, **several}),
-            (GENERATE, {**tokens, "sampling_params": sampling}),
-        ):
-            before = generated()
-            message = refused(server, path, "return_routed_experts", **body, **form)
-            assert "--routed-experts-max-response-bytes" in message
-            assert 40 < generated() - before < 130
+        assert 40 < generated_until_refused(CHAT, {**chat, **several}) < 130
+        with_sampling = {**tokens, "sampling_params": sampling}
+        assert 40 < generated_until_refused(GENERATE, with_sampling) < 130
         stopped = server.chat(**chat, **ASKS, stop_token_ids=[*range(40)])
         assert stopped["choices"][0]["finish_reason"] == "stop"
         before = generated()

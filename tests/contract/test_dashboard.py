@@ -75,28 +75,39 @@ def of_this_project(names: set[str]) -> set[str]:
     return {name for name in names if name.startswith("routed_experts_")}
 
 
-def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    with serving(tiny_model, "--routed-experts-record", str(tmp_path)) as server:
+@pytest.fixture(scope="module")
+def metrics_text(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a server says that has answered a request."""
+    folder = tmp_path_factory.mktemp("recorded")
+    with serving(tiny_model, "--routed-experts-record", str(folder)) as server:
         server.complete(prompt="Hello", max_tokens=3, return_routed_experts=True)
-        text = httpx.get(f"{server.url}/metrics", timeout=300).text
-    labels = labels_in(text)
-    for query in QUERIES + ALERTS:
-        names = metrics_of(query)
-        assert names
-        assert set(names) <= labels.keys()
-        for name in names:
-            assert labels_of(name, query) <= labels[name] | OF_PROMETHEUS, query
-            is_of_a_counter = name.endswith("_total")
-            assert is_counted(name, query) == is_of_a_counter, "a counter's rate, a gauge as it is"
-    for query in QUERIES:
-        for name in metrics_of(query):
-            assert variables_for(labels[name]) <= variables_in(query), query
+        return httpx.get(f"{server.url}/metrics", timeout=300).text
+
+
+@pytest.mark.parametrize("query", QUERIES + ALERTS)
+def test_what_is_asked_for_is_there(metrics_text: str, query: str) -> None:
+    labels = labels_in(metrics_text)
+    names = metrics_of(query)
+    assert names
+    assert set(names) <= labels.keys()
+    for name in names:
+        assert labels_of(name, query) <= labels[name] | OF_PROMETHEUS
+        is_of_a_counter = name.endswith("_total")
+        assert is_counted(name, query) == is_of_a_counter, "a counter's rate, a gauge as it is"
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_every_panel_follows_the_variables_of_its_metrics(metrics_text: str, query: str) -> None:
+    labels = labels_in(metrics_text)
+    for name in metrics_of(query):
+        assert variables_for(labels[name]) <= variables_in(query)
+
+
+def test_every_metric_of_ours_is_shown(metrics_text: str) -> None:
     for name in ("vllm:num_requests_running", "routed_experts_requests_tracked"):
-        assert f'{name}{{engine="0",model_name="tiny"}} ' in text
+        assert f'{name}{{engine="0",model_name="tiny"}} ' in metrics_text
     shown = {name for query in QUERIES + ALERTS for name in metrics_of(query)}
-    ours = {name for name in labels if not name.endswith("_created")}
+    ours = {name for name in labels_in(metrics_text) if not name.endswith("_created")}
     assert of_this_project(ours) == of_this_project(shown)
 
 

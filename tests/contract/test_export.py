@@ -65,6 +65,19 @@ def exported(server: Server, folder: Path, prompts: str, name: str, *flags: str)
     return folder / name
 
 
+def check_choice(arrays: dict[str, np.ndarray], request: int, choice: int, generated: int) -> None:
+    """Its rows, behind those of its prompt, which stand with the first choice, are its tokens'."""
+    of_request = arrays["request"] == request
+    prompt = of_request & (arrays["is_prompt"] == 1)
+    own = of_request & (arrays["choice"] == choice) & (arrays["is_prompt"] == 0)
+    assert arrays["choice"][prompt].max() == 0
+    assert own.sum() == generated
+    sequence = np.flatnonzero(prompt | own)
+    assert arrays["position"][sequence].tolist() == list(range(len(sequence)))
+    tokens = arrays["token_id"][sequence].tolist()
+    assert np.array_equal(arrays["experts"][sequence], rows_of(tokens))
+
+
 def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path) -> None:
     """Of prompts, token ids and a chat with two choices, whatever form the server returns by
     default."""
@@ -73,21 +86,16 @@ def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path
         arrays = dict(archive)
     assert arrays["layer_ids"].tolist() == LAYER_IDS
     assert int(arrays["num_experts"]) == NUM_EXPERTS
-    for request, (choices, generated) in enumerate([(1, 3), (1, 8), (2, 4)]):
-        prompt = (arrays["request"] == request) & (arrays["is_prompt"] == 1)
-        assert arrays["choice"][prompt].max() == 0
-        for choice in range(choices):
-            own = (
-                (arrays["request"] == request)
-                & (arrays["choice"] == choice)
-                & (arrays["is_prompt"] == 0)
-            )
-            assert own.sum() == generated
-            of_sequence = np.flatnonzero(prompt | own)
-            assert arrays["position"][of_sequence].tolist() == list(range(len(of_sequence)))
-            assert np.array_equal(
-                arrays["experts"][of_sequence], rows_of(arrays["token_id"][of_sequence].tolist())
-            )
+    check_choice(arrays, request=0, choice=0, generated=3)
+    check_choice(arrays, request=1, choice=0, generated=8)
+    check_choice(arrays, request=2, choice=0, generated=4)
+    check_choice(arrays, request=2, choice=1, generated=4)
+    assert set(zip(arrays["request"].tolist(), arrays["choice"].tolist(), strict=True)) == {
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+    }
     assert np.array_equal(
         arrays["weights"].view(np.int32), weights_for(arrays["experts"]).view(np.int32)
     )

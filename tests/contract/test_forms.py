@@ -153,13 +153,16 @@ def check_stream(form: Form, lines: list[str], prompt: list[int], n: int, at_end
         first = form.start if form.is_joined else len(prompt)
         check_pieces(form, parts, form.arrays("", [*prompt, *tokens][:-1], first), first)
         if at_end:
-            *early, last = [
-                part for part in parts if part.get("token_ids") or part.get("finish_reason")
-            ]
-            assert last["finish_reason"]
-            assert not any(map(form.routing_in, early))
+            check_only_the_last_has_rows(form, parts)
     of_prompt = {} if form.is_joined else form.arrays("prompt_", prompt, form.start)
     check_pieces(form, chunks, of_prompt, form.start)
+
+
+def check_only_the_last_has_rows(form: Form, parts: list[dict[str, Any]]) -> None:
+    """Of a choice's chunks. Chunks with rows alone may stand before the last."""
+    *early, last = [part for part in parts if part.get("token_ids") or part.get("finish_reason")]
+    assert last["finish_reason"]
+    assert not any(map(form.routing_in, early))
 
 
 def check_pieces(
@@ -169,19 +172,33 @@ def check_pieces(
     for holder in holders:
         for name, value in form.routing_in(holder).items():
             pieces.setdefault(name, []).append(value)
-    assert pieces.keys() == (
-        expected.keys() if len(next(iter(expected.values()), [])) else pieces.keys()
-    )
+    has_rows = any(map(len, expected.values()))
+    if has_rows:
+        assert pieces.keys() == expected.keys()
     for name, values in pieces.items():
-        decoded = form.decoded(name, values)
-        assert decoded.shape == expected[name].shape
-        if decoded.dtype == np.float32 and form.fmt != "list":  # where null stands for every NaN
-            decoded, expected[name] = decoded.view(np.int32), expected[name].view(np.int32)
-        assert np.array_equal(decoded, expected[name], equal_nan=decoded.dtype == np.float32)
+        check_array(form, form.decoded(name, values), expected[name])
         if form.fmt == "object":
-            starts = np.cumsum([first, *(value["shape"][0] for value in values)])[:-1]
-            assert [value["start"] for value in values] == starts.tolist()
-            assert all(value["missing"] == 0 for value in values)
+            check_positions(values, first)
+
+
+def check_array(form: Form, decoded: np.ndarray, expected: np.ndarray) -> None:
+    """Bit for bit, but in lists, where null stands for every NaN."""
+    assert decoded.shape == expected.shape
+    if decoded.dtype != np.float32:
+        assert np.array_equal(decoded, expected)
+    elif form.fmt == "list":
+        assert np.array_equal(decoded, expected, equal_nan=True)
+    else:
+        assert np.array_equal(decoded.view(np.int32), expected.view(np.int32))
+
+
+def check_positions(values: list[dict[str, Any]], first: int) -> None:
+    """Each piece begins where the one before ends, and lacks nothing."""
+    position = first
+    for value in values:
+        assert value["start"] == position
+        assert value["missing"] == 0
+        position += value["shape"][0]
 
 
 # ---- the table ----
@@ -282,6 +299,18 @@ def test_every_form(api: Server, case: dict[str, Any]) -> None:
     )
 
 
+def pairs_in(chunks: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and weights of a prompt and its one choice, in an answer or in the chunks of a stream."""
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert not any("routed_expert_weights" in choice for choice in choices)
+    arrays = [
+        chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk
+    ]
+    arrays += [choice["routed_experts"] for choice in choices if "routed_experts" in choice]
+    ids, weights = zip(*map(codec.unpaired, arrays), strict=True)
+    return np.concatenate(ids), np.concatenate(weights)
+
+
 @pytest.mark.parametrize("layers", [None, "moe", "all"])
 def test_pairs(api: Server, plain: Server, layers: str | None) -> None:
     """Ids, and the bits of their weights, in one array of all decoder layers, as a trainer reads
@@ -297,17 +326,9 @@ def test_pairs(api: Server, plain: Server, layers: str | None) -> None:
         COMPLETIONS,
         {"routed_experts_layers": layers or "all", "return_routed_expert_weights": True},
     )
+    expected = form.arrays("", tokens, 0)
     for answer in ([whole], api.stream(**body)):
-        arrays = [
-            chunk["prompt_routed_experts"] for chunk in answer if "prompt_routed_experts" in chunk
-        ]
-        choices = [chunk["choices"][0] for chunk in answer]
-        assert not any("routed_expert_weights" in choice for choice in choices)
-        arrays += [choice["routed_experts"] for choice in choices if "routed_experts" in choice]
-        ids, weights = (
-            np.concatenate(pieces) for pieces in zip(*map(codec.unpaired, arrays), strict=True)
-        )
-        expected = form.arrays("", tokens, 0)
+        ids, weights = pairs_in(answer)
         assert np.array_equal(ids, expected["routed_experts"])
         assert np.array_equal(weights, expected["routed_expert_weights"], equal_nan=True)
     response = post(api, COMPLETIONS, **{**body, "return_routed_expert_weights": False})

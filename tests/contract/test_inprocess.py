@@ -293,22 +293,26 @@ def check_outputs(
 ) -> None:
     """All choices of a request, whose outputs came in this order."""
     for index in range(n):
-        tokens, end, last = list(prompt), 0, False
-        for choice in (
-            choice for output in outputs for choice in output.outputs if choice.index == index
-        ):
-            assert not last
-            tokens = [*(tokens if kind == DELTA else prompt), *choice.token_ids]
-            last = choice.finish_reason is not None
-            if kind == DELTA:
-                check(choice.routed_experts, tokens, end)
-                end = len(tokens) - 1
-            elif last:
-                check(choice.routed_experts, tokens)
-            else:
-                assert kind == CUMULATIVE
-                assert choice.routed_experts is None
-        assert last
+        parts = [part for output in outputs for part in output.outputs if part.index == index]
+        *earlier, last = parts
+        assert last.finish_reason is not None
+        assert all(part.finish_reason is None for part in earlier)
+        if kind == DELTA:
+            check_deltas(parts, prompt)
+            continue
+        check(last.routed_experts, [*prompt, *last.token_ids])
+        assert kind == CUMULATIVE or not earlier
+        assert all(part.routed_experts is None for part in earlier)
+
+
+def check_deltas(parts: list[CompletionOutput], prompt: list[int]) -> None:
+    """Each has the rows of the tokens that came with it, the first also those of the prompt."""
+    tokens = list(prompt)
+    end = 0
+    for part in parts:
+        tokens += part.token_ids
+        check(part.routed_experts, tokens, end)
+        end = len(tokens) - 1
 
 
 @pytest.mark.skipif(

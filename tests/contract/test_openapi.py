@@ -114,70 +114,78 @@ def test_our_routes_are_in_the_file_and_nothing_else(
     spec: dict[str, Any], served: dict[str, Any]
 ) -> None:
     """They have taken the place of vLLM's in its application, and say the same there."""
-    routes = [
-        route for route in (*router.routes, *generate_router.routes) if isinstance(route, APIRoute)
-    ]
-    routes = [route for route in routes if route.include_in_schema]
     in_file = operations(spec)
-    assert in_file.keys() == {
-        (route.path, method.lower()) for route in routes for method in route.methods
-    }
+    assert in_file.keys() == described_routes()
     rows = in_file["/v1/routed_experts/rows/{id}", "get"]["responses"]
     assert {"200", "206", "304", "400", "401", "404", "410", "412", "416"} <= rows.keys()
     assert len(in_file) == 7
-    assert all(
-        served["paths"][path][method] == operation for (path, method), operation in in_file.items()
-    )
-    # Names only: where vLLM has two models of one name, the references of the two descriptions
-    # differ.
-    names = [
-        name
-        for name in spec["components"]["schemas"]
-        if name.startswith(("Routed", "Capture", "Error"))
-    ]
+    for (path, method), operation in in_file.items():
+        assert served["paths"][path][method] == operation
+
+
+def described_routes() -> set[tuple[str, str]]:
+    """Path and method of each route of ours that is described."""
+    ours = [*router.routes, *generate_router.routes]
+    routes = [route for route in ours if isinstance(route, APIRoute) and route.include_in_schema]
+    return {(route.path, method.lower()) for route in routes for method in route.methods}
+
+
+def test_schemas_of_the_file_have_the_fields_of_those_that_are_served(
+    spec: dict[str, Any], served: dict[str, Any]
+) -> None:
+    """Names only: where vLLM has two models of one name, the references of the two descriptions
+    differ."""
+    in_file = spec["components"]["schemas"]
+    names = [name for name in in_file if name.startswith(("Routed", "Capture", "Error"))]
     assert len(names) == 17
     for name in names:
-        here, there = spec["components"]["schemas"][name], served["components"]["schemas"][name]
+        here = in_file[name]
+        there = served["components"]["schemas"][name]
         assert set(here["properties"]) == set(there["properties"]), name
         assert here.get("required") == there.get("required"), name
 
 
-def test_every_example_of_json_is_valid_and_rows_are_absent_instead_of_null(
-    spec: dict[str, Any],
-) -> None:
-    schemas = spec["components"]["schemas"]
-    parts = [
-        part
-        for operation in operations(spec).values()
-        for part in (operation.get("requestBody"), *operation["responses"].values())
-    ]
-    bodies = [
+def examples_in(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The bodies of requests and responses that have an example in JSON, and its schema."""
+    parts: list[dict[str, Any]] = []
+    for operation in operations(spec).values():
+        parts += operation["responses"].values()
+        if "requestBody" in operation:
+            parts.append(operation["requestBody"])
+    bodies = [body for part in parts for body in part.get("content", {}).values()]
+    return [
         body
-        for part in parts
-        if part
-        for body in part.get("content", {}).values()
-        if "example" in body
+        for body in bodies
+        if "schema" in body and "example" in body and not isinstance(body["example"], str)
     ]
-    examples = [
-        body for body in bodies if "schema" in body and not isinstance(body["example"], str)
-    ]
+
+
+def test_every_example_of_json_is_valid(spec: dict[str, Any]) -> None:
+    examples = examples_in(spec)
+    assert len(examples) == 4 + 5 + 5  # requests, answers, errors
     for body in examples:
         schema = {**body["schema"], "components": spec["components"]}
         jsonschema.Draft202012Validator(schema).validate(body["example"])
-    assert len(examples) == 4 + 5 + 5  # requests, answers, errors
-    reference = schemas["RoutedExpertsReference"]["example"]
+    reference = spec["components"]["schemas"]["RoutedExpertsReference"]["example"]
     assert (
         RoutedExpertsReference.model_validate(reference).model_dump(exclude_none=True) == reference
     )
     info = info_of(spec)
     assert RoutedExpertsInfo.model_validate(info).model_dump() == info
     assert len(info["layer_ids"]) == info["num_layers"]
-    for kind in ("Completion", "Chat"):
-        for name, field in (("Response", "prompt_routed_experts"), ("Choice", "routed_experts")):
-            schema = schemas[f"Routed{kind}{name}"]
-            assert "default" not in schema["properties"][field]
-            assert field not in schema.get("required", [])
-            assert {"type": "null"} not in schema["properties"][field]["anyOf"]
+
+
+@pytest.mark.parametrize("kind", ["Completion", "Chat"])
+@pytest.mark.parametrize(
+    ("name", "field"), [("Response", "prompt_routed_experts"), ("Choice", "routed_experts")]
+)
+def test_rows_are_absent_instead_of_null(
+    spec: dict[str, Any], kind: str, name: str, field: str
+) -> None:
+    schema = spec["components"]["schemas"][f"Routed{kind}{name}"]
+    assert "default" not in schema["properties"][field]
+    assert field not in schema.get("required", [])
+    assert {"type": "null"} not in schema["properties"][field]["anyOf"]
 
 
 def info_of(spec: dict[str, Any]) -> Any:

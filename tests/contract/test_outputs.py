@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -43,24 +44,26 @@ def test_an_output_brings_its_rows_when_it_is_materialised() -> None:
     assert output.get_kv_connector_output() is KV
 
 
+def classes_in(package: ModuleType) -> set[type]:
+    """All that are defined in its modules."""
+    classes: set[type] = set()
+    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if info.name.endswith(".__main__"):  # runs when it is imported
+            continue
+        module = importlib.import_module(info.name)
+        members = inspect.getmembers(module, inspect.isclass)
+        classes |= {cls for _, cls in members if cls.__module__ == info.name}
+    return classes
+
+
+def derives_from_vllm(cls: type) -> bool:
+    return any(base.__module__.startswith("vllm.") for base in cls.__mro__)
+
+
 def test_our_classes_can_be_made() -> None:
     """None of them leaves a method of vLLM's abstract classes out."""
-    derived = set()
-    for package in (routed_experts.capture, routed_experts.server):
-        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if info.name.endswith(".__main__"):  # runs when it is imported
-                continue
-            classes = [
-                value
-                for value in vars(importlib.import_module(info.name)).values()
-                if inspect.isclass(value)
-            ]
-            own = {cls for cls in classes if cls.__module__ == info.name}
-            derived |= {
-                cls
-                for cls in own
-                if any(base.__module__.startswith("vllm.") for base in cls.__mro__)
-            }
+    classes = classes_in(routed_experts.capture) | classes_in(routed_experts.server)
+    derived = {cls for cls in classes if derives_from_vllm(cls)}
     for cls in derived:
         assert not inspect.isabstract(cls), f"{cls.__name__} lacks {set(cls.__abstractmethods__)}"
     assert OutputWithRows in derived

@@ -58,21 +58,26 @@ def test_the_rows_of_all_ranks_are_whole(counts: list[int], size: int) -> None:
     """Whether each rank routes its own, or all have been gathered: as one tensor-parallel rank
     would have them."""
     ids = [torch.randint(0, 90, (count, TOP_K)) for count in counts]
-    parts = [parts_of(own, size) for own in ids]
-    gathered = torch.cat([part for of_rank in parts for part in of_rank])
+    parts_of_ranks = [parts_of(own, size) for own in ids]
+    all_parts = [part for parts in parts_of_ranks for part in parts]
+    gathered = torch.cat(all_parts)
     with step_of(counts) as metadata:
         with metadata.sp_local_sizes(size) as sizes:
-            assert sizes == [len(part) for of_rank in parts for part in of_rank]
-        for rank, count in enumerate(counts):
-            for seen in (parts[rank], [gathered] * size):
-                views = [torch.full((count, TOP_K), -1) for _ in seen]
-                rows = [
-                    put(view, local_token_slice(rank, at, size), seen[at])
-                    for at, view in enumerate(views)
-                ]
-                assert torch.equal(torch.stack(rows).amax(0), ids[rank])
-                # each is written once
-                assert sum(int((row >= 0).all(1).sum()) for row in rows) == count
+            assert sizes == [len(part) for part in all_parts]
+        for rank, own in enumerate(ids):
+            check_written_once(rank, own, parts_of_ranks[rank])
+            check_written_once(rank, own, [gathered] * size)
+
+
+def check_written_once(rank: int, own: torch.Tensor, seen: list[torch.Tensor]) -> None:
+    """A data-parallel rank's tensor-parallel ranks, which have `seen` these tokens, together write
+    each of its own once."""
+    written = []
+    for tp_rank, tokens in enumerate(seen):
+        view = torch.full((len(own), TOP_K), -1)
+        written.append(put(view, local_token_slice(rank, tp_rank, len(seen)), tokens))
+    assert torch.equal(torch.stack(written).amax(0), own)
+    assert sum(int((view >= 0).all(1).sum()) for view in written) == len(own)
 
 
 def test_steps_of_which_nobody_says_whose_the_tokens_are() -> None:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import get_ident
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -583,70 +583,85 @@ def wait_until_empty(folder: Path) -> None:
     wait_until(lambda: not stored_in(folder), "arrays are left", 60)
 
 
-def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path) -> None:
-    """The store has room for the array of one answer, and responses for that of another."""
-    flags = ("--api-key", "k", "--root-path", "/llm")
-    flags += ("--routed-experts-default", '{"routed_experts_delivery": "reference"}')
-    flags += (
-        "--routed-experts-max-response-bytes",
-        str(6 * L * K * 2),
-        "--routed-experts-store-seconds",
-        "1000",
-    )
-    key = {"Authorization": "Bearer k"}
-    body = {
+class OneToken:
+    """Asks a server for answers to a prompt of one token, whose own row is left out."""
+
+    BODY: ClassVar = {
         "model": "tiny",
         "prompt": [5],
         "max_tokens": 4,
         "routed_experts_prompt_start": 1,
         **ASK,
     }
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+
+    def post(self, **more: Any) -> httpx.Response:
+        return self._client.post(COMPLETIONS, json={**self.BODY, **more})
+
+    def rows(self, **more: Any) -> Any:
+        """The array of the answer, or its reference."""
+        return self.post(**more).json()["choices"][0]["routed_experts"]
+
+    def lines(self, **more: Any) -> list[str]:
+        text = self.post(stream=True, **more).text
+        return [line for line in text.splitlines() if line]
+
+
+@pytest.fixture
+def small_store(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, httpx.Client]]:
+    """With a key; it has room for the array of one answer, and responses for that of another."""
+    flags = ("--api-key", "k", "--root-path", "/llm")
+    flags += ("--routed-experts-default", '{"routed_experts_delivery": "reference"}')
+    flags += ("--routed-experts-max-response-bytes", str(6 * L * K * 2))
+    flags += ("--routed-experts-store-seconds", "1000")
+    num_bytes = 2 * FILE_BYTES + 700
     with (
-        limited(tiny_model, tmp_path / "store", 2 * FILE_BYTES + 700, *flags) as server,
+        limited(tiny_model, tmp_path / "store", num_bytes, *flags) as server,
         server.client() as client,
     ):
-        client.headers.update(key)
+        client.headers.update({"Authorization": "Bearer k"})
+        yield server, client
 
-        def post(**more: Any) -> httpx.Response:
-            return client.post(COMPLETIONS, json={**body, **more})
 
-        def lines(**more: Any) -> list[str]:
-            return [line for line in post(stream=True, **more).text.splitlines() if line]
+def check_key(server: Server, reference: dict[str, Any]) -> None:
+    """It is needed, whether a proxy strips the root path or not."""
+    for base in (f"{server.url}/v1", f"{server.url}/llm/v1"):
+        assert httpx.get(f"{base}/{reference['url']}").status_code == 401
+        assert fetch(reference, base_url=base, api_key="k").shape == (L, 3, K)
+        with pytest.raises(FetchError, match="401"):
+            fetch(reference, base_url=base)
 
-        first = post().json()["choices"][0]["routed_experts"]
-        assert "path" not in first
-        # as a proxy strips the root path, or not
-        for base in (f"{server.url}/v1", f"{server.url}/llm/v1"):
-            assert httpx.get(f"{base}/{first['url']}").status_code == 401
-            assert fetch(first, base_url=base, api_key="k").shape == (L, 3, K)
-            with pytest.raises(FetchError, match="401"):
-                fetch(first, base_url=base)
-        assert (
-            "data" in post(routed_experts_delivery="inline").json()["choices"][0]["routed_experts"]
-        )
-        assert isinstance(
-            post(routed_experts_format="npy").json()["choices"][0]["routed_experts"], str
-        )
 
-        # Now the next rows do not fit: they come inline, if the limit of a response allows it.
-        assert "data" in post(max_tokens=3).json()["choices"][0]["routed_experts"]
-        assert any('"routed_experts":{"data"' in line for line in lines(max_tokens=3))
-        failed = post(max_tokens=8)
-        assert (failed.status_code, failed.json()["error"]["code"]) == (507, 507)
-        *_, error, done = lines(max_tokens=8)
-        assert (done, "max-response-bytes" in error) == ("data: [DONE]", True)
+def test_a_store_with_keys_defaults_and_limits(
+    small_store: tuple[Server, httpx.Client], tmp_path: Path
+) -> None:
+    server, client = small_store
+    request = OneToken(client)
+    first = request.rows()
+    assert "path" not in first
+    check_key(server, first)
+    assert "data" in request.rows(routed_experts_delivery="inline")
+    assert isinstance(request.rows(routed_experts_format="npy"), str)
 
-        # Not even the prompt fits: nothing is generated.
-        assert (
-            post(prompt=prompt_of(60, 1), routed_experts_prompt_start=0, **REFERENCE).status_code
-            == 507
-        )
-        for path in stored_in(tmp_path / "store"):
-            path.unlink()
-        assert client.get(f"/v1/{first['url']}").status_code == 410
-        assert client.delete(f"/v1/{first['url']}").status_code == 410
-        shutil.rmtree(tmp_path / "store")
-        assert "url" in post().json()["choices"][0]["routed_experts"]
+    # Now the next rows do not fit: they come inline, if the limit of a response allows it.
+    assert "data" in request.rows(max_tokens=3)
+    assert any('"routed_experts":{"data"' in line for line in request.lines(max_tokens=3))
+    failed = request.post(max_tokens=8)
+    assert (failed.status_code, failed.json()["error"]["code"]) == (507, 507)
+    *_, error, done = request.lines(max_tokens=8)
+    assert (done, "max-response-bytes" in error) == ("data: [DONE]", True)
+
+    # Not even the prompt fits: nothing is generated.
+    too_long = {"prompt": prompt_of(60, 1), "routed_experts_prompt_start": 0}
+    assert request.post(**too_long, **REFERENCE).status_code == 507
+    for path in stored_in(tmp_path / "store"):
+        path.unlink()
+    assert client.get(f"/v1/{first['url']}").status_code == 410
+    assert client.delete(f"/v1/{first['url']}").status_code == 410
+    shutil.rmtree(tmp_path / "store")
+    assert "url" in request.rows()
 
 
 def test_a_full_store_where_only_the_server_asks_for_references(

@@ -190,7 +190,10 @@ def test_a_prompt_holds_up_its_own_requests_only(warm: Warm) -> None:
     sent = {rows_of_prompt(request_id) for request_id in ids}
     *parts, last = [message for message in warm.messages if sent & set(message)]
     assert len(parts) == 3
-    assert all(len(part) == 2 and part[0] in sent and part[1] == "running" for part in parts)
+    for part in parts:
+        of_prompt, other = part
+        assert of_prompt in sent
+        assert other == "running"
     assert last[0] in sent
     assert last[-1] == "running"
     assert set(last[1:-1]) == set(ids)

@@ -95,6 +95,15 @@ def taken(body: dict[str, Any], name: str) -> np.ndarray:
     return decode(array, num_layers=48, top_k=8) if len(array) else np.empty((0, 48, 8), np.int16)
 
 
+def body_of(line: str) -> dict[str, Any]:
+    """The JSON object of one event of a stream."""
+    assert line.startswith("data: ")
+    assert line.endswith("\n\n")
+    assert "\n" not in line[:-2]
+    body: dict[str, Any] = orjson.loads(line[len("data: ") :])
+    return body
+
+
 @pytest.mark.parametrize("form", ["object", "list"])
 @SETTINGS
 @given(made=completion_chunk() | chat_chunk(), unset=st.booleans(), histogram=st.booleans())
@@ -104,22 +113,18 @@ def test_any_chunk_of_vllms(form: Any, made: Any, unset: bool, histogram: bool) 
     chunk = f"data: {made.model_dump_json(exclude_unset=unset)}\n\n"
     rows = np.random.default_rng(0).integers(0, 128, (PROMPT + 1, 48, 8), dtype=np.int16)
     lines = asyncio.run(rewritten(chunk, form, histogram, rows))
-    prompt_pieces, pieces, bodies = [], [], []
-    for line in lines:
-        assert line.startswith("data: ")
-        assert line.endswith("\n\n")
-        assert "\n" not in line[:-2]
-        body = orjson.loads(line[len("data: ") :])
-        prompt_pieces.append(taken(body, "prompt_routed_experts"))
-        pieces.append(taken(body["choices"][0], "routed_experts"))
-        assert ("prompt_routed_experts_histogram" in body) == (histogram and line is lines[-1])
-        body.pop("prompt_routed_experts_histogram", None)
-        body["choices"][0].pop("routed_experts_histogram", None)
-        bodies.append(body)
+    bodies = [body_of(line) for line in lines]
+    prompt_pieces = [taken(body, "prompt_routed_experts") for body in bodies]
+    pieces = [taken(body["choices"][0], "routed_experts") for body in bodies]
     assert np.array_equal(np.concatenate([*prompt_pieces, *pieces]), rows)
     assert sum(map(len, pieces)) == 1
-    assert bodies[-1] == orjson.loads(chunk[len("data: ") :])
-    for body in bodies[:-1]:
-        assert not any(
-            body["choices"][0].get(name) for name in ("text", "delta", "finish_reason", "token_ids")
-        )
+    has_histogram = ["prompt_routed_experts_histogram" in body for body in bodies]
+    assert has_histogram == [*[False] * (len(bodies) - 1), histogram]
+    for body in bodies:
+        body.pop("prompt_routed_experts_histogram", None)
+        body["choices"][0].pop("routed_experts_histogram", None)
+    *before, last = bodies
+    assert last == orjson.loads(chunk[len("data: ") :])
+    for body in before:
+        for name in ("text", "delta", "finish_reason", "token_ids"):
+            assert not body["choices"][0].get(name)

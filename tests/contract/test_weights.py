@@ -113,6 +113,17 @@ class Trained:
 # ---- one change ----
 
 
+FINISH_AFTER_PAUSE = {"keep": None, "wait": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+def wake_up(trained: Trained, parts: list[Any]) -> None:
+    """One part after another: a request that came meanwhile waits for the last."""
+    for part in parts:
+        assert trained.client.received["during"].tokens == []
+        trained.core.wake_up(part)
+        trained.client.steps(3)
+
+
 @pytest.mark.parametrize(
     ("steps", "mode", "clear_cache", "level", "tags"),
     [
@@ -151,16 +162,10 @@ def test_a_change_during_a_pause_or_sleep(
         client.add("during", trained.prompt, max_tokens=5)
     client.steps(5)
     assert running.tokens == before
-    assert (
-        running.finish
-        is {"keep": None, "wait": FinishReason.LENGTH, "abort": FinishReason.ABORT}[mode]
-    )
+    assert running.finish is FINISH_AFTER_PAUSE[mode]
     assert trained.executor.is_sleeping == (level is not None)
     trained.executor.weights += 1
-    for woken in tags:
-        assert client.received["during"].tokens == []
-        core.wake_up(woken)
-        client.steps(3)
+    wake_up(trained, tags)
     assert not trained.executor.is_sleeping
     core.resume_scheduler()
     client.finish(but="running" if mode == "abort" else ())

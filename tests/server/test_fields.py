@@ -50,7 +50,7 @@ def test_a_default_that_no_request_to_the_model_can_have(
 def test_defaults_that_fit_the_model() -> None:
     check_defaults_of_model({"routed_experts_dtype": "auto"}, LIMITS)
     check_defaults_of_model({"routed_experts_prompt_start": 64}, LIMITS)
-    check_defaults_of_model(dict(FIELDS_FOR_SAVED), LIMITS)
+    check_defaults_of_model({"routed_experts_delivery": "reference"}, LIMITS)
 
 
 def test_tools_ask_for_one_form_whatever_the_defaults_of_the_server_are() -> None:
