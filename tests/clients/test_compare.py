@@ -252,15 +252,25 @@ def test_log_probabilities(
         answer["choices"][0]["logprobs"] = logprobs
         run = compared(answer, flags="--logprobs")
         assert (run.status, run.total["other_rows"]) == (1, 2)
-        far = np.abs([*of_prompt, *DELTAS])
-        different, unknown = [len(of_prompt) + at for at in (1, 3)], [len(of_prompt) + 4]
-        parts = {"all": far, "different_rows": far[different], "unknown_rows": far[unknown]}
-        parts["equal_rows"] = np.delete(far, [*different, *unknown])
-        for name, part in parts.items():
-            tails = {"tokens": len(part), "mean": part.mean(), "max": part.max()}
-            tails |= {f"p{q}": np.percentile(part, q) for q in (50, 90, 99)}
-            assert run.findings["logprobs"][name] == pytest.approx(tails, abs=1e-5)
+        check_distances(run, np.abs([*of_prompt, *DELTAS]))
     assert "different" in capsys.readouterr().out.splitlines()[-2]
+
+
+def check_distances(run: Run, distances: np.ndarray) -> None:
+    """Of log-probabilities, those of the generated tokens last: the second and the fourth come from
+    other rows, the fifth from an unknown one."""
+    first = len(distances) - G
+    different, unknown = [first + 1, first + 3], [first + 4]
+    parts = {
+        "all": distances,
+        "different_rows": distances[different],
+        "unknown_rows": distances[unknown],
+        "equal_rows": np.delete(distances, [*different, *unknown]),
+    }
+    for name, part in parts.items():
+        tails = {"tokens": len(part), "mean": part.mean(), "max": part.max()}
+        tails |= {f"p{q}": np.percentile(part, q) for q in (50, 90, 99)}
+        assert run.findings["logprobs"][name] == pytest.approx(tails, abs=1e-5)
 
 
 def test_two_responses(

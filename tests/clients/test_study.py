@@ -4,8 +4,8 @@ those of plain loops over the table, and its stored outputs are those of the run
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from itertools import combinations
+from collections.abc import Iterable, Iterator
+from itertools import combinations, compress, product, starmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,51 +79,67 @@ def test_the_table_is_the_models(study: dict[str, Any], oracle: Oracle) -> None:
         assert oracle.wrong(rows[rows_of_text], tokens.token_id[rows_of_text].tolist()) == []
 
 
+Prompts = dict[str, list[list[list[set[int]]]]]
+"""By domain, of each prompt and token, the experts of each layer."""
+
+
+def prompts_by_domain(study: dict[str, Any], sets: list[list[set[int]]]) -> Prompts:
+    by_request: dict[tuple[str, int], list[list[set[int]]]] = defaultdict(list)
+    tokens = study["tokens"]
+    for domain, request, layers in zip(tokens.domain, tokens.request, sets, strict=True):
+        by_request[domain, request].append(layers)
+    prompts: Prompts = {"code": [], "prose": []}
+    for (domain, _), prompt in by_request.items():
+        prompts[domain].append(prompt)
+    return prompts
+
+
+def mean_load(prompts: list[list[list[set[int]]]], layer: int, expert: int) -> float:
+    """Which share of its tokens a prompt sends to an expert; each prompt counts the same."""
+    loads = [np.mean([expert in token[layer] for token in prompt]) for prompt in prompts]
+    return float(np.mean(loads))
+
+
+def p_of(value: float, shuffled: Iterable[float]) -> float:
+    """Which share of 2,000 shuffles reach a value; the value itself is one more."""
+    reached = sum(one >= value - 1e-9 for one in shuffled)
+    return (1 + reached) / 2001
+
+
 def test_the_difference_of_loads(study: dict[str, Any], sets: list[list[set[int]]]) -> None:
-    domains = study["tokens"].domain.tolist()
-    by_prompt: dict[Any, list[list[set[int]]]] = defaultdict(list)
-    for domain, request, layers in zip(domains, study["tokens"].request, sets, strict=True):
-        by_prompt[domain, request].append(layers)
-    for layer in range(L):
-        sums = []
-        for expert in range(E):
-            loads = {
-                key: np.mean([expert in token[layer] for token in prompt])
-                for key, prompt in by_prompt.items()
-            }
-            code, prose = (
-                [load for key, load in loads.items() if key[0] == name]
-                for name in ("code", "prose")
-            )
-            difference = np.mean(code) - np.mean(prose)
-            assert study["difference"](study["is_code"])[layer, expert] == pytest.approx(difference)
-            sums.append(abs(difference))
-            shuffled = np.abs(study["differences"][:, layer, expert])
-            reached = sum(shuffled_load >= abs(difference) - 1e-9 for shuffled_load in shuffled)
-            assert study["p"][layer, expert] == pytest.approx((1 + reached) / 2001, abs=1e-3)
-        assert study["per_layer"].distance.iloc[layer] == pytest.approx(sum(sums) / 2 / K)
-    chance = np.array(
-        [[sum(abs(layer)) / 2 / K for layer in shuffle] for shuffle in study["differences"]]
-    )
-    mean, deviation = chance.mean(axis=0), chance.std(axis=0)
-    shuffled, own = (
-        (chance - mean) / deviation,
-        (study["per_layer"].distance.to_numpy() - mean) / deviation,
-    )
+    prompts = prompts_by_domain(study, sets)
+    differences = study["difference"](study["is_code"])
+    for layer, expert in product(range(L), range(E)):
+        code = mean_load(prompts["code"], layer, expert)
+        prose = mean_load(prompts["prose"], layer, expert)
+        assert differences[layer, expert] == pytest.approx(code - prose)
+        shuffled = np.abs(study["differences"][:, layer, expert])
+        p = p_of(abs(code - prose), shuffled)
+        assert study["p"][layer, expert] == pytest.approx(p, abs=1e-3)
+
+
+def test_the_distance_of_layers(study: dict[str, Any]) -> None:
+    """Half of what the loads of all experts differ by, divided by K."""
+    differences = study["difference"](study["is_code"])
+    distance = np.abs(differences).sum(axis=1) / 2 / K
+    chance = np.abs(study["differences"]).sum(axis=2) / 2 / K
+    mean = chance.mean(axis=0)
+    statistics = (distance - mean) / chance.std(axis=0)
+    shuffled = (chance - mean) / chance.std(axis=0)
     for layer, line in enumerate(study["per_layer"].to_dict("records")):
+        assert line["distance"] == pytest.approx(distance[layer])
         assert line["by chance"] == pytest.approx(mean[layer])
-        assert line["p"] == pytest.approx((1 + sum(shuffled[:, layer] >= own[layer] - 1e-9)) / 2001)
-        assert line["corrected"] == pytest.approx(
-            (1 + sum(max(shuffled_load) >= own[layer] - 1e-9 for shuffled_load in shuffled)) / 2001
-        )
-    largest = [max(abs(shuffle / study["spread"]).ravel()) for shuffle in study["differences"]]
-    for statistic, corrected in zip(
-        abs(study["difference"](study["is_code"]) / study["spread"]).ravel(),
-        study["corrected"].ravel(),
-        strict=True,
-    ):
-        reached = sum(shuffled_load >= statistic - 1e-9 for shuffled_load in largest)
-        assert corrected == pytest.approx((1 + reached) / 2001)
+        assert line["p"] == pytest.approx(p_of(statistics[layer], shuffled[:, layer]))
+        largest = shuffled.max(axis=1)
+        assert line["corrected"] == pytest.approx(p_of(statistics[layer], largest))
+
+
+def test_differences_are_corrected_for_their_number(study: dict[str, Any]) -> None:
+    largest = [np.abs(shuffle / study["spread"]).max() for shuffle in study["differences"]]
+    statistics = np.abs(study["difference"](study["is_code"]) / study["spread"])
+    for layer, expert in product(range(L), range(E)):
+        corrected = p_of(statistics[layer, expert], largest)
+        assert study["corrected"][layer, expert] == pytest.approx(corrected)
 
 
 def test_what_the_notebook_says_of_the_tiny_model(study: dict[str, Any]) -> None:
@@ -187,19 +203,20 @@ def test_the_limit_of_lifts(study: dict[str, Any]) -> None:
 def test_lifts(kind: str, study: dict[str, Any], sets: list[list[set[int]]]) -> None:
     name = study["class_of"] if kind == "of_classes" else repr
     later = (study["tokens"].position > 0).tolist()
-    groups, sets = (
-        [one for one, at in zip(values, later, strict=True) if at]
-        for values in (study["texts"].map(name), sets)
-    )
+    groups = list(compress(study["texts"].map(name), later))
+    sets = list(compress(sets, later))
     lines = study[kind]
     assert lines.lift.is_monotonic_decreasing
     assert len(lines) > 20
     for line in lines.iloc[:: len(lines) // 20].to_dict("records"):
         has = [line["expert"] in token[line["layer"] - 1] for token in sets]
-        own = [one for one, group in zip(has, groups, strict=True) if group == line["group"]]
+        own = list(compress(has, [group == line["group"] for group in groups]))
         assert (line["tokens"], line["in group"]) == (len(own), pytest.approx(np.mean(own)))
         assert line["lift"] == pytest.approx(np.mean(own) / np.mean(has))
         assert sum(own) >= 10
+
+
+def test_classes_of_texts(study: dict[str, Any]) -> None:
     assert {study["class_of"](text) for text in (" the", "Größe")} == {"word"}
     assert [study["class_of"](text) for text in (" ", "\n", "42", "):", "")] == [
         "space",
@@ -226,26 +243,39 @@ def test_what_explains_the_choices(study: dict[str, Any]) -> None:
 def test_pairs(study: dict[str, Any], sets: list[list[set[int]]]) -> None:
     """What loads lead to adds up to each expert's partners, and is a product: of four experts,
     either way of pairing them gives the same."""
-    alone = study["pairs_of"](study["chosen"])[1]
     for layer in range(L):
-        pairs = list(combinations(range(E), 2))
-        expected = {frozenset(pair): value for pair, value in zip(pairs, alone[layer], strict=True)}
+        expected = expected_pairs(study, layer)
         for expert in range(E):
             partners = sum(K - 1 for token in sets if expert in token[layer])
-            assert sum(
-                value for pair, value in expected.items() if expert in pair
-            ) == pytest.approx(partners)
+            of_expert = [
+                expected[frozenset((expert, other))] for other in range(E) if other != expert
+            ]
+            assert sum(of_expert) == pytest.approx(partners)
         for a, b, c, d in combinations(range(E), 4):
-            product = expected[frozenset((a, b))] * expected[frozenset((c, d))]
-            assert product == pytest.approx(
-                expected[frozenset((a, c))] * expected[frozenset((b, d))]
-            )
-        lines = study["pairs"][study["pairs"].layer == layer + 1]
-        assert len(lines) == sum(value >= 20 for value in expected.values()) > 20
-        for line in lines.to_dict("records"):
-            pair = {line["expert"], line["with"]}
-            assert line["both"] == sum(pair <= token[layer] for token in sets)
-            assert line["lift"] == pytest.approx(line["both"] / expected[frozenset(pair)])
+            one_way = expected[frozenset((a, b))] * expected[frozenset((c, d))]
+            other_way = expected[frozenset((a, c))] * expected[frozenset((b, d))]
+            assert one_way == pytest.approx(other_way)
+
+
+def expected_pairs(study: dict[str, Any], layer: int) -> dict[frozenset[int], float]:
+    """How many tokens would choose both experts of a pair if nothing but loads decided."""
+    alone = study["pairs_of"](study["chosen"])[1]
+    pairs = map(frozenset, combinations(range(E), 2))
+    return dict(zip(pairs, alone[layer], strict=True))
+
+
+@pytest.mark.parametrize("layer", range(L))
+def test_lifts_of_pairs(study: dict[str, Any], sets: list[list[set[int]]], layer: int) -> None:
+    expected = expected_pairs(study, layer)
+    lines = study["pairs"][study["pairs"].layer == layer + 1]
+    assert len(lines) == sum(value >= 20 for value in expected.values()) > 20
+    for line in lines.to_dict("records"):
+        pair = frozenset((line["expert"], line["with"]))
+        assert line["both"] == sum(pair <= token[layer] for token in sets)
+        assert line["lift"] == pytest.approx(line["both"] / expected[pair])
+
+
+def test_pairs_repeat_as_correlations(study: dict[str, Any]) -> None:
     assert (np.abs(study["repeats"]) <= 1).all()
 
 
@@ -278,27 +308,30 @@ def test_the_weights(study: dict[str, Any]) -> None:
     assert "captures no weights" in "".join(said["text"])
 
 
+def shared(one: list[set[int]], other: list[set[int]]) -> float:
+    """Which share of its experts in the third layer a token has in common with another."""
+    return len(one[2] & other[2]) / K
+
+
 def test_choices_that_last(study: dict[str, Any], sets: list[list[set[int]]]) -> None:
-    prompt = study["prompt"]
-    shared = [
-        len(a[2] & b[2]) / K
-        for a, b, x, y in zip(sets, sets[3:], prompt, prompt[3:], strict=False)
-        if x == y
+    prompts = [
+        list(compress(sets, study["prompt"] == number)) for number in sorted({*study["prompt"]})
     ]
-    assert study["again"].loc[3, 3] == pytest.approx(np.mean(shared))
+    after_three = [
+        shared(*pair) for prompt in prompts for pair in zip(prompt, prompt[3:], strict=False)
+    ]
+    assert study["again"].loc[3, 3] == pytest.approx(np.mean(after_three))
+    of_any_two = [np.mean(list(starmap(shared, combinations(prompt, 2)))) for prompt in prompts]
+    nexts = [len(prompt) - 1 for prompt in prompts]
+    assert study["same_prompt"][2] == pytest.approx(np.average(of_any_two, weights=nexts))
+
+
+def test_what_loads_alone_would_make_last(
+    study: dict[str, Any], sets: list[list[set[int]]]
+) -> None:
     loads = [np.mean([expert in token[2] for token in sets]) for expert in range(E)]
     assert study["expected"][2] == pytest.approx(sum(load * load for load in loads) / K)
     assert study["largest"][2] == pytest.approx(sum(sorted(loads)[-K:]) / K)
-    by_prompt = [
-        [tokens_of_prompt for tokens_of_prompt, of in zip(sets, prompt, strict=True) if of == one]
-        for one in sorted(set(prompt))
-    ]
-    same = [
-        np.mean([len(a[2] & b[2]) / K for a, b in combinations(tokens_of_prompt, 2)])
-        for tokens_of_prompt in by_prompt
-    ]
-    nexts = [len(tokens_of_prompt) - 1 for tokens_of_prompt in by_prompt]
-    assert study["same_prompt"][2] == pytest.approx(np.average(same, weights=nexts))
 
 
 def test_choices_that_do_not_last(study: dict[str, Any]) -> None:

@@ -225,6 +225,11 @@ def test_every_row_is_in_its_tokens_column(padding: Any, left: list[int]) -> Non
         align_weights([replace(routings[0], weights=None)], LENGTH)
 
 
+def padded(values: list[Any], first: int, fill: Any) -> list[Any]:
+    """A line of `LENGTH` columns with the values from column `first` on."""
+    return [*[fill] * first, *values, *[fill] * (LENGTH - first - len(values))]
+
+
 @pytest.mark.parametrize("cut", [0, 1, 4])
 @pytest.mark.parametrize(
     ("padding", "left"), [("right", [0, 0, 0]), ("left", [5, 3, 10]), (9, [4, 0, 6])]
@@ -243,12 +248,10 @@ def test_every_value_is_in_its_tokens_column(padding: Any, left: list[int], cut:
         first = left[row] + (cut if padding == "left" else 0)
         end = first + p + g - cut
         begin = min(first + p, end)  # of the generated tokens
-        tokens = [-7] * first + ids_of[row][: p + g - cut] + [-7] * (LENGTH - end)
+        assert ids[row].tolist() == padded(ids_of[row][: end - first], first, fill=-7)
+        assert mask[row].tolist() == padded([True] * (end - begin), begin, fill=False)
         values = [np.nan, *logprobs_of[row][1:]][: end - begin]
-        assert ids[row].tolist() == tokens
-        assert mask[row].tolist() == [begin <= column < end for column in range(LENGTH)]
-        expected = [*[0] * begin, *values, *[0] * (LENGTH - end)]
-        assert np.array_equal(logprobs[row], expected, equal_nan=True)
+        assert np.array_equal(logprobs[row], padded(values, begin, fill=0), equal_nan=True)
     assert (ids.dtype.kind, logprobs.dtype, mask.dtype) == ("i", np.float64, np.bool_)
 
 

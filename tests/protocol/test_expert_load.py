@@ -38,14 +38,23 @@ def test_ids_that_are_not_experts(wrong: int) -> None:
         count_experts(rows, EXPERTS)
 
 
+def shares_of(ids: list[int]) -> list[float]:
+    """Which share of them each expert is."""
+    return [ids.count(expert) / len(ids) for expert in range(EXPERTS)]
+
+
+def entropy_of(shares: list[float]) -> float:
+    """In bits."""
+    return -sum(share * math.log2(share) for share in shares if share)
+
+
 def test_expert_load() -> None:
     rows = rows_of(200, seed=3)
     rows[:, 1] = rows[0, 1]  # a layer in which the same few do everything
     load = expert_load(histogram(rows, EXPERTS)["counts"])
     for layer in range(LAYERS):
-        ids = rows[:, layer].ravel().tolist()
-        shares = [ids.count(expert) / len(ids) for expert in range(EXPERTS)]
-        entropy = -sum(share * math.log2(share) for share in shares if share)
+        shares = shares_of(rows[:, layer].ravel().tolist())
+        entropy = entropy_of(shares)
         assert load.entropy[layer] == pytest.approx(entropy)
         assert load.balance[layer] == pytest.approx(entropy / math.log2(EXPERTS))
         assert load.imbalance[layer] == pytest.approx(max(shares) * EXPERTS)

@@ -203,57 +203,60 @@ def spans_of(rank: tuple[int, int], trainer: Trainer, bounds: list[int]) -> Any:
     return token_spans(bounds, context=(context_rank, trainer.cp), sequence=sequence)
 
 
-def test_stages_and_context_parallelism_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its functions, called for each rank."""
+@pytest.mark.parametrize(
+    ("pp", "vpp", "first_and_last"),
+    [(1, 1, None), (2, 1, None), (4, 3, None), (3, 2, None), (3, 1, (3, 5))],
+)
+def test_stages_are_megatrons(pp: int, vpp: int, first_and_last: tuple[int, int] | None) -> None:
+    """Its functions, called for each stage."""
     pytest.importorskip("megatron.core")
-    from megatron.core import parallel_state
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    config = megatron_config(pp, vpp, *(first_and_last or (None, None)))
+    # A stage and a virtual stage, which Megatron knows only where there are several.
+    stages = [(p, v, v if vpp > 1 else None) for v, p in itertools.product(range(vpp), range(pp))]
+    sizes = [get_num_layers_to_build(config, virtual, p) for p, _, virtual in stages]
+    counts = None if first_and_last is None else sizes
+    layer_ids = [3, 4, 6, 7, 8, 11]
+    for (p, v, virtual), size in zip(stages, sizes, strict=True):
+        first = get_transformer_layer_offset(config, virtual, p)
+        own_layers = stage_layers(layer_ids, 12, pipeline=(p, pp), virtual=(v, vpp), counts=counts)
+        theirs = [layer for layer in layer_ids if first <= layer < first + size]
+        assert layer_ids[own_layers] == theirs
+
+
+def megatron_config(pp: int, vpp: int, first: int | None, last: int | None) -> Any:
+    """Of 12 layers, of which the first and the last stage have as many as is said."""
+    return SimpleNamespace(
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        num_layers=12,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        pipeline_model_parallel_layout=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"), [(rank, size) for size in (1, 2, 3) for rank in range(size)]
+)
+def test_context_parallelism_is_megatrons(
+    rank: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its function, called for each rank."""
+    pytest.importorskip("megatron.core")
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    layer_ids = [3, 4, 6, 7, 8, 11]
-    for pp, vpp, uneven in (
-        (1, 1, {}),
-        (2, 1, {}),
-        (4, 3, {}),
-        (3, 2, {}),
-        (3, 1, {"first": 3, "last": 5}),
-    ):
-        named = {
-            f"num_layers_in_{where}_pipeline_stage": uneven.get(where)
-            for where in ("first", "last")
-        }
-        config: Any = SimpleNamespace(
-            **named,
-            num_layers=12,
-            pipeline_model_parallel_size=pp,
-            virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-            pipeline_model_parallel_layout=None,
-            account_for_embedding_in_pipeline_split=False,
-            account_for_loss_in_pipeline_split=False,
-        )
-        order = list(itertools.product(range(vpp), range(pp)))
-        sizes = [get_num_layers_to_build(config, v if vpp > 1 else None, p) for v, p in order]
-        for (v, p), size in zip(order, sizes, strict=True):
-            first = get_transformer_layer_offset(config, v if vpp > 1 else None, p)
-            counts = sizes if uneven else None
-            own_layers = stage_layers(
-                layer_ids, 12, pipeline=(p, pp), virtual=(v, vpp), counts=counts
-            )
-            assert layer_ids[own_layers] == [
-                layer for layer in layer_ids if first <= layer < first + size
-            ]
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: size)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: rank)
     tokens = torch.arange(2 * 24).reshape(2, 24)
-    for size in (1, 2, 3):
-        for rank in range(size):
-            monkeypatch.setattr(
-                parallel_state, "get_context_parallel_world_size", lambda size=size: size
-            )
-            monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
-            theirs = get_batch_on_this_cp_rank({"tokens": tokens})["tokens"]
-            assert np.array_equal(
-                take(tokens.numpy().T, token_spans([0, 24], context=(rank, size))).T, theirs
-            )
+    theirs = get_batch_on_this_cp_rank({"tokens": tokens})["tokens"]
+    own = take(tokens.numpy().T, token_spans([0, 24], context=(rank, size))).T
+    assert np.array_equal(own, theirs)
 
 
 def test_one_span_and_one_stage_are_views() -> None:

@@ -207,15 +207,23 @@ def test_every_format(
     if has_all:
         assert np.array_equal(weights_in(tokens), weights, equal_nan=True)
     assert tokens == (without_texts(whole) if path.suffix == ".npz" else whole)
-    ids_in_file = None if ids is None else [*ids]
     if "token" not in words:
-        assert ids_in_file in ([LAYER_IDS] if has_all else [None, [None] * LAYERS])
+        check_layer_ids(ids, has_all)
     if path.suffix == ".parquet":
-        file = pq.ParquetFile(path)
-        assert f" {file.metadata.num_rows} rows" in said
-        assert file.num_row_groups > 2
-        facts = json.loads(file.schema_arrow.metadata[b"routed_experts"])
-        assert facts == (INFO if has_all else {**INFO, "num_experts": None, "layer_ids": None})
+        check_parquet(pq.ParquetFile(path), said, has_all)
+
+
+def check_layer_ids(ids: Any, has_all: bool) -> None:
+    """Where the files do not say which layers they have, there are none, or null in each place."""
+    ids_in_file = None if ids is None else [*ids]
+    assert ids_in_file in ([LAYER_IDS] if has_all else [None, [None] * LAYERS])
+
+
+def check_parquet(file: pq.ParquetFile, said: str, has_all: bool) -> None:
+    assert f" {file.metadata.num_rows} rows" in said
+    assert file.num_row_groups > 2
+    facts = json.loads(file.schema_arrow.metadata[b"routed_experts"])
+    assert facts == (INFO if has_all else {**INFO, "num_experts": None, "layer_ids": None})
 
 
 def remove_info(folder: Path) -> None:

@@ -174,11 +174,12 @@ def test_split_rows_of_every_prompt_and_choice() -> None:
     for odd in ODD_RESPONSES:
         body = body_of(odd.answer()[0])
         of_prompts = body["prompt_routed_experts"]
-        assert [positions(array) for array in of_prompts] == odd.prompts
+        assert list(map(positions, of_prompts)) == odd.prompts
         assert {array["start"] for array in of_prompts} == {odd.start}
-        of_choices = [choice["routed_experts"] for choice in body["choices"]]
-        assert [positions(array) for array in of_choices] == [one.rows for one in odd.choices]
-        assert [array["start"] for array in of_choices] == [one.prompt_len for one in odd.choices]
+        for sent, expected in zip(body["choices"], odd.choices, strict=True):
+            array = sent["routed_experts"]
+            assert positions(array) == expected.rows
+            assert array["start"] == expected.prompt_len
 
 
 def test_joined_rows_of_every_choice() -> None:

@@ -306,33 +306,34 @@ def test_what_the_page_shows() -> None:
         "cut": f"\n{json.dumps(cut)}\n{{]",
     }
     files = [(name, io.StringIO(text)) for name, text in texts.items()]
-    *lines, error = map(json.loads, page_lines(files, ModelInfo(n=2, num_experts=99)))
-    info = {name: INFO[name] for name in ("num_layers", "top_k", "layer_ids")} | {"num_experts": 99}
-    assert [line["info"] for line in lines[:4]] == [info] * 4
-    for number, (line, (routed, choice)) in enumerate(
-        zip(lines, [(each, i) for each in prompts for i in range(2)], strict=False)
-    ):
-        ids = [*routed.prompt_token_ids, *routed.token_ids(choice)]
-        assert line["ids"] == {"start": 0, "values": ids}
-        assert line["texts"] == ({"start": 9, "values": [*"vwxyz"]} if number == 2 else None)
-        assert np.array_equal(decode(line["rows"]), routed.whole(choice))
-        assert (line["name"], line["file"]) == (f"a/several, line 1, choice {number}", "a/several")
-        assert (line["model"], line["prompt_len"], line["finish_reason"], line["weights"]) == (
-            "m",
-            9,
-            "length",
-            None,
-        )
-    (last,) = lines[4:]
-    assert (last["name"], last["model"], last["prompt_len"], last["finish_reason"]) == (
-        "cut, line 2",
-        None,
-        None,
-        None,
-    )
-    assert (last["rows"]["start"], last["rows"]["shape"]) == (0, [10, LAYERS, TOP_K])
-    assert (last["ids"], last["texts"]) == (None, None)
+    *of_several, of_cut, error = map(json.loads, page_lines(files, ModelInfo(n=2, num_experts=99)))
+    choices = [(prompt, choice) for prompt in prompts for choice in range(2)]
+    for number, (line, (prompt, choice)) in enumerate(zip(of_several, choices, strict=True)):
+        check_line_of_several(line, prompt, choice, number)
+    texts_of_lines = [line["texts"] for line in of_several]
+    assert texts_of_lines == [None, None, {"start": 9, "values": [*"vwxyz"]}, None]
+    assert of_cut["name"] == "cut, line 2"
+    for name in ("model", "prompt_len", "finish_reason", "ids", "texts"):
+        assert of_cut[name] is None
+    assert (of_cut["rows"]["start"], of_cut["rows"]["shape"]) == (0, [10, LAYERS, TOP_K])
     assert error["error"]["message"].startswith("cut, line 3 is not valid JSON")
+
+
+def check_line_of_several(
+    line: dict[str, Any], prompt: RoutedPrompt, choice: int, number: int
+) -> None:
+    """What the page gets of one choice of the response to several prompts."""
+    of_file = {name: INFO[name] for name in ("num_layers", "top_k", "layer_ids")}
+    assert line["info"] == {**of_file, "num_experts": 99}
+    assert line["name"] == f"a/several, line 1, choice {number}"
+    assert line["file"] == "a/several"
+    assert line["model"] == "m"
+    assert line["prompt_len"] == 9
+    assert line["finish_reason"] == "length"
+    ids = [*prompt.prompt_token_ids, *prompt.token_ids(choice)]
+    assert line["ids"] == {"start": 0, "values": ids}
+    assert np.array_equal(decode(line["rows"]), prompt.whole(choice))
+    assert line["weights"] is None
 
 
 CLAIM: dict[str, Any] = {
