@@ -59,6 +59,13 @@ def choose(tab: Tab, token: int) -> None:
     wait_until(is_selected, "another token is selected", 60)
 
 
+def by_weight(weights: np.ndarray) -> np.ndarray:
+    """The order of a layer's choices (the last axis) on the page: the heaviest first, those of
+    unknown weight last."""
+    known = np.where(np.isnan(weights), -np.inf, weights)
+    return np.argsort(-known, axis=-1, kind="stable")
+
+
 def shows(tab: Tab, rows: np.ndarray, column: int = 1) -> None:
     """Waits until the token in full is `rows` [L, K]; all of it is filled in when the keys rest."""
     chips = f"$$('#detail tbody tr').map(row => [...(row.children[{column}]?.querySelectorAll('.chip') ?? [])])"

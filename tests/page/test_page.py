@@ -24,6 +24,7 @@ from tests.page.seen import (
     PROMPT,
     TOKENS,
     ask,
+    by_weight,
     choose,
     download,
     ended,
@@ -78,8 +79,7 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
         if token == 3:
             choose(tab, token)
         weights = weights_for(rows[token : token + 1])[0]
-        known = np.where(np.isnan(weights), -np.inf, weights)
-        order = np.argsort(-known, axis=1, kind="stable")
+        order = by_weight(weights)
         shows(tab, np.take_along_axis(rows[token], order, 1))
         shows_weights(tab, np.take_along_axis(weights, order, 1))
     assert all(url.startswith(api.url) for url in tab.requested)

@@ -24,6 +24,7 @@ from tests.page.seen import (
     SELECTED,
     TIMES,
     TOKENS,
+    by_weight,
     cells,
     choose,
     compare,
@@ -63,12 +64,11 @@ def unordered() -> tuple[dict[str, Any], int]:
     return answer(rows, 10, weights=weights), 16
 
 
-def by_weight(routing: Routing) -> np.ndarray:
+def order_of(routing: Routing) -> np.ndarray:
     """[n, L, K] The place of each rank's choice; the router's order without weights."""
     if routing.weights is None:
         return np.broadcast_to(np.arange(routing.rows.shape[2]), routing.rows.shape)
-    known = np.where(np.isnan(routing.weights), -np.inf, routing.weights)
-    return np.argsort(-known, axis=2, kind="stable")
+    return by_weight(routing.weights)
 
 
 def later() -> tuple[dict[str, Any], int]:
@@ -119,7 +119,7 @@ def check_every_cell(tab: Tab, routing: Routing) -> None:
     """What the pointer shows at each token: every expert of every layer."""
     shown = tips(tab, "#tokens-a .token")
     assert len(shown) == routing.start + len(routing.rows) + 1
-    order = by_weight(routing)
+    order = order_of(routing)
     rows = np.take_along_axis(routing.rows, order, 2)
     for position, (title, layers) in enumerate(shown):
         assert title.startswith(f"Token {position} ")
@@ -136,54 +136,87 @@ def check_every_cell(tab: Tab, routing: Routing) -> None:
 
 def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
     """A token in full, the load of its layer, and the tokens of an expert."""
-    rows, weights, counts = routing.rows, routing.weights, counts_of(routing.rows, experts)
-    order = by_weight(routing)
-    for row in {len(rows) // 2, min(20, len(rows) - 1), min(41, len(rows) - 1)}:
+    n = len(routing.rows)
+    for row in {n // 2, min(20, n - 1), min(41, n - 1)}:
         choose(tab, row + routing.start)
-        shows(tab, np.take_along_axis(rows, order, 2)[row])
-        if weights is None:
-            assert (tab.is_hidden("#by-label"), tab.count("#detail small")) == (True, 0)
-        else:
-            shows_weights(tab, np.take_along_axis(weights, order, 2)[row])
+        check_token(tab, routing, row)
     tab.click(f"#detail tbody tr:nth-child({LAYER + 1}) th")
     tab.type("#expert", str(EXPERT))
-    many = counts[LAYER, EXPERT]
     tab.wait_for_text("#expert-title", f"Expert {EXPERT} of MoE layer {LAYER}")
-    loads = counts[LAYER] * experts / counts[LAYER].sum()
-    by_choices = f"Expert {EXPERT}: {loads[EXPERT]:.2f} {TIMES} ({many} of {len(rows)} tokens)"
+    by_choices = check_load(tab, counts_of(routing.rows, experts)[LAYER], n)
+    check_tokens_of_expert(tab, routing)
+    if routing.weights is None:
+        assert tab.is_hidden("#rank-label")
+        assert "weights" not in tab.text("#load-status")
+    else:
+        check_load_by_weights(tab, weights_by_expert(routing, experts), by_choices)
+
+
+def check_token(tab: Tab, routing: Routing, row: int) -> None:
+    """That it is shown in full."""
+    order = order_of(routing)[row]
+    shows(tab, np.take_along_axis(routing.rows[row], order, 1))
+    if routing.weights is None:
+        assert (tab.is_hidden("#by-label"), tab.count("#detail small")) == (True, 0)
+    else:
+        shows_weights(tab, np.take_along_axis(routing.weights[row], order, 1))
+
+
+def check_load(tab: Tab, counts: np.ndarray, num_tokens: int) -> str:
+    """Of the experts of `LAYER`, chosen so often; gives what is said of `EXPERT`."""
+    experts = len(counts)
+    loads = counts * experts / counts.sum()
+    by_choices = (
+        f"Expert {EXPERT}: {loads[EXPERT]:.2f} {TIMES} ({counts[EXPERT]} of {num_tokens} tokens)"
+    )
     words = f"busiest expert {loads.argmax()} with {loads.max():.1f} {TIMES}"
-    unused = f"; {(counts[LAYER] == 0).sum()} of {experts} experts unused."
+    unused = f"; {(counts == 0).sum()} of {experts} experts unused."
     assert tab.text("#load-status").startswith(
         f"MoE layer {LAYER}: {words} the even share{unused} {by_choices}"
     )
-    positions, places = np.nonzero(rows[:, LAYER] == EXPERT)
-    ranks = np.argsort(order, axis=2)[positions, LAYER, places]
-    shades = tab.js(
+    return by_choices
+
+
+def check_tokens_of_expert(tab: Tab, routing: Routing) -> None:
+    """They are marked in the text, paler at a lower rank, and listed, by weight if there is one."""
+    rows, places = np.nonzero(routing.rows[:, LAYER] == EXPERT)
+    positions = rows + routing.start
+    ranks = np.argsort(order_of(routing), axis=2)[rows, LAYER, places]
+    if routing.weights is None:
+        check_shades(tab, positions, np.ones(len(ranks)))
+        shown = {int(cell[0]): cell[2:] for cell in listed(tab)}
+        assert len(shown) == len(positions)
+        assert not any(shown.values())  # neither rank nor weight
+        return
+    check_shades(tab, positions, 1 - ranks / routing.rows.shape[2])
+    shown = {int(cell[0]): cell[2:] for cell in listed(tab)}
+    weights = routing.weights[rows, LAYER, places]
+    assert [shown[position][0] for position in positions] == [str(rank + 1) for rank in ranks]
+    assert near([shown[position][1] for position in positions], weights, 3)
+    assert list(shown) == positions[by_weight(weights)].tolist()
+
+
+def check_shades(tab: Tab, positions: np.ndarray, shades: np.ndarray) -> None:
+    """Of the tokens of the selected expert in the text."""
+    shown = tab.js(
         "$$('#tokens-a .chosen').map(e => [Number(e.dataset.i), Number(e.style.getPropertyValue('--shade'))])"
     )
-    alike = np.zeros(len(ranks))
-    least = alike if weights is None else ranks / rows.shape[2]
-    shaded = zip(positions + routing.start, 1 - least, strict=True)
-    assert shades == [[position, pytest.approx(shade)] for position, shade in shaded]
-    shown = {int(row[0]): row[2:] for row in listed(tab)}
-    assert len(shown) == len(positions)
-    if weights is None:
-        assert not any(shown.values())  # neither rank nor weight
-        assert tab.is_hidden("#rank-label")
-        assert "weights" not in tab.text("#load-status")
-        return
-    assert [shown[position + routing.start][0] for position in positions] == [
-        str(rank + 1) for rank in ranks
-    ]
-    assert near(
-        [shown[position + routing.start][1] for position in positions],
-        weights[positions, LAYER, places],
-        3,
-    )
-    order = np.argsort(-weights[positions, LAYER, places], kind="stable")
-    assert list(shown) == (positions[order] + routing.start).tolist()
-    sums, known = np.zeros(experts), rows[:, LAYER] >= 0
-    np.add.at(sums, rows[:, LAYER][known], weights[:, LAYER][known].astype(float))
+    expected = zip(positions, shades, strict=True)
+    assert shown == [[position, pytest.approx(shade)] for position, shade in expected]
+
+
+def weights_by_expert(routing: Routing, experts: int) -> np.ndarray:
+    """The sum of each expert's weights in `LAYER`."""
+    assert routing.weights is not None
+    ids = routing.rows[:, LAYER]
+    known = ids >= 0
+    sums = np.zeros(experts)
+    np.add.at(sums, ids[known], routing.weights[:, LAYER][known].astype(float))
+    return sums
+
+
+def check_load_by_weights(tab: Tab, sums: np.ndarray, by_choices: str) -> None:
+    """It is said beside the load by choices, and drawn if that is chosen."""
     by_weights = f"{sums[EXPERT] / sums.mean():.2f} {TIMES} (sum {sums[EXPERT]:.2f})"
     assert tab.text("#load-status").endswith(f"{by_choices}; by weights {by_weights}.")
     picture = tab.js("$('#load canvas').toDataURL()")
@@ -263,7 +296,7 @@ def test_the_map_colours_the_largest_weight_or_the_rarest_colour(
     wide = tab.js("($('#map').clientWidth - 42) / 70")
     pixels = np.array(tab.js(MAP_COLOURS)).reshape(-1, 4)
     for position, (ids, rank) in enumerate(
-        zip(routing.rows[:, 0], by_weight(routing)[:, 0, 0], strict=True)
+        zip(routing.rows[:, 0], order_of(routing)[:, 0, 0], strict=True)
     ):
         if position == 0 or ids[0] < 0:  # the selected token has a frame
             continue
@@ -549,7 +582,7 @@ def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:
     shown |= {123456.7: "123457", 2.5e6: "2.5e6", 3e38: "3.0e38", -0.25: "-0.250", -123.4: "-123.4"}
     shown |= {0.0001: "1e-4", 0: "0", 7: "7", 100: "100"}
     weights[20, :2] = np.reshape(list(shown), (2, 8))
-    order = np.argsort(-weights[20], axis=1, kind="stable")
+    order = by_weight(weights[20])
     texts = np.take_along_axis(np.reshape([*shown.values(), *[""] * 8], (3, 8)), order, 1)
     url = viewed(answer(rows, 10, weights=weights), answer(rows, 10))
     for width in (1440, 1024, 390):
