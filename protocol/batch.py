@@ -237,10 +237,10 @@ def join_turns(
     turns = arguments.sequence_of("turns", turns, Routing)
     if not turns:
         raise RoutingError("no turns")
-    joined: Routing = turns[0]
+    conversation: Routing = turns[0]
     for turn in turns[1:]:
-        joined = _continued(joined, turn)
-    return joined
+        conversation = _continued(conversation, turn)
+    return conversation
 
 
 def _continued(before: Routing, turn: Routing) -> Routing:

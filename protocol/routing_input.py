@@ -156,8 +156,8 @@ class RoutingInput:
             rows = self.rows.astype("<i2", copy=False)
         if self.bias is not None:
             bias = self.bias.astype("<f4", copy=False)
-        place = struct.pack("<q5I", self.start, *rows.shape, *bias.shape)
-        digest = hashlib.sha256(place)
+        shapes = struct.pack("<q5I", self.start, *rows.shape, *bias.shape)
+        digest = hashlib.sha256(shapes)
         # As large arrays are hashed, other threads run.
         digest.update(rows.data)
         digest.update(bias.data)
@@ -302,14 +302,14 @@ def steering_bias(
         ("deactivate", deactivate, -np.inf),
     ):
         for layer, expert in pairs:
-            place = place_of(field, (layer, expert), index_of_layer, num_experts)
-            if result[place] == -value:
+            index = place_of(field, (layer, expert), index_of_layer, num_experts)
+            if result[index] == -value:
                 raise RoutingInputError(
                     field,
                     f"has expert {expert} of decoder layer {layer}, which another field says to "
                     f"choose {'never' if value > 0 else 'always'}",
                 )
-            result[place] = value
+            result[index] = value
     return result
 
 

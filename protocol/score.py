@@ -52,12 +52,12 @@ class Score:
         Raises:
             ValueError: `logprobs` has another shape.
         """
-        given = arguments.array("logprobs", logprobs, "f").astype(np.float64)
-        if given.shape != self.own.shape:
+        others = arguments.array("logprobs", logprobs, "f").astype(np.float64)
+        if others.shape != self.own.shape:
             raise ValueError(
-                f"logprobs must be of the {len(self.own)} tokens of the response, not {given.shape}"
+                f"logprobs must be of the {len(self.own)} tokens of the response, not {others.shape}"
             )
-        return Split(self.own - given, self.own - self.forced, self.forced - given)
+        return Split(self.own - others, self.own - self.forced, self.forced - others)
 
 
 def score(

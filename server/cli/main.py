@@ -113,8 +113,8 @@ def run_tool(command: str, rest: list[str]) -> int:
         raise
     except OSError as error:  # a full disk, a folder without permission
         reason = error.strerror or str(error)
-        place = f": {error.filename}" if error.filename else ""
-        raise CommandError(f"{reason}{place}.") from error
+        file_name = f": {error.filename}" if error.filename else ""
+        raise CommandError(f"{reason}{file_name}.") from error
     except RoutingError as error:
         raise CommandError(f"{error}.") from error
     except MemoryError as error:

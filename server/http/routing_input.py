@@ -351,10 +351,10 @@ def _joined(pieces: list[_Piece], stored: dict[str, NDArray[Any]]) -> NDArray[An
     first = pieces[0]
     num_rows = pieces[-1].end - first.start
     dtype = np.result_type(np.int16, *arrays)
-    joined = np.full((num_rows, first.num_layers, first.top_k), UNKNOWN, dtype)
+    whole = np.full((num_rows, first.num_layers, first.top_k), UNKNOWN, dtype)
     for piece, array in zip(pieces, arrays, strict=True):
-        joined[piece.start - first.start : piece.end - first.start] = array
-    return joined
+        whole[piece.start - first.start : piece.end - first.start] = array
+    return whole
 
 
 def _check_length(name: str, data: str | bytes, num_bytes: int) -> None:

@@ -62,9 +62,9 @@ async def _ids_in(raw_request: Request) -> list[int]:
         return TokenIds.model_validate_json(bytes(body)).token_ids
     except ValidationError as error:
         first, *_ = error.errors(include_input=False, include_url=False, include_context=False)
-        place = ".".join(map(str, first["loc"])) or "body"
+        field = ".".join(map(str, first["loc"])) or "body"
         raise VLLMValidationError(
-            f"{place}: {first['msg']}", parameter=str((*first["loc"], "body")[0])
+            f"{field}: {first['msg']}", parameter=str((*first["loc"], "body")[0])
         ) from None
 
 

@@ -192,8 +192,8 @@ class ArrayStore:
                 raise ArrayGoneError(key) from None
             if time.monotonic() - began >= _SILENT_S:
                 self._gone_until = time.monotonic() + _GONE_S
-            place = self.bucket.url if self.bucket else self.folder
-            raise StoreError(f"{place} {what}: {error.strerror or error}") from error
+            where = self.bucket.url if self.bucket else self.folder
+            raise StoreError(f"{where} {what}: {error.strerror or error}") from error
 
     def _try_bucket(self) -> None:
         """Raises `StoreError` if the bucket is gone: all who wait to write to it would wait half a
