@@ -13,16 +13,17 @@ import random
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from bench.http_answers import Expected, Routing
-from bench.http_load import Clients, Load, Request
+from bench.http_load import Clients, Load, Request, Result
 from bench.http_server import PLAYED, PLAYED_SLOTS, PLAYED_STEP_MS, Server, start
 from bench.http_table import Run, commit_and_device, table
 from bench.shapes import QWEN3_30B_A3B, TINY, TOKEN_CHARS, kv_bytes, write_model
@@ -168,46 +169,74 @@ def requests_of(case: Case, line: Line, seed: int, vocab: int) -> list[Request]:
 def figures(load: Load, stream: bool) -> dict[str, Any]:
     """The figures of a run, times in milliseconds; without streaming there are none of single
     tokens."""
-    results, answers = load.results, [result.answer for result in load.results]
+    results = load.results
+    answers = [result.answer for result in results]
     tokens = sum(result.expected.new_tokens * result.expected.choices for result in results)
-    began, ended = min(result.sent for result in results), max(answer.last for answer in answers)
+    began = min(result.sent for result in results)
+    ended = max(answer.last for answer in answers)
+    durations = [result.answer.last - result.sent for result in results]
     run: dict[str, Any] = {
         "tokens_per_s": tokens / (ended - began),
-        "answer_p50_ms": 1e3
-        * float(np.median([result.answer.last - result.sent for result in results])),
+        "answer_p50_ms": 1e3 * float(np.median(durations)),
         "cpu_us": 1e6 * load.api_cpu / tokens,
         "bytes": sum(answer.size for answer in answers) / tokens,
         "rows": sum(answer.rows for answer in answers),
         "client_busy": load.busy,
         "faults": [answer.fault for answer in answers if answer.fault],
     }
-    low, high, role = -np.inf, np.inf, "stream"
+    window = window_of(results, stream)
+    return {
+        **run,
+        **percentiles("ttft", first_tokens(results, window)),
+        **percentiles("itl", gaps(results, window)),
+    }
+
+
+class Window(NamedTuple):
+    """When times of single tokens count, and of which requests the first."""
+
+    low: float
+    high: float
+    role: str
+
+
+def window_of(results: Sequence[Result], stream: bool) -> Window:
+    """Around the answer of the long request; the whole run without one."""
     for result in results:
         if result.role == "long":
             low = result.answer.first - (0 if stream else WINDOW_S / 2)
-            high, role = low + WINDOW_S, "other"
-    first = [
-        min(min(times) for times in result.answer.tokens) - result.sent
-        for result in results
-        if result.role == role
-        and low <= result.sent < high
-        and result.answer.tokens
-        and all(result.answer.tokens)
-    ]
-    gaps = [
-        later - earlier
-        for result in results
-        if result.role == "stream"
-        for times in result.answer.tokens
-        for earlier, later in pairwise(times)
-        if low <= earlier and later < high
-    ]
-    for name, values in (("ttft", first), ("itl", gaps)):
-        for key, percent in (("p50", 50), ("p99", 99), ("max", 100)):
-            run[f"{name}_{key}_ms"] = (
-                1e3 * float(np.percentile(values, percent)) if values else None
-            )
-    return run
+            return Window(low, low + WINDOW_S, "other")
+    return Window(-np.inf, np.inf, "stream")
+
+
+def first_tokens(results: Sequence[Result], window: Window) -> list[float]:
+    """After how many seconds the first token came of each request that was sent in the window."""
+    seconds = []
+    for result in results:
+        times = result.answer.tokens
+        is_in_window = result.role == window.role and window.low <= result.sent < window.high
+        if is_in_window and times and all(times):
+            seconds.append(min(map(min, times)) - result.sent)
+    return seconds
+
+
+def gaps(results: Sequence[Result], window: Window) -> list[float]:
+    """The seconds between two tokens of a stream that both came in the window."""
+    seconds = []
+    streams = [result.answer.tokens for result in results if result.role == "stream"]
+    for times in chain.from_iterable(streams):
+        for earlier, later in pairwise(times):
+            if window.low <= earlier and later < window.high:
+                seconds.append(later - earlier)
+    return seconds
+
+
+def percentiles(name: str, seconds: list[float]) -> dict[str, float | None]:
+    by_name: dict[str, float | None] = {}
+    for key, percent in (("p50", 50), ("p99", 99), ("max", 100)):
+        milliseconds = 1e3 * float(np.percentile(seconds, percent)) if seconds else None
+        by_name[f"{name}_{key}_ms"] = milliseconds
+    return by_name
 
 
 class Bench:
