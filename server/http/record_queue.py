@@ -1,5 +1,6 @@
 """Records that wait to be written, and the thread that writes them."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
@@ -7,6 +8,7 @@ from threading import Thread
 
 from routed_experts.server.http.metrics import NotRecorded, count_dropped, count_recorded
 from routed_experts.server.http.record_line import Record
+from routed_experts.server.outputs.rare_log import RareLog
 from routed_experts.server.outputs.record_files import FullError, RecordFiles
 from routed_experts.server.vllm_api import get_logger
 
@@ -21,23 +23,18 @@ _CLOSE_S = 5.0
 
 
 class FailureLog:
-    """Logs the first of several failures in a row."""
+    """Logs why requests are not recorded."""
 
     def __init__(self) -> None:
-        self._has_failed = False
+        self._log = RareLog(logger, logging.ERROR)
 
     def failed(self, error: Exception) -> None:
-        if not self._has_failed:
-            is_expected = isinstance(error, OSError)
-            logger.error(
-                "The routing of a request cannot be recorded: %s",
-                error,
-                exc_info=None if is_expected else error,
-            )
-        self._has_failed = True
-
-    def succeeded(self) -> None:
-        self._has_failed = False
+        is_expected = isinstance(error, OSError)
+        self._log.log(
+            "The routing of a request cannot be recorded: %s",
+            error,
+            exc_info=None if is_expected else error,
+        )
 
 
 class RecordQueue:
@@ -104,7 +101,6 @@ class RecordQueue:
     def _write(self, record: Record) -> None:
         try:
             count_recorded(self._files.write(self._line_of(record)))
-            self._failures.succeeded()
         except FullError:
             count_dropped(NotRecorded.FULL)
             self._set_full()

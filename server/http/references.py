@@ -118,7 +118,7 @@ class ReferenceMaker(Delivery):
         made = self.store.run_all(try_to_store, arrays)
         if not failures:
             return made, None
-        self.store.warn("Routed experts come inline: %s", failures[0])
+        self.store.warnings.log("Routed experts come inline: %s", failures[0])
         return made, failures[0]
 
     def _store_with_weights(self, encoder: Encoder, array: NamedArray) -> dict[str, Any]:

@@ -162,7 +162,9 @@ class ArrayBuffer(RowBuffer):
                 return stored, None
             return stored, _stored(store, weights, start)
         except StoreError as error:
-            store.warn("Request %r has arrays instead of references: %s", self._request_id, error)
+            store.warnings.log(
+                "Request %r has arrays instead of references: %s", self._request_id, error
+            )
             if stored is not None:
                 store.discard(stored.reference["id"])
             return array, weights

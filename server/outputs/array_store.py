@@ -15,6 +15,7 @@ An array that does not fit or cannot be written is a `StoreError`: the response 
 is an error with status 507. A reference is made when its array has been written to the end.
 """
 
+import logging
 import re
 import secrets
 import threading
@@ -37,6 +38,7 @@ from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.folder_bytes import FolderBytes
 from routed_experts.server.outputs.folders import Folder, blocks, hour_of, remove_unused
 from routed_experts.server.outputs.npy import NPY_HEADER_BYTES, npy_file
+from routed_experts.server.outputs.rare_log import RareLog
 from routed_experts.server.outputs.threads import Threads
 from routed_experts.server.settings import DEFAULT_LIFETIME_S, Settings
 from routed_experts.server.vllm_api import get_logger
@@ -55,7 +57,6 @@ _SILENT_S = 5.0
 """A bucket is gone if a request fails after so long, all tries included: others would as well."""
 _GONE_S = 10.0
 """How long nothing is written to a bucket that is gone."""
-_WARNING_S = 60.0
 _CLOSE_S = 2.0
 """How long a process that ends waits for what is being written."""
 
@@ -134,7 +135,8 @@ class ArrayStore:
         self._copying = threading.Lock()
         # for whatever else waits for a disk or a bucket; nothing of the server waits behind it
         self.reader = Threads(READS_AT_ONCE, "routed-experts-store-reads")
-        self._next_warning = 0.0
+        # A full store is a reason to log for each array.
+        self.warnings = RareLog(logger, logging.WARNING)
         self._gone_until = 0.0  # of a bucket, on the monotonic clock
         # `atexit` does nothing in a process of another
         Finalize(None, self.close, exitpriority=0)
@@ -150,12 +152,6 @@ class ArrayStore:
         if self.bucket is not None or self.max_bytes is None:
             return None
         return self.max_bytes - self.max_bytes % blocks(1)
-
-    def warn(self, message: str, *args: Any) -> None:
-        """Logs a warning, once a minute, because a full store is a reason to log for each array."""
-        if time.monotonic() >= self._next_warning:
-            self._next_warning = time.monotonic() + _WARNING_S
-            logger.warning(message, *args)
 
     def open(self) -> None:
         """At the first call, makes the folder and counts what it has, or tries whether the bucket

@@ -1,5 +1,6 @@
 """Sends the files of recorded routing to a bucket."""
 
+import logging
 import time
 from collections import deque
 from contextlib import suppress
@@ -8,6 +9,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 
 from routed_experts.server.outputs.buckets import Bucket
+from routed_experts.server.outputs.rare_log import RareLog
 from routed_experts.server.outputs.record_files import RecordFiles
 from routed_experts.server.vllm_api import get_logger
 
@@ -31,6 +33,8 @@ class SentFiles(RecordFiles):
         # The thread's own: what was tried and is still here, the one tried last at the end.
         self._refused: deque[Path] = deque()
         self._again_at = 0.0  # by the monotonic clock
+        # Of a bucket that is gone, each file of a backlog is refused.
+        self._failures = RareLog(logger, logging.ERROR)
         self._thread = Thread(target=self._send_all, name="routed-experts-send", daemon=True)
         self._thread.start()
         if takes_over:  # what processes of this machine completed and did not send
@@ -83,13 +87,7 @@ class SentFiles(RecordFiles):
         error = self._try_to_send(path)
         if error is None:
             return
-        logger.error(
-            "%s of recorded routing cannot be sent to %s, and stays in %s until it can: %s",
-            path.name,
-            self._bucket.url,
-            self._folder,
-            getattr(error, "strerror", None) or error,
-        )
+        self._log(path, error)
         if not self._refused:
             self._again_at = time.monotonic() + _SEND_AGAIN_S
         self._refused.append(path)
@@ -102,8 +100,18 @@ class SentFiles(RecordFiles):
             path = self._refused.popleft()
             error = self._try_to_send(path)
             if error is not None:
+                self._log(path, error)
                 self._refused.append(path)
         self._again_at = time.monotonic() + _SEND_AGAIN_S
+
+    def _log(self, path: Path, error: Exception) -> None:
+        self._failures.log(
+            "%s of recorded routing cannot be sent to %s, and stays in %s until it can: %s",
+            path.name,
+            self._bucket.url,
+            self._folder,
+            getattr(error, "strerror", None) or error,
+        )
 
     def _try_to_send(self, path: Path) -> Exception | None:
         """Why a file could not be sent."""

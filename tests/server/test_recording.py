@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import resource
 import socket
 import time
@@ -25,7 +26,7 @@ from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.server.http import metrics
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.recording import Recorder
-from routed_experts.server.outputs import record_files, sent_files
+from routed_experts.server.outputs import rare_log, record_files, sent_files
 from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.record_files import PART, FullError, RecordFiles, prepare
 from routed_experts.server.outputs.sent_files import SentFiles
@@ -246,6 +247,26 @@ def test_a_file_that_a_bucket_refuses_holds_up_no_other(
     refused, unsent = (record.getMessage() for record in caplog.records)
     assert refused.startswith("refused.jsonl of recorded routing cannot be sent to s3://bucket")
     assert unsent.endswith("bucket: refused.jsonl")
+
+
+def test_a_backlog_that_a_bucket_refuses_is_one_line_a_minute(
+    tmp_path: Path,
+    refusing_bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With the number of the others."""
+    monkeypatch.setattr(sent_files, "_SEND_AGAIN_S", 0.2)
+    monkeypatch.setattr(rare_log, "INTERVAL_S", 1.0)
+    RefusingBucket.refused |= {"second.jsonl", "third.jsonl"}
+    files = refused_before_two_others(tmp_path, refusing_bucket)
+    wait_until(lambda: len(caplog.records) == 2, "it is not logged again", 10)
+    files.close(10)
+    first, second = (record.getMessage() for record in caplog.records[:2])
+    assert first.startswith("refused.jsonl of recorded routing cannot be sent to s3://bucket")
+    others = re.search(r"\((\d+) more like this were not logged\)$", second)
+    assert others is not None
+    assert int(others[1]) >= 2
 
 
 def names_in(folder: Path) -> list[str]:
