@@ -9,9 +9,10 @@ import webbrowser
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, SpooledTemporaryFile
 from threading import Lock
 from typing import Any, TextIO
 
@@ -35,6 +36,8 @@ ELSEWHERE = "Open this page at the address that the command printed."
 _NAMED = 5  # files in the sentence that the command prints
 _LENGTH = re.compile("[0-9]{1,15}")
 _MOST_SKIPPED = 1 << 30
+_PIECE_BYTES = 1 << 16
+_BYTES_IN_MEMORY = 1 << 20  # of what comes and what goes, each; more is on disk
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class ViewServer(ThreadingHTTPServer):
 
     daemon_threads = True
     reading = Lock()
-    """Files that are opened in the page come and are read one after another, as each may take much
-    memory."""
+    """Files that are opened in the page are read one after another, as each may take much
+    memory. What a client sends and takes, as slowly as it likes, is in files meanwhile."""
 
     def __init__(
         self, viewed: Sequence[ViewedFile], port: int, model_info: ModelInfo | None = None
@@ -133,18 +136,33 @@ class _Handler(BaseHTTPRequestHandler):
         }
 
     def _read_files(self, length: int) -> None:
-        with self.server.reading:
-            body = self.rfile.read(length)
+        with (
+            SpooledTemporaryFile(_BYTES_IN_MEMORY) as body,
+            SpooledTemporaryFile(_BYTES_IN_MEMORY) as answer,
+        ):
+            body.writelines(self._pieces(length))
+            body.seek(0)
             try:
-                self._respond(200, "application/jsonl", map(str.encode, read_saved(body)))
+                with self.server.reading:
+                    answer.writelines(map(str.encode, read_saved(body.read())))
             except ValueError as error:
                 self._refuse(400, str(error))
+                return
+            answer.seek(0)
+            pieces = iter(partial(answer.read, _PIECE_BYTES), b"")
+            self._respond(200, "application/jsonl", pieces)
 
     def _skip(self, length: int) -> None:
         """Reads a body and keeps none of it, as browsers hear of the error at its end only."""
-        left = min(length, _MOST_SKIPPED)
-        while left and (piece := self.rfile.read(min(left, 1 << 16))):
+        for _ in self._pieces(min(length, _MOST_SKIPPED)):
+            pass
+
+    def _pieces(self, length: int) -> Iterator[bytes]:
+        """A body, as far as it comes."""
+        left = length
+        while left and (piece := self.rfile.read(min(left, _PIECE_BYTES))):
             left -= len(piece)
+            yield piece
 
     def _refuse(self, status: int, message: str) -> None:
         self._respond(

@@ -8,6 +8,7 @@ import copy
 import json
 import os
 import socket
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -250,6 +251,27 @@ def viewed(tmp_path: Path) -> Iterator[ViewServer]:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
+
+
+def connection(server: ViewServer, num_bytes: int, body: bytes) -> socket.socket:
+    """A client that has sent a part of a body of so many bytes, or all."""
+    head = f"POST {READ_PATH} HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n"
+    sock = socket.create_connection(("127.0.0.1", server.server_port), timeout=10)
+    sock.sendall(f"{head}Content-Length: {num_bytes}\r\n\r\n".encode() + body)
+    return sock
+
+
+def test_a_client_that_sends_or_takes_nothing_more_holds_up_no_other(viewed: ViewServer) -> None:
+    rows = {"data": b64encode(bytes(12 << 20)).decode(), "shape": [1 << 20, 3, 4]}
+    rows |= {"dtype": "uint8", "start": 0, "missing": 0}
+    choice = {"index": 0, "text": "", "finish_reason": "length", "routed_experts": rows}
+    body = {"choices": [choice], "routed_experts_info": {"layer_ids": [0, 1, 2]}}
+    large = json.dumps([["f", json.dumps(body)]]).encode()
+    with connection(viewed, 5000, b"["), connection(viewed, len(large), large) as takes_nothing:
+        assert takes_nothing.recv(12) == b"HTTP/1.0 200"
+        for content in (b"[]", large):
+            with connection(viewed, len(content), content) as other:
+                assert other.recv(12) == b"HTTP/1.0 200"
 
 
 def status_of(server: ViewServer, request: str, *headers: str, body: bytes = b"") -> int:
