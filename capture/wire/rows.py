@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 WEIGHTS_FLAG = "--enable-return-routed-expert-weights"
+NO_WEIGHTS_FLAG = "--no-enable-return-routed-expert-weights"
+"""As the tiny model has weights without the other."""
 WEIGHTS_KEY = "enable_return_routed_expert_weights"
 """In `VllmConfig.additional_config`, which every process of an engine has: true to capture the
 routers' weights too."""

@@ -7,7 +7,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.platforms import current_platform
 
 from routed_experts.capture.engine.versions import UnsupportedConfig
-from routed_experts.capture.wire.rows import WEIGHTS_FLAG
+from routed_experts.capture.wire.rows import NO_WEIGHTS_FLAG
 from routed_experts.capture.worker.moe_layers import MoELayers
 from routed_experts.capture.worker.refusals import routes_in_kernel
 
@@ -17,20 +17,20 @@ def check_weights(layers: MoELayers, is_eager: bool) -> None:
     if layers.fused:
         raise UnsupportedConfig(
             "Fused MoE layers (MegaMoE) say which experts were chosen but not their weights: choose another kernel "
-            f"with --moe-backend, or remove {WEIGHTS_FLAG}."
+            f"with --moe-backend, or serve without weights ({NO_WEIGHTS_FLAG})."
         )
     for runner in layers.runners:
         if routes_in_kernel(runner):
             raise UnsupportedConfig(
                 f"The MoE kernel of layer {runner.layer_id} routes by itself, and says which experts but not their "
                 "weights: choose another one with --moe-backend, for example --moe-backend triton (marlin for MXFP4), "
-                f"or remove {WEIGHTS_FLAG}."
+                f"or serve without weights ({NO_WEIGHTS_FLAG})."
             )
     # The kernel overwrites them, and says so neither to torch.compile nor to anybody else.
     if layers.shape.weights_on_input and current_platform.is_cpu() and not is_eager:
         raise UnsupportedConfig(
             f"The model's weights multiply the experts' input, and compiled code for CPUs overwrites them: add "
-            f"--enforce-eager, or remove {WEIGHTS_FLAG}."
+            f"--enforce-eager, or serve without weights ({NO_WEIGHTS_FLAG})."
         )
 
 
@@ -53,7 +53,7 @@ def check_weights_are_kept(runner: MoERunner) -> None:
         if not torch.equal(before.view(torch.uint8), topk_weights.view(torch.uint8)):
             raise UnsupportedConfig(
                 f"The MoE kernel of layer {runner.layer_id} changes the weights that it is given: choose another one "
-                f"with --moe-backend, or remove {WEIGHTS_FLAG}."
+                f"with --moe-backend, or serve without weights ({NO_WEIGHTS_FLAG})."
             )
         vars(experts).pop("forward_modular", None)  # microbatches come here at once
         return output
