@@ -397,15 +397,16 @@ def test_forty_large_bodies_of_any_kind_at_once(tiny_model: Path, tmp_path: Path
         before = process.memory_info().rss
         for pair in zip(names[::2], names[1::2], strict=True):
             texts = [KINDS[name](size) for name in pair]
-            responses, slowest = at_once(server, *texts * (AT_ONCE // 2))
+            many, slowest_of_many = at_once(server, *texts * (AT_ONCE // 2))
+            assert {response.status_code for response in many} <= {200, 400, 503}, pair
+            # Of many, all of one kind may have waited in vain.
+            two, slowest_of_two = at_once(server, *texts)
+            assert {response.status_code for response in two} <= {200, 400}, pair
+            del many, two
+            slowest = max(slowest_of_many, slowest_of_two)
             memory = process.memory_info().rss
             print(f"{pair}: health {slowest:.2f} s, memory {memory >> 20} MiB", flush=True)
-            for index, name in enumerate(pair):
-                statuses = {response.status_code for response in responses[index::2]}
-                assert statuses <= {200, 400, 503}, name
-                assert statuses - {503}, f"no body was read of {name}"
             assert slowest < HEALTH_S, pair
-            del responses
         server.complete(prompt="Hello", max_tokens=3)
         assert process.memory_info().rss < before + MEMORY_BYTES
         assert not readers_of(process)
