@@ -9,13 +9,13 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import HTTPException
-from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.protocol.codec import Rows
 from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.metrics import count_stored, waiting_for_store
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
+from routed_experts.server.outputs.threads import Threads
 
 _ROWS = "routed_experts/rows"
 ROWS_PATH = f"/v1/{_ROWS}"
@@ -23,6 +23,10 @@ ROWS_PATH = f"/v1/{_ROWS}"
 AT_ONCE_BYTES = 512 << 10
 """Rows of a response that is made at once, in about 2 ms. More are made in a thread, and others run
 between parts."""
+
+THREADS = Threads(4, "routed-experts-arrays")
+"""For arrays and histograms that take long. Answers that end together would take all threads that
+other routes share."""
 
 T = TypeVar("T")
 NamedArray = tuple[str, int | None, int, list[Rows]]
@@ -36,11 +40,7 @@ class Delivery:
 
     async def run(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
         """Runs what prepares arrays of `num_bytes`: at once, or in a thread if it takes long."""
-        return (
-            await run_in_threadpool(function, *args)
-            if num_bytes > AT_ONCE_BYTES
-            else function(*args)
-        )
+        return await THREADS.run(function, *args) if num_bytes > AT_ONCE_BYTES else function(*args)
 
     def references(
         self, encoder: Encoder, arrays: Arrays

@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.models import RoutingOptions
@@ -21,7 +20,7 @@ from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.chunks import DATA, Chunk
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, joined
 from routed_experts.server.http.metrics import count_response
-from routed_experts.server.http.references import Delivery, count_references
+from routed_experts.server.http.references import THREADS, Delivery, count_references
 from routed_experts.server.http.wire_form import LostRowsError
 from routed_experts.server.outputs.row_buffer import (
     Causes,
@@ -494,7 +493,7 @@ class SSERewriter:
             if not choice.prompt.was_counted:
                 choice.prompt.was_counted = True
                 counted["prompt_routed_experts_histogram"] = choice.prompt.counted
-            values |= await run_in_threadpool(self._histograms, counted)
+            values |= await THREADS.run(self._histograms, counted)
         if self._options.by_reference:
             values |= await self._references(choice, arrays)
         return values

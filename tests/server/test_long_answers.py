@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anyio.to_thread import current_default_thread_limiter
 
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.response import CollectedRows, RoutedResponse, respond
@@ -30,9 +31,9 @@ def rows_of(count: int) -> np.ndarray:
 class Answer:
     """An answer of many rows, most of them the prompt's; the others come one by one."""
 
-    def __init__(self, way: tuple[bool, str, Any]) -> None:
+    def __init__(self, way: tuple[bool, str, Any], *, histogram: bool = False) -> None:
         self._is_streamed, self._accept, form = way
-        self._options = RoutingOptions(format=form)
+        self._options = RoutingOptions(format=form, histogram=histogram)
         self.encoder = encoder_of(self._options, (L, K), EXPERTS)
 
     async def parts(self) -> AsyncIterator[bytes | str]:
@@ -91,3 +92,21 @@ def test_no_answer_is_encoded_at_one_go_or_kept_whole(way: tuple[bool, str, Any]
     asyncio.run(run())  # what is made once is none of the answer's
     gc.collect()
     assert 0.9 * RAW <= peak_of(lambda: asyncio.run(run()))[1] <= 1.5 * RAW
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_answers_that_end_together_take_no_thread_of_other_routes(is_streamed: bool) -> None:
+    async def read(answer: Answer) -> None:
+        async for _ in answer.parts():
+            pass
+
+    async def run() -> None:
+        shared = current_default_thread_limiter()
+        answers = [Answer((is_streamed, "*/*", "object"), histogram=True) for _ in range(3)]
+        reading = [asyncio.create_task(read(answer)) for answer in answers]
+        while not all(task.done() for task in reading):
+            assert shared.borrowed_tokens == 0
+            await asyncio.sleep(0)
+        await asyncio.gather(*reading)
+
+    asyncio.run(run())
