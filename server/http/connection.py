@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 # the first, on Linux, comes with the client's end
 _HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)
 _KEY = "routed_experts.connection"  # in the scope of a request
+_LONGEST_EXPECTED = 64
 
 
 class Connection:
@@ -31,6 +32,9 @@ class Connection:
         self._cycle = _uvicorns(receive)
         self._at_end: set[Callable[[], None]] = set()
         self._counts_sent = False
+        self._expected: set[bytes] = set()  # texts that were not sent yet
+        self._end_of_sent = b""  # in which such a text may begin
+        self._is_compressed = False
         self._has_ended = False
 
     @property
@@ -45,6 +49,9 @@ class Connection:
         return message
 
     async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            self._is_compressed = b"content-encoding" in names
         if not self._counts_sent or not message.get("body"):
             await self._send(message)
             return
@@ -54,6 +61,21 @@ class Connection:
         # here: uvicorn closes it behind the last message.
         if was_there and not self._has_left():
             self.num_sent += 1
+            self._look_for_expected(message["body"])
+
+    def expect(self, text: str) -> None:
+        """Looks for a text in what is sent from now on. It has 64 bytes at most."""
+        self._expected.add(text.encode())
+
+    def may_have_sent(self, text: str) -> bool:
+        """False if a text was expected and not sent. What is compressed says nothing of that."""
+        return self._is_compressed or text.encode() not in self._expected
+
+    def _look_for_expected(self, body: bytes) -> None:
+        if self._expected:
+            sent = self._end_of_sent + body
+            self._expected = {text for text in self._expected if text not in sent}
+            self._end_of_sent = sent[-_LONGEST_EXPECTED:]
 
     def _has_left(self) -> bool:
         return self._is_disconnected or getattr(self._cycle, "disconnected", False)

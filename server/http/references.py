@@ -86,6 +86,10 @@ class ReferenceMaker(Delivery):
         for key in [*self._stored] if ids is None else ids:
             self._handed_over[key] = self.connection.num_sent
             self._stored.remove(key)
+            if ids is not None:
+                # A middleware may send the parts of a stream when it has all: the next part that
+                # is sent need not be the one that has the reference.
+                self.connection.expect(key)
 
     def _delete_unsent_later(self) -> None:
         """In a thread of the store, after everything that was submitted for this response: whoever
@@ -96,7 +100,11 @@ class ReferenceMaker(Delivery):
     def _delete_unsent(self, prepared: list["Future[Any]"]) -> None:
         wait(prepared)  # they were submitted before this, so each has ended or has a thread
         sent = self.connection.num_sent
-        not_told = [key for key, sent_before in self._handed_over.items() if sent == sent_before]
+        not_told = [
+            key
+            for key, sent_before in self._handed_over.items()
+            if sent == sent_before or not self.connection.may_have_sent(key)
+        ]
         self.store.run_all(self.store.discard, [*self._stored, *not_told])
 
     def references(

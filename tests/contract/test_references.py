@@ -541,7 +541,8 @@ def test_a_client_that_leaves_between_two_choices_has_the_first(tmp_path: Path) 
         for references in asyncio.run(maker.run(1, maker.references, ENCODER, arrays))[0]
     )
     maker.hand_over([first])
-    connection.num_sent += 1
+    part = {"type": "http.response.body", "body": f'{{"id":"{first}"}}'.encode()}
+    asyncio.run(connection.send(part))
     connection.end()
     maker.store.writer.submit(lambda: None).result(60)
     assert [path.stem for path in stored_in(tmp_path / "store")] == [first]
