@@ -23,7 +23,6 @@ from routed_experts.server.cli.main import main
 from routed_experts.server.page import MAX_BYTES, READ_PATH
 from routed_experts.server.tools.view import ViewedFile, ViewServer
 from tests.conftest import Cases
-from tests.e2e.harness import wait_until
 from tests.long_runs import times
 from tests.protocol.answers import (
     EXPERTS,
