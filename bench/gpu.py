@@ -264,6 +264,7 @@ def main() -> None:
             Line("off, again", off),
             Line("on, used by nobody", on),
             Line("on, one request steers", on, steered=1),
+            Line("on, all requests steer", on, steered=max(case.size for case in cases)),
         ]
         interleave([off, on], lines, cases, args.repeats, results, save)
         for host in (off, on):

@@ -523,6 +523,10 @@ def check_weights(
 
     If that is `WEIGHTS_OFF` or more, float64 decides: a weight may be off by what scores of float32
     are off. They move it by half of that at most, but those of the engine are off, too.
+
+    Where a row has another expert than the oracle, which `check` lets pass for a near-tie alone,
+    the layers behind it compute with another output than the oracle, at this token and at those
+    that attend to it: their weights are not compared.
     """
     assert (weights.dtype, weights.shape) == (np.float32, rows.shape)
     assert np.isfinite(weights).all()
@@ -533,11 +537,21 @@ def check_weights(
             axis=2, keepdims=True
         )
         from_exact = np.abs(weights - oracle.weights(rows, tokens, start, exact=True))
-        wrong = np.argwhere(from_exact >= np.maximum(rounding, WEIGHTS_OFF))
+        is_wrong = from_exact >= np.maximum(rounding, WEIGHTS_OFF)
+        is_wrong &= ~follows_another_expert(rows, oracle.rows(tokens)[start:])[:, :, None]
+        wrong = np.argwhere(is_wrong)
         assert len(wrong) == 0, (
             f"{len(wrong)} weights are off, by up to {from_exact.max()}, as at {wrong[:3].tolist()}"
         )
     return off
+
+
+def follows_another_expert(rows: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """[tokens, L]: whether an earlier layer, of this token or of one before it, has other experts
+    than expected."""
+    differs = (np.sort(rows, axis=2) != expected).any(axis=2)
+    so_far = np.logical_or.accumulate(np.logical_or.accumulate(differs, axis=0), axis=1)
+    return np.concatenate([np.zeros_like(so_far[:, :1]), so_far[:, :-1]], axis=1)
 
 
 def with_weights_as_rows(body: dict[str, Any]) -> dict[str, Any]:

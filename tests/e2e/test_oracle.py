@@ -78,3 +78,24 @@ def test_a_weight_that_is_not_its_experts_is_wrong(
         with pytest.raises(AssertionError, match="weights are off, by"):
             check_weights(others, rows, TOKENS, oracle)
         monkeypatch.undo()
+
+
+def test_weights_behind_a_near_tie_that_fell_otherwise_are_not_held_against_the_oracle(
+    oracle: Oracle,
+) -> None:
+    """Only those of deeper layers, from the tied token on: what the engine computed there followed
+    the other expert."""
+    ranked = ranking(oracle)
+    rows = ranked[:, :, :K].copy()
+    token, layer = 31, 2
+    rows[token, layer, K - 1] = ranked[token, layer, K]
+    weights = oracle.weights(rows, TOKENS).astype(np.float32)
+
+    behind = weights.copy()
+    behind[token:, layer + 1 :, :2] = behind[token:, layer + 1 :, 1::-1]
+    check_weights(behind, rows, TOKENS, oracle)
+    for not_behind in ((token, layer), (token - 1, layer + 1), (token + 1, layer)):
+        wrong = weights.copy()
+        wrong[not_behind][:2] = wrong[not_behind][1::-1]
+        with pytest.raises(AssertionError, match="2 weights are off"):
+            check_weights(wrong, rows, TOKENS, oracle)
