@@ -32,7 +32,7 @@ from routed_experts.capture.wire.envelope import ENVELOPE_ID, Notes, pack
 from routed_experts.capture.wire.message import OptIn
 from routed_experts.capture.wire.rows import captures_weights, takes_input
 from routed_experts.capture.wire.stats import StatsRecorder
-from routed_experts.capture.wire.transport import detach
+from routed_experts.capture.wire.transport import TOLD_NOTHING, detach
 
 # `__name__` begins with "routed_experts". A child of vLLM's logger, which is configured.
 logger = init_logger(f"vllm.{__name__}")
@@ -150,7 +150,8 @@ class SchedulerHooks(AuxOutputHooks):
             self.cache.write(captured.slots, captured.rows)
             step.arrive(captured, output.req_id_to_index)
             ids = self.cache.ids(captured.rows)
-            if step.inputs:
+            # Also where no request has an input: the worker may have steered one that has none.
+            if step.inputs or captured.told != TOLD_NOTHING:
                 check_told(step, ids)
             self._stats.count_step(ids, captured.waited_s)
             # 6. Late loads, again: they run beside steps, so they may overwrite what this one wrote.

@@ -31,7 +31,13 @@ from routed_experts.capture.worker.router_input.refusals import check_input_laye
 from routed_experts.capture.worker.router_input.rewriting import rewrite_behind
 from routed_experts.capture.worker.router_input.running import RunningInputs
 from routed_experts.capture.worker.router_input.tables import Tables
-from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput, Groups, routing_args
+from routed_experts.protocol.routing_input import (
+    INPUT_ARG,
+    EncodedInput,
+    Groups,
+    RoutingInput,
+    routing_args,
+)
 from routed_experts.server.inprocess.input_check import InputCheck
 from tests.contract.served import worker_in_this_process
 from tests.contract.test_moe_layers import Engine
@@ -157,6 +163,22 @@ def test_a_router_that_chooses_against_a_bias_is_an_error(
 
     monkeypatch.setattr(RunningInputs, "biases_of_batch", of_another)
     check_that_a_step_fails(engine, r"requests that got other experts: \['a'\]", said)
+
+
+def test_a_request_that_is_steered_and_said_nothing_is_an_error(engine: Engine) -> None:
+    """In a step of which no request has an input. As if the worker took one for another's."""
+    router_input = engine.worker._router_input
+    router_input._inputs._inputs["natural"] = RoutingInput(bias=np.ones((L, E), np.float32))
+    client = Client(engine)
+    client.add("natural", 40)
+    try:
+        with pytest.raises(RuntimeError, match="biases of 0 requests, actually of 0 and 1"):
+            client.core.step()
+    finally:
+        del router_input._inputs._inputs["natural"]
+        router_input._tables.forget("natural")
+        client.core.abort_requests(["natural"])
+        client.core.scheduler.aux_output_connector._steps.clear()
 
 
 def check_that_a_step_fails(
