@@ -106,6 +106,23 @@ def test_bans_and_activations_hold_where_logits_are_no_numbers(sized: Sized, val
         assert ids >= set(np.flatnonzero(bias == np.inf).tolist())
 
 
+@pytest.mark.parametrize("sized", FAMILIES, ids=[sized.name for sized in FAMILIES])
+def test_an_expert_whose_score_is_no_number_has_no_weight(sized: Sized) -> None:
+    """As in vLLM's kernels for GPUs. Here of rows that are given. Beside it, others have theirs, but
+    for softmax, of whose sum it is a part."""
+    case = case_of(sized, torch.float32, CPU)
+    case.logits[:, ::3] = np.nan
+    result = rewritten(case.tables, LAYER, case.family, case.routing, case.logits)
+    has_other_row = case.is_told & (case.tables.index[: len(case.logits)] == 0)
+    weights = result.weights[has_other_row]
+    has_score = result.ids[has_other_row] % 3 > 0
+    if case.family.scoring == "softmax":
+        has_score[:] = False
+    assert len(weights) > 0
+    assert torch.equal(weights > 0, has_score)
+    assert not weights[~has_score].any()
+
+
 # ---- the tables ----
 
 

@@ -58,6 +58,23 @@ def test_the_kernel_does_what_the_formula_says(
         assert torch.equal(result.ids, expected.ids)
 
 
+@pytest.mark.parametrize("sized", FAMILIES, ids=[sized.name for sized in FAMILIES])
+def test_the_kernel_gives_no_weight_to_a_score_that_is_no_number(sized: Sized) -> None:
+    """For tokens with rows, which leave no choice: among experts without a score, any may be taken."""
+    from routed_experts.capture.worker.router_input import kernel
+
+    case = case_of(sized, torch.float32, torch.device("cuda"))
+    case.logits[:, ::3] = torch.nan
+    expected = rewritten(case.tables, LAYER, case.family, case.routing, case.logits)
+    result = Routing(case.routing.weights.clone(), case.routing.ids.clone())
+    kernel.rewrite(case.tables, LAYER, case.family, result, case.logits)
+    assert not result.weights[case.is_told].isnan().any()
+    has_row = (case.tables.rows[: len(case.logits), LAYER] >= 0).all(dim=1)
+    assert (has_row & case.is_told).any()
+    off = (result.weights[has_row] - expected.weights[has_row]).abs().max()
+    assert off <= WEIGHTS_OFF * case.family.scale
+
+
 @dataclass
 class Engine:
     """A program that runs, and writes its claims into a file."""

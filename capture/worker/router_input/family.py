@@ -91,6 +91,8 @@ class Family:
     def weigh(self, scores: Tensor, ids: Tensor) -> Tensor:
         """[n, K] float32, the weights of the experts `ids` ([n, K] int64)."""
         weights = scores.gather(1, ids)
+        # Of a score that is no number: as vLLM's kernels for GPUs do since vllm#39391.
+        weights = weights.masked_fill(weights.isnan(), 0.0)
         if self.renormalize:
             total = weights.sum(dim=1, keepdim=True)
             weights = weights / torch.where(total > 0, total, 1.0)  # as vLLM's kernels do

@@ -55,7 +55,7 @@ def _steered(family: Family, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tens
     is_always = bias == float("inf")
     steered = logits + bias.masked_fill(is_never | is_always, 0.0)
     steered = steered.masked_fill(is_never, float("-inf"))
-    best = steered.amax(dim=1, keepdim=True)
+    best = steered.masked_fill(steered.isnan(), float("-inf")).amax(dim=1, keepdim=True)
     steered = torch.where(is_always, best + MARGIN, steered)
     scores = family.scores(steered)
     # Also in the choice: an expert's correction may be greater than others' scores.

@@ -103,7 +103,7 @@ def _rewrite_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         is_always = bias == float("inf")
         finite_bias = tl.where(is_never | is_always, 0.0, bias)
         logits = tl.where(is_never, float("-inf"), logits + finite_bias)
-        best = tl.max(logits, 1)[:, None]
+        best = tl.max(tl.where(logits == logits, logits, float("-inf")), 1)[:, None]
         logits = tl.where(is_always, best + MARGIN, logits)
 
         if SCORING == 0:
@@ -124,6 +124,8 @@ def _rewrite_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         preferences = tl.where(is_never, NEVER, preferences)
         preferences = tl.where(is_always, ALWAYS, preferences)
         preferences = tl.where(is_expert, preferences, float("-inf"))
+
+        scores = tl.where(scores == scores, scores, 0.0)  # has no weight
 
         if GROUPS > 1:
             group_of_expert = (expert // (EXPERTS // GROUPS))[None, :]
