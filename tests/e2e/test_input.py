@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from openai import OpenAI
+from transformers import AutoTokenizer
 
+from examples import ban
 from routed_experts.protocol.codec import decode, encode
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.expert_load import count_experts
 from routed_experts.protocol.score import score
 from routed_experts.server.cli.main import main
 from tests.contract.served import serving_quickly
-from tests.e2e.harness import FLOAT32, ROOT, Server, prompt_of
+from tests.e2e.harness import FLOAT32, ROOT, Oracle, Server, prompt_of
+from tests.e2e.steered import Reference
 
 pytestmark = pytest.mark.e2e
 
@@ -204,6 +207,50 @@ def test_compare_needs_a_server_that_takes_routing(
     assert "cannot be reached" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["compare", server.url, "--force", "--url", server.url])
+
+
+def test_the_study_of_bans_measures_what_transformers_computes(
+    server: Server,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without a ban, and without the expert of each layer that the other half of the prompts takes
+    most."""
+    files = [ROOT / "examples/ban.py", ROOT / "README.md"]
+    sizes = ["--prompts", "6", "--characters", "150", "--banned", "1", "--seeds", "2"]
+    monkeypatch.setattr(sys, "argv", ["ban", *map(str, files), "--url", server.url, *sizes])
+    ban.main()
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if "| ban |" in line]
+    said = {cells[2].strip(): float(cells[4]) for cells in lines}
+
+    info = server.info()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    prompts = [tokenizer.encode(prompt) for prompt in ban.prompts_of(files[0], 6, 150)]
+    reference = Reference(tiny_model, info["layer_ids"])
+    oracle = Oracle(tiny_model)
+    rows = np.concatenate([oracle.rows(prompt) for prompt in prompts[1::2]])
+    no_bias = np.zeros((info["num_layers"], info["num_experts"]), np.float32)
+    ban_of_busiest = no_bias.copy()
+    busiest = count_experts(rows, info["num_experts"]).argmax(axis=1)
+    ban_of_busiest[range(len(busiest)), busiest] = -np.inf
+    for name, bias in {"nothing": no_bias, "top 1": ban_of_busiest}.items():
+        logprobs = [reference.logprobs_with_bias(prompt, bias) for prompt in prompts[::2]]
+        expected = np.exp(-np.concatenate(logprobs).mean())
+        assert said[name] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.long
+def test_the_small_model_learns_from_texts_what_holds_for_others(tmp_path: Path) -> None:
+    """In 40 of its steps. Chance gives each of the 1,024 tokens the same probability."""
+    script = ROOT / "examples/train_small_moe.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path), "--steps", "40"], check=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    reference = Reference(tmp_path, range(4))
+    by_chance = -np.log(len(tokenizer))
+    for name in ("code.txt", "prose.txt"):
+        tokens = tokenizer.encode((tmp_path / name).read_text()[:2000])
+        assert reference.logprobs(tokens).mean() > by_chance + 0.3
 
 
 @pytest.mark.parametrize("name", ["score", "steer"])
