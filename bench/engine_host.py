@@ -157,8 +157,8 @@ class Load:
         self._num_to_steer = steered
         began = time.perf_counter()
         seeds = range(size) if again else [None] * size
-        each = (prompt_len, new_tokens, routing, turns, new_rows)
-        tasks = [asyncio.create_task(self.conversation(*each, seed)) for seed in seeds]
+        sizes = (prompt_len, new_tokens, routing, turns, new_rows)
+        tasks = [asyncio.create_task(self.conversation(*sizes, seed)) for seed in seeds]
         sent, answered = -np.inf, np.inf
         if long:
             await asyncio.sleep(1.0)

@@ -292,8 +292,8 @@ def report(results: dict[str, Any], args: argparse.Namespace, ours: Host) -> Non
     beside = "off, beside vLLM's own"
     baseline = {name: "off" for case in results.values() for name in case}
     baseline |= {beside: beside, "vLLM's own": beside}
-    about, layers = described(commit_and_device("cuda", None)), ours.info["num_layers"]
-    print(f"\n{about}, {args.repeats} repeats, {args.shape}, {layers} MoE layers\n")
+    conditions, layers = described(commit_and_device("cuda", None)), ours.info["num_layers"]
+    print(f"\n{conditions}, {args.repeats} repeats, {args.shape}, {layers} MoE layers\n")
     print(table(results, baseline))
     print(f"\nours: {ours.info}", flush=True)
 

@@ -201,8 +201,8 @@ class Clients:
             process.join()
 
     def _all(self) -> list[Any]:
-        given = [pipe.recv() for pipe in self._pipes]
-        for one in given:
+        results = [pipe.recv() for pipe in self._pipes]
+        for one in results:
             if isinstance(one, Exception):
                 raise RuntimeError(f"a client process failed: {one!r}")
-        return given
+        return results

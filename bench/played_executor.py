@@ -181,6 +181,6 @@ def _transferred(metadata: Any) -> KVConnectorOutput:
     return KVConnectorOutput(
         finished_sending=set(metadata.reqs_to_send),
         finished_recving={
-            each for each, load in metadata.reqs_to_recv.items() if load.awaiting_kvs
+            request_id for request_id, load in metadata.reqs_to_recv.items() if load.awaiting_kvs
         },
     )

@@ -233,8 +233,8 @@ def long_prompt_table(
                     waits.append(later)
         seconds = [step.seconds for step in taken]
         figures = [
-            f"{1e3 * each:.2f} ms"
-            for each in (median(seconds), max(seconds), max(step.ours for step in taken))
+            f"{1e3 * seconds_of_step:.2f} ms"
+            for seconds_of_step in (median(seconds), max(seconds), max(step.ours for step in taken))
         ]
         sent_after = f"{median(waits):.0f} steps, at most {max(waits)}" if waits else ""
         lines.append(f"| {name} | {' | '.join(figures)} | {sent_after} |")

@@ -34,13 +34,17 @@ def main() -> None:
         extra_body={"return_routed_experts": True, "return_token_ids": True},
     )
     whole, routing, rest = [], [], []
-    for found in collect(answer, n=1):
-        assert found.prompt_token_ids is not None
-        assert found.token_ids is not None
+    for sequence in collect(answer, n=1):
+        assert sequence.prompt_token_ids is not None
+        assert sequence.token_ids is not None
         scored = score(
-            other, found.prompt_token_ids, found.token_ids, found.rows, start=found.start
+            other,
+            sequence.prompt_token_ids,
+            sequence.token_ids,
+            sequence.rows,
+            start=sequence.start,
         )
-        split = scored.split(found.logprobs)
+        split = scored.split(sequence.logprobs)
         whole.append(split.whole)
         routing.append(split.routing)
         rest.append(split.rest)

@@ -49,16 +49,16 @@ def _scope_of(node: ast.AST, outer: str) -> str:
 def _functions(source: bytes) -> dict[str, tuple[int, int]]:
     """Where each function and class begins and ends; the whole file by an empty name."""
     starts = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
-    found = {"": (0, starts[-1])}
+    spans = {"": (0, starts[-1])}
 
     def visit(node: Any, scope: str) -> None:
         for child in ast.iter_child_nodes(node):
             if (inner := _scope_of(child, scope)) != scope:
-                found[inner] = starts[child.lineno - 1], starts[child.end_lineno or 0]  # type: ignore[attr-defined]
+                spans[inner] = starts[child.lineno - 1], starts[child.end_lineno or 0]  # type: ignore[attr-defined]
             visit(child, inner)
 
     visit(ast.parse(source), "")
-    return found
+    return spans
 
 
 def locate(change: Change, source: bytes) -> int | None:

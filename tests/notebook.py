@@ -41,14 +41,14 @@ def outputs_of(cells: Iterable[Cell], names: dict[str, Any]) -> Iterator[list[Ce
                 if shown
                 else None
             )
-        found: list[Cell] = []
+        outputs: list[Cell] = []
         if text := printed.getvalue():
-            found.append(
+            outputs.append(
                 {"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}
             )
         if value is not None:
             data = {"text/plain": str(value).splitlines(keepends=True)}
-            found.append(
+            outputs.append(
                 {
                     "data": data,
                     "execution_count": number,
@@ -60,9 +60,9 @@ def outputs_of(cells: Iterable[Cell], names: dict[str, Any]) -> Iterator[list[Ce
             file = io.BytesIO()
             figure.savefig(file, bbox_inches="tight", dpi=72, metadata={"Software": None})
             data = {"image/png": base64.b64encode(file.getvalue()).decode()}
-            found.append({"data": data, "metadata": {}, "output_type": "display_data"})
+            outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
         plt.close("all")
-        yield found
+        yield outputs
 
 
 def main(path: Path) -> None:

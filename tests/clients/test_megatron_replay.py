@@ -307,7 +307,7 @@ def test_what_cannot_be_replayed() -> None:
                 loss = chunk(hidden_of(seed))
             loss.backward()
 
-    for given, layer_ids, message in (
+    for unfit, layer_ids, message in (
         (rows, [0, 1, 2], r"no layer for the routers of decoder layers \[3\]"),
         (rows[:-1], LAYER_IDS, r"rows for \[6, 2\] of 8 experts are needed, they are \[5, 2\]"),
         (rows[:0], LAYER_IDS, r"they are \[0, 2\] up to expert -1"),
@@ -315,7 +315,7 @@ def test_what_cannot_be_replayed() -> None:
         (rows.clamp(min=0), LAYER_IDS, r"the row \[0, 0\] of token 1 has an expert twice"),
     ):
         with pytest.raises(ReplayError, match=message):
-            run(given, layer_ids)
+            run(unfit, layer_ids)
     with pytest.raises(ReplayError, match="none are fed"), MegatronReplay(chunk):
         chunk(hidden_of(0))
     for times in (1, 2):  # a second microbatch does not take the place of one that was not replayed

@@ -457,10 +457,10 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         (
             COMPLETIONS,
             *LONG,
-            {"prompt": ["abcdef", "ab"], **ASKS, **LONG, "stream": bool(each)},
+            {"prompt": ["abcdef", "ab"], **ASKS, **LONG, "stream": stream},
             "prompt 1 (the first",
         )
-        for each in (0, 1)
+        for stream in (False, True)
     ),
 ]
 # Of completions and chats, whole and streamed: with our name of the field, before vLLM's model of

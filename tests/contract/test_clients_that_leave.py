@@ -77,7 +77,7 @@ def settled(server: Server, idle: dict[str, float]) -> None:
 def kept() -> int:
     """How much this process, which is the server's as well, holds of answers."""
     gc.collect()
-    return sum(type(each) in KEPT for each in gc.get_objects())
+    return sum(type(item) in KEPT for item in gc.get_objects())
 
 
 def at_most(count: Callable[[], int], limit: int) -> None:

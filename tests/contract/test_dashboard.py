@@ -18,7 +18,7 @@ from tests.documentation import ROOT
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana.json").read_text(encoding="utf-8"))
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-VARIABLES = {each["name"]: each for each in DASHBOARD["templating"]["list"][1:]}
+VARIABLES = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"][1:]}
 RULES = [
     rule
     for group in yaml.safe_load((ROOT / "docs/alerts.yaml").read_text())["groups"]

@@ -56,7 +56,7 @@ class Legs:
 
     prefill: Server
     decode: Server
-    kept: Store
+    kv_store: Store
 
     def first(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The prefill leg's answer."""
@@ -323,10 +323,10 @@ PULLED = {"do_remote_prefill": True, "remote_request_id": "none", "remote_engine
 WRONG_PULL = {**PULLED, "remote_engine_id": []}
 WRONG: list[tuple[str, Any]] = [
     *(
-        ("routed_experts", each)
-        for each in (None, "AAAA", encoded((2, L, K + 1)), encoded((2, L, K), "int32"))
+        ("routed_experts", value)
+        for value in (None, "AAAA", encoded((2, L, K + 1)), encoded((2, L, K), "int32"))
     ),
-    *(("routed_experts", each) for each in (encoded((2, L, K), fill=-2), encoded((99, L, K)))),
+    *(("routed_experts", value) for value in (encoded((2, L, K), fill=-2), encoded((99, L, K)))),
     *(
         ("routed_experts", {**FITS, "data": data})
         for data in (None, FITS["data"] + "!", encoded((1, L, K))["data"])
@@ -374,7 +374,7 @@ def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
     """And the prefill instance is told to let its KV go, as after a refusal of vLLM's, if what that
     takes is right."""
     for index, (field, wrong) in enumerate(WRONG):
-        legs.kept.refused.clear()
+        legs.kv_store.refused.clear()
         params = PULLED | (
             {} if field == "routed_experts" or index % 2 else {"routed_experts": FITS}
         )
@@ -382,7 +382,7 @@ def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
         param = refused(legs.decode, path, stream=index % 8 < 4, kv_transfer_params=params)
         assert param == f"kv_transfer_params.{field}", params
         legs.decode.complete(prompt="the next step", max_tokens=1)
-        assert legs.kept.refused == ["none"] * (field == "routed_experts"), params
+        assert legs.kv_store.refused == ["none"] * (field == "routed_experts"), params
     if path == GENERATE:
         extra = "sampling_params.extra_args.kv_transfer_params"
         for value, param in (("text", extra), (WRONG_PULL, "kv_transfer_params.remote_engine_id")):

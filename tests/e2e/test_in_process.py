@@ -114,10 +114,10 @@ def test_a_runner_that_runs_fewer_drafts_than_were_scheduled(
         nonlocal dropped
         counts, drafts = dict(step.num_scheduled_tokens), dict(step.scheduled_spec_decode_tokens)
         for index, (req_id, tokens) in enumerate(step.scheduled_spec_decode_tokens.items()):
-            kept = tokens[: (len(tokens) + index) % 3]
-            counts[req_id] -= len(tokens) - len(kept)
-            drafts[req_id] = kept
-            if not kept:
+            remaining = tokens[: (len(tokens) + index) % 3]
+            counts[req_id] -= len(tokens) - len(remaining)
+            drafts[req_id] = remaining
+            if not remaining:
                 del drafts[req_id]
         dropped += (total := sum(step.num_scheduled_tokens.values())) - sum(counts.values())
         assert total == step.total_num_scheduled_tokens

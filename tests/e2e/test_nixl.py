@@ -135,10 +135,10 @@ class Legs:
         """The processes of a server, stopped."""
         started = psutil.Process(self.proxy.process.pid).children()
         port = leg.url.rpartition(":")[2]
-        (found,) = (
+        (parent,) = (
             one for one in started if one.cmdline()[one.cmdline().index("--port") + 1] == port
         )
-        everyone = [found, *found.children(recursive=True)]
+        everyone = [parent, *parent.children(recursive=True)]
         for process in everyone:
             process.suspend()
         return everyone

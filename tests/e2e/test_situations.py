@@ -132,7 +132,7 @@ def test_each_of_two_api_servers_returns_what_the_other_stored(in_processes: Ser
             "prompt_routed_experts"
         ]
         arrays = [fetch(reference, base_url=f"{in_processes.url}/v1") for _ in range(6)]
-        assert all(np.array_equal(each.swapaxes(0, 1), rows) for each in arrays)
+        assert all(np.array_equal(array.swapaxes(0, 1), rows) for array in arrays)
 
 
 def test_what_two_api_servers_recorded(

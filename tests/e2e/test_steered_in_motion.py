@@ -26,11 +26,11 @@ _PROVOKES = {
 def test_every_request_takes_the_experts_that_it_says(mode: str, tiny_model: Path) -> None:
     output = run_program("tests.e2e.steered_in_motion", str(tiny_model), mode)
     (line,) = [line for line in output.splitlines() if line.startswith("FOUND ")]
-    found = json.loads(line.removeprefix("FOUND "))
-    assert found["rows as given"]
-    assert found["banned"] == 0
-    assert found["always"]
-    assert found["off"] < NOISE
-    assert found["asynchronous"] == (mode == "asynchronous scheduling")
+    findings = json.loads(line.removeprefix("FOUND "))
+    assert findings["rows as given"]
+    assert findings["banned"] == 0
+    assert findings["always"]
+    assert findings["off"] < NOISE
+    assert findings["asynchronous"] == (mode == "asynchronous scheduling")
     if mode in _PROVOKES:
-        assert found[_PROVOKES[mode]] > 0
+        assert findings[_PROVOKES[mode]] > 0

@@ -178,7 +178,7 @@ class Visitors(threading.Thread):
         self.join(LIMIT_S)
         assert not self.is_alive(), "a client is not answered"
         names = {"ConnectError": "closed", 200: "served", 503: "refused"}
-        outcomes = [names.get(each, each) for each in self.outcomes]
+        outcomes = [names.get(one_outcome, one_outcome) for one_outcome in self.outcomes]
         cut = [outcome for outcome in outcomes if outcome not in names.values()]
         assert len(cut) <= most_cut, [wait for wait in self.waits if wait[1] in cut] + self.waits[
             -1:

@@ -72,8 +72,8 @@ def loaded(server: Server) -> float:
 
 def evicted(server: Server, seed: int) -> float:
     """Tokens loaded so far, when nothing is left of prompts in the prefix cache."""
-    for each in range(BLOCKS // 4):
-        server.complete(prompt=prompt_of(4 * BLOCK, seed=seed + each), max_tokens=1)
+    for number in range(BLOCKS // 4):
+        server.complete(prompt=prompt_of(4 * BLOCK, seed=seed + number), max_tokens=1)
     return loaded(server)
 
 

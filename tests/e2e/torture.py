@@ -545,9 +545,9 @@ class Torture:
     def _answers(task: Task, received: list[dict[str, Any]]) -> list[Answer]:
         if task.stream:
             return [
-                each
-                for each in answers_of_stream(received, task.start, task.n, task.at_end)
-                if each.tokens
+                received_answer
+                for received_answer in answers_of_stream(received, task.start, task.n, task.at_end)
+                if received_answer.tokens
             ]
         return answers_of(received[0], task.start)
 

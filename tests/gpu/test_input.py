@@ -48,9 +48,9 @@ def test_the_kernel_does_what_the_formula_says(
         case.logits,
         tokens_of_program=tokens_of_program,
     )
-    kept = ~case.is_told
-    assert torch.equal(result.ids[kept], case.routing.ids[kept])
-    assert torch.equal(result.weights[kept], case.routing.weights[kept])
+    untold = ~case.is_told
+    assert torch.equal(result.ids[untold], case.routing.ids[untold])
+    assert torch.equal(result.weights[untold], case.routing.weights[untold])
     # Experts of equal scores, which in 16 bits are many, may be chosen in another order.
     off = (result.weights.sort(1).values - expected.weights.sort(1).values).abs().max()
     assert off <= WEIGHTS_OFF * case.family.scale

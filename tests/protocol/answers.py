@@ -151,7 +151,10 @@ def stream(*prompts: RoutedPrompt, piece: int = 10**6, per_chunk: int = 1) -> li
     Each chunk brings `per_chunk` tokens and the rows that became known with them.
     """
     choices = [(routed, choice) for routed in prompts for choice in range(len(routed.choices))]
-    queues = [[*_chunks(*place, index, piece, per_chunk)] for index, place in enumerate(choices)]
+    queues = [
+        [*_chunks(*routed_and_choice, index, piece, per_chunk)]
+        for index, routed_and_choice in enumerate(choices)
+    ]
     chunks = []
     while any(queues):
         chunks += [chunk for queue in queues if queue for chunk in queue.pop(0)]

@@ -257,13 +257,13 @@ def test_every_value_is_in_its_tokens_column(padding: Any, left: list[int], cut:
 
 def test_values_of_another_number_of_tokens() -> None:
     routing = routing_of(5, 4)
-    for values, about, message in (
+    for values, of_tokens, message in (
         ([1] * 8, routing, r"sequence 0 of 9 tokens \(4 generated\) has 8 values"),
         ([1] * 4, replace(routing, prompt_len=None), r"\(unknown generated\) has 4 values"),
         ([[1] * 9], routing, r"values of sequence 0 must be numbers of shape \[n\], not \[1, 9\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            align_values([about], [values], 9)
+            align_values([of_tokens], [values], 9)
     for length, tokens, message in (
         (8, None, "does not fit"),
         (12, [10], "rows up to 8 for 10 tokens"),

@@ -143,7 +143,7 @@ IDS = np.arange(6, dtype=np.int16).reshape(1, 2, 3)
         7,
         None,
         "*",
-        *(encode(IDS, fmt=each) for each in ("raw", "npy", "object")),
+        *(encode(IDS, fmt=fmt) for fmt in ("raw", "npy", "object")),
         [[1.0]],
         [[["x"]]],
         {},

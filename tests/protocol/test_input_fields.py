@@ -82,7 +82,7 @@ def test_values_of_other_types(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "place"),
+    ("changes", "where"),
     [
         ({"data": 5}, ".data"),
         ({"data": None}, ".data"),
@@ -101,8 +101,8 @@ def test_values_of_other_types(name: str, value: Any) -> None:
         ({"start": 1 << 40}, ".start"),
     ],
 )
-def test_arrays_that_no_model_allows(changes: dict[str, Any], place: str) -> None:
-    assert place in refused(**{REPLAY: {**ARRAY, **changes}})
+def test_arrays_that_no_model_allows(changes: dict[str, Any], where: str) -> None:
+    assert where in refused(**{REPLAY: {**ARRAY, **changes}})
 
 
 def test_a_reference_says_where_it_begins() -> None:

@@ -172,8 +172,8 @@ def test_the_end_by_hand() -> None:
 def test_media_of_a_response() -> None:
     """`collect` puts them into the routing; legs of one prompt must agree."""
     routings = [
-        collect(answer(RoutedPrompt(rows_of(5), [rows_of(2)])), media=each)[0]
-        for each in (["A"], ["B"])
+        collect(answer(RoutedPrompt(rows_of(5), [rows_of(2)])), media=media)[0]
+        for media in (["A"], ["B"])
     ]
     assert [routing.media for routing in routings] == [("A",), ("B",)]
     with pytest.raises(RoutingError, match="the legs have different media"):

@@ -41,7 +41,7 @@ def choice(
 
 
 def output(prompt_len: int, *choices: CompletionOutput) -> RequestOutput:
-    finished = all(each.finish_reason is not None for each in choices)
+    finished = all(choice.finish_reason is not None for choice in choices)
     return RequestOutput("r", None, list(range(prompt_len)), None, list(choices), finished=finished)
 
 

@@ -19,12 +19,12 @@ from routed_experts.server.http.plugin import (
 )
 
 
-def args(**given: Any) -> Namespace:
+def args(**values: Any) -> Namespace:
     return Namespace(
         **{
             **dict.fromkeys(("ssl_certfile", "host", "root_path", "api_key", "uds")),
             "port": 8000,
-            **given,
+            **values,
         }
     )
 

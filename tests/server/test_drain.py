@@ -173,10 +173,10 @@ def test_api_processes_learn_of_an_engine_that_is_killed(listening: socket.socke
     (engines_live,) = copies
     assert not engines_live.poll(0.2)
     engine.kill()
-    told = engines_live.poll(5)
+    readable = engines_live.poll(5)
     assert os.path.exists(f"/proc/{worker}")
     os.kill(worker, signal.SIGKILL)
-    assert told
+    assert readable
 
 
 def vllms_server(config: uvicorn.Config) -> uvicorn.Server:

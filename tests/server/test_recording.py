@@ -369,9 +369,9 @@ def test_rows_that_only_the_record_needs_come_at_the_end(tmp_path: Path) -> None
             request, None, queue=RequestOutputCollector(DELTA, request.request_id)
         )
         assert request.sampling_params is not None
-        asked = OptIn.decode((request.sampling_params.extra_args or {})[OPT_IN_ARG])
-        assert asked is not None
-        assert (asked.prompt_start, asked.allow_missing, asked.final_only) == (
+        opt_in = OptIn.decode((request.sampling_params.extra_args or {})[OPT_IN_ARG])
+        assert opt_in is not None
+        assert (opt_in.prompt_start, opt_in.allow_missing, opt_in.final_only) == (
             0,
             True,
             stop is None,

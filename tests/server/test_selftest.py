@@ -27,7 +27,7 @@ def test_rows_that_a_router_would_not_choose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("index", "value", "message"),
     [
         (np.s_[:], -1, "worker or scheduler is not ours"),
         # a kernel that routes by itself
@@ -44,13 +44,13 @@ def test_rows_that_a_router_would_not_choose() -> None:
         (np.s_[:, :, :1], None, r"routing of shape .*, not \(4, 3, 2\)"),
     ],
 )
-def test_impossible_rows(place: Any, value: int | None, message: str) -> None:
+def test_impossible_rows(index: Any, value: int | None, message: str) -> None:
     rows = good_rows()
     check_rows(rows, expected_rows=4, shape=SHAPE, num_experts=EXPERTS)
     if value is None:
-        rows = rows[place]
+        rows = rows[index]
     else:
-        rows[place] = value
+        rows[index] = value
     with pytest.raises(SelfTestError, match=message):
         check_rows(rows, expected_rows=4, shape=SHAPE, num_experts=EXPERTS)
 
