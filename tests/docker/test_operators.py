@@ -245,28 +245,30 @@ def test_clients_reach_prefill_and_decode_through_a_proxy_only() -> None:
     for manifest in manifests:
         if manifest["kind"] not in CRDS:
             kubernetes_validate.validate(manifest, "1.37", strict=True)
-    (policy,) = [variable["spec"] for variable in manifests if variable["kind"] == "NetworkPolicy"]
+    (policy,) = [manifest["spec"] for manifest in manifests if manifest["kind"] == "NetworkPolicy"]
     assert "HTTPRoute" not in {manifest["kind"] for manifest in manifests}
     assert policy["podSelector"]["matchLabels"] == LABELS
     assert "gateway" not in json.dumps(policy)
-    for leg in ("prefill", "decode"):
-        own = {
-            manifest["kind"]: manifest["spec"]
-            for manifest in manifests
-            if manifest["metadata"]["name"].endswith(f"-{leg}")
-        }
-        labels = LABELS | {"app.kubernetes.io/component": leg}
-        assert own["Service"]["selector"] == labels
-        assert own["PodMonitor"]["selector"] == {"matchLabels": labels}
-        assert own["Deployment"]["selector"] == {"matchLabels": labels}
-        assert own["HorizontalPodAutoscaler"]["scaleTargetRef"]["name"] == f"{NAME}-{leg}"
-        (container,) = own["Deployment"]["template"]["spec"]["containers"]
-        config = serve.parse(container["args"]).kv_transfer_config
-        assert (config.kv_connector, config.kv_role) == ("NixlConnector", "kv_both")
-        (host,) = [
-            variable for variable in container["env"] if "SIDE_CHANNEL_HOST" in variable["name"]
-        ]
-        assert host["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+
+
+@needs_kubectl
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_prefill_and_decode_are_servers_of_their_own(leg: str) -> None:
+    own = {
+        manifest["kind"]: manifest["spec"]
+        for manifest in built("kustomize-prefill-decode")
+        if manifest["metadata"]["name"].endswith(f"-{leg}")
+    }
+    labels = LABELS | {"app.kubernetes.io/component": leg}
+    assert own["Service"]["selector"] == labels
+    assert own["PodMonitor"]["selector"] == {"matchLabels": labels}
+    assert own["Deployment"]["selector"] == {"matchLabels": labels}
+    assert own["HorizontalPodAutoscaler"]["scaleTargetRef"]["name"] == f"{NAME}-{leg}"
+    (container,) = own["Deployment"]["template"]["spec"]["containers"]
+    config = serve.parse(container["args"]).kv_transfer_config
+    assert (config.kv_connector, config.kv_role) == ("NixlConnector", "kv_both")
+    (host,) = [variable for variable in container["env"] if "SIDE_CHANNEL_HOST" in variable["name"]]
+    assert host["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
 
 
 def test_all_overlays_have_the_image_of_the_base() -> None:
@@ -279,7 +281,7 @@ def the_container() -> dict[str, Any]:
     return container
 
 
-def test_all_select_the_pod_and_its_port() -> None:
+def test_all_select_the_pod() -> None:
     spec = {kind: manifest["spec"] for kind, manifest in MANIFESTS.items()}
     assert spec["Deployment"]["template"]["metadata"]["labels"] == LABELS
     for kind, field in (("Service", "selector"), ("NetworkPolicy", "podSelector")):
@@ -292,19 +294,21 @@ def test_all_select_the_pod_and_its_port() -> None:
         "name": NAME,
     }
     assert "replicas" not in spec["Deployment"], "each apply would undo the autoscaler"
-    (port,), (service,) = the_container()["ports"], spec["Service"]["ports"]
-    probes = [
-        the_container()[f"{probe}Probe"]["httpGet"]
-        for probe in ("startup", "readiness", "liveness")
-    ]
-    assert [probe["path"] for probe in probes] == ["/health"] * 3
-    monitored = [endpoint["port"] for endpoint in spec["PodMonitor"]["podMetricsEndpoints"]]
-    allowed = [
-        endpoint["port"] for rule in spec["NetworkPolicy"]["ingress"] for endpoint in rule["ports"]
-    ]
-    assert {service["targetPort"], *monitored, *allowed, *(probe["port"] for probe in probes)} == {
-        port["name"]
-    }
+
+
+def test_all_use_the_port_of_the_pod() -> None:
+    spec = {kind: manifest["spec"] for kind, manifest in MANIFESTS.items()}
+    (port,) = the_container()["ports"]
+    (service,) = spec["Service"]["ports"]
+    assert service["targetPort"] == port["name"]
+    for probe in ("startup", "readiness", "liveness"):
+        request = the_container()[f"{probe}Probe"]["httpGet"]
+        assert (request["path"], request["port"]) == ("/health", port["name"])
+    for endpoint in spec["PodMonitor"]["podMetricsEndpoints"]:
+        assert endpoint["port"] == port["name"]
+    for rule in spec["NetworkPolicy"]["ingress"]:
+        for allowed in rule["ports"]:
+            assert allowed["port"] == port["name"]
     (backend,) = spec["HTTPRoute"]["rules"][0]["backendRefs"]
     assert backend == {"name": MANIFESTS["Service"]["metadata"]["name"], "port": service["port"]}
 
