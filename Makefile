@@ -120,7 +120,7 @@ test-vllm: setup
 # Trainers have newer versions than vLLM allows. This one lies apart, and comes first on the path.
 test-transformers: setup
 	@$(PIP) --no-deps --upgrade --target $(VENV)/transformers transformers==$(TRANSFORMERS) $(HUSH)
-	PYTHONPATH=$(VENV)/transformers $(PYTEST) -m "not e2e" tests/clients/test_replay.py $(ARGS)
+	PYTHONPATH=$(VENV)/transformers $(PYTEST) -m "not e2e" tests/clients/test_replay.py tests/clients/test_families.py $(ARGS)
 
 test-next: setup
 	$(BIN)/python -m tests.next_vllm --version=$(VLLM) $(ARGS)

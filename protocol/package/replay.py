@@ -6,6 +6,7 @@ top k. Its weights are those that it computes for these experts from its own sco
 reach it. Where a row has a -1, it chooses by itself.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -97,11 +98,12 @@ def replayed(
     ids = _flat_rows(rows, device)
     recorded_weights = _flat_weights(weights, ids, device)
     routers = _routers(model)
+    highest_ids = ids.amax(dim=(0, 2)).cpu() if ids.numel() else torch.full(ids.shape[1:2], -1)
+    candidates: dict[type[Module], _Candidates] = {}
     index_of_layer = _layer_indices(
         list(dict.fromkeys(layer for _, layer, _ in routers)), ids, layer_ids
     )
     _check_other_layers(ids, index_of_layer, layer_ids)
-    _check_experts_exist(ids, [router for _, _, router in routers])
     _check_distinct(ids[:, sorted(index_of_layer.values())])
     if any("_replay" in vars(router) for _, _, router in routers):
         raise ReplayError("the model is being replayed already")
@@ -111,6 +113,7 @@ def replayed(
             ids=ids[:, index].clone(),
             is_unknown=(ids[:, index] < 0).any(dim=1, keepdim=True),
             weights=None if recorded_weights is None else recorded_weights[:, index],
+            highest_id=highest_ids[index].clone(),
         )
         for layer, index in index_of_layer.items()
     }
@@ -118,7 +121,11 @@ def replayed(
     replay = Replay(list(layers), num_known, list(layers.values()))
     with ExitStack() as stack:
         for name, layer, router in routers:
-            stack.enter_context(_replaced(router, _Router(name, layers[layer])))
+            own_class = type(router)
+            if own_class not in candidates:
+                candidates[own_class] = _candidates(router)
+            replaying = _Router(name, layers[layer], candidates[own_class])
+            stack.enter_context(_replaced(router, replaying))
         yield replay
         replay.check()
 
@@ -133,28 +140,18 @@ def _flat_weights(weights: Any, ids: Tensor, device: torch.device | None) -> Ten
     return tensor.reshape(ids.shape)
 
 
-def _check_experts_exist(ids: Tensor, routers: Sequence[Any]) -> None:
-    num_experts = min(
-        getattr(router, "num_experts", None) or router.config.num_experts for router in routers
-    )
-    highest_id = int(ids.max()) if ids.numel() else -1
-    if highest_id >= num_experts:
-        raise ReplayError(f"expert {highest_id} in the rows of a model with {num_experts}")
-
-
 @contextmanager
 def _replaced(router: Any, replaying: "_Router") -> Iterator[None]:
     """Within, `replaying` is asked for what the router returns."""
     own_class: type[Module] = type(router)
-    family = _family(own_class)
-    assert family is not None
+    method = _method(own_class)
     # of accelerate or of parallelism; it hides the class's method
-    hook = vars(router).get(family.method)
+    hook = vars(router).get(method)
     _check_hook(hook)
-    replaying_class = _replaying(own_class, family)  # type: ignore[arg-type]
+    replaying_class = _replaying(own_class, method)  # type: ignore[arg-type]
     methods: dict[str, Any] = {}
     if hook is not None:
-        methods = _replaying_methods(router, family, hook, replaying_class, replaying)
+        methods = _replaying_methods(router, method, hook, replaying_class, replaying)
     before = {name: vars(router)[name] for name in methods}
     router._replay = replaying
     try:
@@ -177,23 +174,23 @@ def _check_hook(hook: Any) -> None:
 
 
 def _replaying_methods(
-    router: Any, family: "_Family", hook: Any, replaying_class: type[Any], replaying: "_Router"
+    router: Any, method: str, hook: Any, replaying_class: type[Any], replaying: "_Router"
 ) -> dict[str, Any]:
     """What takes the place of a router's own attributes, by their names, where a hook hides the
     method of its class."""
     # accelerate keeps the class's method on the router, and calls it while the router's offloaded
     # weights are there.
-    original = getattr(type(router), family.method)
+    original = getattr(type(router), method)
     inner = [
         name for name, value in vars(router).items() if getattr(value, "__func__", None) is original
     ]
     if inner:
-        return dict.fromkeys(inner, MethodType(getattr(replaying_class, family.method), router))
+        return dict.fromkeys(inner, MethodType(getattr(replaying_class, method), router))
 
     def around(*args: Any, **kwargs: Any) -> Any:
-        return replaying.route(router, family, args, hook(*args, **kwargs))
+        return replaying.route(router, args, hook(*args, **kwargs))
 
-    return {family.method: around}
+    return {method: around}
 
 
 def _flat_rows(rows: Any, device: torch.device | None = None) -> Tensor:
@@ -275,114 +272,334 @@ def _(rows: Tensor, own: Tensor, asked: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Family:
-    """How routers of some classes compute weights [T, K] for ids [T, K], and what they return."""
+class _Choice:
+    """What a router returned."""
 
-    weigh: Callable[[Any, Tensor, Tensor], Tensor]
-    method: str = "forward"
-
-    def read(self, router: Any, args: tuple[Any, ...], output: Any) -> Sequence[Tensor]:
-        """Logits [T, E], weights and ids."""
-        first, weights, last = output
-        return (first, weights, last) if first.is_floating_point() else (last, weights, first)
-
-    def write(self, output: Any, weights: Tensor, ids: Tensor) -> Any:
-        """`output` with these."""
-        first, _, last = output
-        return (first, weights, ids) if first.is_floating_point() else (ids, weights, last)
+    logits: Tensor  # [T, E]
+    weights: Tensor  # [T, K]
+    ids: Tensor  # [T, K]
+    write: Callable[[Tensor, Tensor], Any]
+    """The router's output with other weights and ids."""
 
 
-class _JambaBlock(_Family):
-    """In older versions of transformers, Jamba's MoE block routes by a method that gets logits."""
+def _choice(router: Any, args: tuple[Any, ...], output: Any) -> _Choice:
+    """Finds logits, weights and ids in a router's output, in any order."""
+    parts = output if isinstance(output, tuple) else (output,)
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    floats = [part for part in tensors if part.is_floating_point()]
+    integers = [part for part in tensors if not part.is_floating_point()]
+    is_whole = len(tensors) == len(parts)
+    if is_whole and len(integers) == 0 and len(floats) == 2:
+        return _dense_choice(router, *floats)
+    if is_whole and len(integers) == 1 and len(floats) == 1:
+        # a method that gets the logits
+        floats += [part for part in args if isinstance(part, Tensor) and part.is_floating_point()][
+            -1:
+        ]
+    ids = integers[0] if len(integers) == 1 else None
+    if not is_whole or ids is None or ids.dim() < 2 or len(floats) != 2:
+        raise ReplayError(_unlike(router, parts))
+    # if all experts are chosen, both have the shape of the ids, which the weights are beside
+    beside = floats if tensors[0] is ids else floats[::-1]
+    weights = next((part for part in beside if part.shape == ids.shape), None)
+    logits = next((part for part in floats if part is not weights), None)
+    if weights is None or logits is None or logits.dim() < 2:
+        raise ReplayError(_unlike(router, parts))
+    own_ids, own_weights = ids, weights
 
-    def read(self, router: Any, args: tuple[Any, ...], output: Any) -> Sequence[Tensor]:
-        ids, weights = output
-        return args[1], weights, ids
+    def write(weights: Tensor, ids: Tensor) -> Any:
+        replaced = {id(own_ids): ids.reshape(own_ids.shape)}
+        replaced[id(own_weights)] = weights.reshape(own_weights.shape)
+        return tuple(replaced.get(id(part), part) for part in parts)
 
-    def write(self, output: Any, weights: Tensor, ids: Tensor) -> Any:
-        return ids, weights
-
-
-class _Llama4(_Family):
-    """Its router returns weights of all experts, which are 0 for those that it did not choose."""
-
-    def read(self, router: Any, args: tuple[Any, ...], output: Any) -> Sequence[Tensor]:
-        weights, logits = output
-        ids = logits.topk(router.top_k, dim=-1).indices
-        return logits, weights.gather(1, ids), ids
-
-    def write(self, output: Any, weights: Tensor, ids: Tensor) -> Any:
-        return torch.zeros_like(output[0]).scatter(1, ids, weights), output[1]
-
-
-def _softmax(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    chosen = logits.float().softmax(dim=-1).gather(1, ids)
-    if getattr(router, "norm_topk_prob", True):
-        chosen = chosen / chosen.sum(dim=-1, keepdim=True)
-    return chosen
-
-
-def _plain_softmax(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    """Of all groups. DeepSeek-V2's own sets the scores of groups that it does not choose to 0,
-    without a gradient."""
-    return logits.float().softmax(dim=-1).gather(1, ids) * _scale(router)
-
-
-def _softmax_of_chosen(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    return logits.gather(1, ids).softmax(dim=-1)
-
-
-def _sigmoid(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    chosen = logits.float().sigmoid().gather(1, ids)
-    if getattr(router, "norm_topk_prob", True):
-        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20)
-    return chosen * _scale(router)
+    top_k = ids.shape[-1]
+    return _Choice(
+        logits.reshape(-1, logits.shape[-1]),
+        weights.reshape(-1, top_k),
+        ids.reshape(-1, top_k),
+        write,
+    )
 
 
-def _lfm2(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    chosen = logits.sigmoid().gather(1, ids)
-    if router.norm_topk_prob:
-        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-6)
-    return chosen * _scale(router)
+def _dense_choice(router: Any, weights: Tensor, logits: Tensor) -> _Choice:
+    """Of a router that returns weights of all experts, 0 for those that it did not choose, as that
+    of Llama 4 does."""
+    if weights.shape != logits.shape or logits.dim() != 2 or not hasattr(router, "top_k"):
+        raise ReplayError(_unlike(router, (weights, logits)))
+    ids = logits.topk(router.top_k, dim=-1).indices
+
+    def write(weights_of_ids: Tensor, ids: Tensor) -> Any:
+        return torch.zeros_like(weights).scatter(1, ids, weights_of_ids), logits
+
+    return _Choice(logits, weights.gather(1, ids), ids, write)
 
 
-def _llama4(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    return logits.gather(1, ids).float().sigmoid()
+def _unlike(router: Any, parts: Sequence[Any]) -> str:
+    shapes = [
+        f"{str(part.dtype).removeprefix('torch.')} {[*part.shape]}"
+        if isinstance(part, Tensor)
+        else type(part).__name__
+        for part in parts
+    ]
+    return (
+        f"{_name(router)} returns {', '.join(shapes)}: it cannot be replayed, as that needs logits of all experts, "
+        "and weights and ids of the chosen ones"
+    )
 
 
-def _gemma4(router: Any, probabilities: Tensor, ids: Tensor) -> Tensor:
-    chosen = probabilities.gather(1, ids)
-    return torch.mul(chosen / chosen.sum(dim=-1, keepdim=True), router.per_expert_scale[ids])
+def _name(router: Any) -> str:
+    return type(router).__name__.removeprefix("Replaying")
 
 
-def _scale(router: Any) -> float:
-    return float(getattr(router, "routed_scaling_factor", 1.0))
+@dataclass(frozen=True)
+class _Formula:
+    """How a router computes the weights of experts from its logits."""
+
+    score: str  # one of `_SCORES`
+    epsilon: float | None  # added to the sum that weights are divided by; None: they are not
+    scale: float
+    in_logits_dtype: bool  # else in float32
+
+    def weigh(self, logits: Tensor, ids: Tensor, factor: Tensor | None) -> Tensor:
+        """Weights [T, K] of `ids`, times the `factor` of each expert. In float32."""
+        chosen = self._scores(logits, ids)
+        if self.epsilon is not None:
+            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + self.epsilon)
+        weights = chosen * self.scale
+        return (weights if factor is None else weights * factor[ids]).float()
+
+    def gradients(
+        self, gradient: Tensor, logits: Tensor, ids: Tensor, factor: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of the logits and of `factor`, for the `gradient` of the weights."""
+        logits = logits.float()
+        gradient = gradient.float() * self.scale
+        chosen = self._scores(logits, ids)
+        total = 1.0 if self.epsilon is None else chosen.sum(dim=-1, keepdim=True) + self.epsilon
+        of_factor = None
+        if factor is not None:
+            of_factor = torch.zeros_like(factor, dtype=torch.float32)
+            of_factor.index_add_(0, ids.flatten(), (gradient * (chosen / total)).flatten())
+            gradient = gradient * factor[ids]
+        if self.epsilon is not None:
+            shared = (gradient * chosen / total).sum(dim=-1, keepdim=True)
+            gradient = (gradient - shared) / total
+        return self._gradient_of_logits(gradient, chosen, logits, ids), of_factor
+
+    def _scores(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Of the chosen experts."""
+        logits = logits if self.in_logits_dtype else logits.float()
+        if self.score == "softmax":
+            return logits.softmax(dim=-1).gather(1, ids)
+        chosen = logits.gather(1, ids)
+        if self.score == "softmax of chosen":
+            return chosen.softmax(dim=-1)
+        if self.score == "sigmoid":
+            return chosen.sigmoid()
+        if self.score == "sqrtsoftplus":
+            return torch.nn.functional.softplus(chosen).sqrt()
+        return chosen
+
+    def _gradient_of_logits(
+        self, gradient: Tensor, chosen: Tensor, logits: Tensor, ids: Tensor
+    ) -> Tensor:
+        """For the `gradient` of the scores `chosen`."""
+        nothing = torch.zeros_like(logits)
+        if self.score == "softmax":
+            shared = (gradient * chosen).sum(dim=-1, keepdim=True)
+            return nothing.scatter_add(1, ids, gradient * chosen) - logits.softmax(dim=-1) * shared
+        if self.score == "softmax of chosen":
+            gradient = chosen * (gradient - (gradient * chosen).sum(dim=-1, keepdim=True))
+        elif self.score == "sigmoid":
+            gradient = gradient * chosen * (1 - chosen)
+        elif self.score == "sqrtsoftplus":
+            gradient = gradient * logits.gather(1, ids).sigmoid() / (2 * chosen)
+        return nothing.scatter_add(1, ids, gradient)
 
 
-_SOFTMAX = _Family(_softmax)
-_SIGMOID = _Family(_sigmoid)
-_FAMILIES = {
-    **dict.fromkeys(("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter"), _SOFTMAX),
-    **dict.fromkeys(
-        ("Qwen3_5MoeTopKRouter", "MixtralTopKRouter", "MiniMaxTopKRouter", "OlmoeTopKRouter"),
-        _SOFTMAX,
-    ),
-    **dict.fromkeys(
-        ("DeepseekV3TopkRouter", "DeepseekV32TopkRouter", "Glm4MoeTopkRouter"), _SIGMOID
-    ),
-    **dict.fromkeys(
-        ("GlmMoeDsaTopkRouter", "MiniMaxM2TopKRouter", "NemotronHTopkRouter"), _SIGMOID
-    ),
-    "DeepseekV2TopkRouter": _Family(_plain_softmax),
-    "Gemma4TextRouter": _Family(_gemma4),
-    "GptOssTopKRouter": _Family(_softmax_of_chosen),
-    "GraniteMoeHybridTopKRouter": _Family(_softmax_of_chosen),
-    "JambaSparseMoeBlock": _JambaBlock(_plain_softmax, method="route_tokens_to_experts"),
-    "JambaTopKRouter": _Family(_plain_softmax),
-    "Lfm2MoeTopKRouter": _Family(_lfm2),
-    "Llama4Router": _Llama4(_llama4),
+_SCORES = {
+    "softmax": "softmax",
+    "softmax of chosen": "softmax",
+    "sigmoid": "sigmoid",
+    "sqrtsoftplus": "softplus",
+    "probabilities": "probabilities",
 }
-"""By the names of classes, so that transformers need not be imported, nor have them all."""
+"""What code that computes them names. Probabilities are returned in place of logits already."""
+_NO_DIVISION_BY_ZERO = 1e-20
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+_TOLERANCE_IN_16_BITS = 0.02
+_FORMULAS: list[_Formula] = []
+"""All that were candidates; operators name them by their place."""
+
+
+@dataclass(eq=False)
+class _Candidates:
+    """Formulas that may be those of a class of routers, by their places in `_FORMULAS`."""
+
+    places: Tensor
+    num_trusted: Tensor
+    """So many of the first are taken if they fit exactly, without a look at the others: the code
+    names their functions, or another router of the class has them."""
+
+
+def _candidates(router: Any) -> _Candidates:
+    """Numbers of the router are read, but no tensors, which may be offloaded."""
+    names, constants = _named_in_code(type(router))
+    numbers = {
+        name: float(value)
+        for name, value in vars(router).items()
+        if isinstance(value, float | int) and not isinstance(value, bool)
+    }
+    scales = [number for name, number in numbers.items() if "scal" in name]
+    if "top_k" in numbers:
+        scales.append(1 / numbers["top_k"])
+    epsilons = [number for number in (*constants, *numbers.values()) if 0 < number <= 1e-3]
+    formulas = [
+        _Formula(score, epsilon, scale, in_logits_dtype)
+        for score in sorted(_SCORES, key=lambda score: _SCORES[score] not in names)
+        for epsilon in dict.fromkeys((*epsilons, _NO_DIVISION_BY_ZERO, None))
+        for scale in dict.fromkeys((*scales, 1.0))
+        for in_logits_dtype in (False, True)
+    ]
+    _FORMULAS.extend(formula for formula in formulas if formula not in _FORMULAS)
+    num_named = sum(_SCORES[formula.score] in names for formula in formulas)
+    return _Candidates(
+        torch.tensor([_FORMULAS.index(formula) for formula in formulas], device="cpu"),
+        torch.tensor(num_named, device="cpu"),
+    )
+
+
+def _named_in_code(of: type[Module]) -> tuple[set[str], list[float]]:
+    """Names and constants in the methods of a class."""
+    names: set[str] = set()
+    constants: list[float] = []
+    for base in of.__mro__:
+        if base.__module__.startswith("torch."):
+            break
+        for method in vars(base).values():
+            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+            if code is not None:
+                names.update(code.co_names)
+                constants += [value for value in code.co_consts if isinstance(value, float)]
+    return names, constants
+
+
+@torch.library.custom_op("routed_experts::pick", mutates_args=())
+def _pick(
+    own: Sequence[Tensor],
+    ids: Tensor,
+    factor: Tensor | None,
+    state: Sequence[Tensor],
+    *,
+    name: str,
+) -> Tensor:
+    """The formula, by its place in `_FORMULAS`, that computes a router's own weights best.
+
+    The first forward pass decides; a recomputed one gets the same. An operator, as compiled code
+    knows no values, and selective checkpointing is not to see the comparisons.
+
+    Args:
+        own: logits, weights and ids of the router.
+        ids: those of the rows.
+        state: the formula, -1 before it is picked; its candidates; how many of the first of them
+            are trusted; the highest id of the rows. On the host.
+    """
+    logits, weights, own_ids = own
+    picked, candidates, num_trusted, highest_id = state
+    if int(picked) >= 0:
+        return picked.clone()
+    if int(highest_id) >= logits.shape[-1]:
+        raise ReplayError(
+            f"expert {int(highest_id)} in the rows of a model with {logits.shape[-1]}"
+        )
+    tolerances = [
+        _TOLERANCE.get(dtype, _TOLERANCE_IN_16_BITS) for dtype in (logits.dtype, weights.dtype)
+    ]
+    errors: dict[int, float] = {}
+    for index, place in enumerate(candidates.tolist()):
+        computed = _FORMULAS[place].weigh(logits, own_ids, factor).to(weights.dtype)
+        errors[place] = _difference(computed, weights)
+        if errors[place] == 0 and index < int(num_trusted):
+            break
+    best = min(errors, key=lambda place: errors[place])
+    if errors[best] > max(tolerances):
+        raise ReplayError(
+            f"{name} computes weights in another way than is known, and cannot be replayed"
+        )
+    as_good = [place for place in errors if errors[place] == errors[best]]
+    of_rows = [_FORMULAS[place].weigh(logits, ids, factor) for place in as_good]
+    if any(_difference(other, of_rows[0]) > max(tolerances) for other in of_rows):
+        raise ReplayError(
+            f"the weights of {name} fit several formulas in this forward pass, and cannot be replayed: "
+            "its scores, or its experts, are all the same"
+        )
+    picked.data.fill_(best)
+    # tried first for other routers of the class
+    if best not in candidates[: int(num_trusted)].tolist():
+        num_trusted.data.add_(1)
+    candidates.data.copy_(torch.cat([torch.tensor([best]), candidates[candidates != best]]))
+    return picked.clone()
+
+
+@_pick.register_fake
+def _(
+    own: Sequence[Tensor],
+    ids: Tensor,
+    factor: Tensor | None,
+    state: Sequence[Tensor],
+    *,
+    name: str,
+) -> Tensor:
+    return torch.empty_like(state[0])
+
+
+def _difference(computed: Tensor, weights: Tensor) -> float:
+    """The largest one, relative to the largest weight of a token. Tokens with NaN have none."""
+    apart = (computed.float() - weights.float()).abs().amax(dim=-1)
+    apart = apart / weights.float().abs().amax(dim=-1).clamp(min=1e-30)
+    apart = torch.where(weights.isnan().any(dim=-1), 0, apart.nan_to_num(nan=float("inf")))
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+@torch.library.custom_op("routed_experts::weigh", mutates_args=())
+def _weigh(logits: Tensor, ids: Tensor, factor: Tensor | None, picked: Tensor) -> Tensor:
+    """Weights of `ids` by the formula that was picked, in float32."""
+    return _FORMULAS[int(picked)].weigh(logits, ids, factor)
+
+
+@_weigh.register_fake
+def _(logits: Tensor, ids: Tensor, factor: Tensor | None, picked: Tensor) -> Tensor:
+    return torch.empty_like(ids, dtype=torch.float32)
+
+
+@torch.library.custom_op("routed_experts::weigh_backward", mutates_args=())
+def _weigh_backward(
+    gradient: Tensor, logits: Tensor, ids: Tensor, factor: Tensor | None, picked: Tensor
+) -> tuple[Tensor, Tensor]:
+    of_logits, of_factor = _FORMULAS[int(picked)].gradients(gradient, logits, ids, factor)
+    nothing = torch.zeros(0, device=logits.device)
+    return of_logits.to(logits.dtype), nothing if factor is None else of_factor.to(factor.dtype)  # type: ignore[union-attr]
+
+
+@_weigh_backward.register_fake
+def _(
+    gradient: Tensor, logits: Tensor, ids: Tensor, factor: Tensor | None, picked: Tensor
+) -> tuple[Tensor, Tensor]:
+    nothing = torch.zeros(0, device=logits.device)
+    return torch.empty_like(logits), nothing if factor is None else torch.empty_like(factor)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    logits, ids, factor, picked = ctx.saved_tensors
+    of_logits, of_factor = _weigh_backward(gradient, logits, ids, factor, picked)
+    return of_logits, None, None if factor is None else of_factor, None
+
+
+_weigh.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 @dataclass(eq=False)
@@ -393,6 +610,7 @@ class _Layer:
     ids: Tensor  # [T, K]; unknown rows become those that the forward pass chose
     is_unknown: Tensor  # [T, 1]
     weights: Tensor | None
+    highest_id: Tensor  # of `ids`, on the host
     routers: "list[_Router]" = field(default_factory=list)
 
     @property
@@ -413,35 +631,50 @@ def _check_one_pass(layers: "Sequence[_Layer]") -> None:
 class _Router:
     """What is asked in place of one router."""
 
-    def __init__(self, name: str, layer: _Layer) -> None:
+    def __init__(self, name: str, layer: _Layer, candidates: _Candidates) -> None:
         self.name = name
         self.layer = layer
         # for an int, torch.compile would compile anew
         self.asked = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.picked = torch.full((), -1, dtype=torch.int64, device="cpu")
+        self.formulas = [
+            self.picked,
+            candidates.places,
+            candidates.num_trusted,
+            layer.highest_id,
+        ]
         layer.routers.append(self)
 
-    def route(self, router: Any, family: _Family, args: tuple[Any, ...], output: Any) -> Any:
+    def route(self, router: Any, args: tuple[Any, ...], output: Any) -> Any:
         """`output` with the layer's experts.
 
         A recomputed pass does what the first one did, operation by operation: selective
         checkpointing hands it results by the number of the call that they are of.
         """
-        logits, own_weights, own_ids = family.read(router, args, output)
-        self.check_shape(own_ids)
-        ids = _choose(self.layer.ids, own_ids, self.asked)
+        own = _choice(router, args, output)
+        self.check_shape(own.ids)
+        ids = _choose(self.layer.ids, own.ids, self.asked)
         if not torch.compiler.is_compiling():  # `Replay.check` finds compiled second passes
             _check_one_pass([self.layer])
-            _check_weights(router, family, logits, own_weights, own_ids)
-        is_unknown = self.layer.is_unknown.to(ids.device)
-        weights = family.weigh(router, logits, ids)
+        # what Gemma 4 multiplies an expert's weight by
+        factor = getattr(router, "per_expert_scale", None)
+        picked = _pick(
+            [own.logits.detach(), own.weights.detach(), own.ids],
+            ids,
+            None if factor is None else factor.detach(),
+            self.formulas,
+            name=_name(router),
+        )
+        weights = _weigh(own.logits, ids, factor, picked)
+        is_own = (ids == own.ids).all(dim=-1, keepdim=True)
         if self.layer.weights is not None:
+            is_unknown = self.layer.is_unknown.to(ids.device)
             recorded = self.layer.weights.to(weights.device, weights.dtype)
             recorded = torch.where(recorded.isnan() | is_unknown, weights.detach(), recorded)
             weights = recorded + (weights - weights.detach())
-        is_own = is_unknown & (ids == own_ids).all(dim=-1, keepdim=True)
-        return family.write(
-            output, torch.where(is_own, own_weights, weights.to(own_weights.dtype)), ids
-        )
+            is_own = is_own & is_unknown
+        # Where the router chose the same, its own weights stay, bit for bit.
+        return own.write(torch.where(is_own, own.weights, weights.to(own.weights.dtype)), ids)
 
     def check_shape(self, own_ids: Tensor) -> None:
         if self.layer.ids.shape == own_ids.shape:
@@ -454,49 +687,55 @@ class _Router:
         )
 
 
-def _check_weights(
-    router: Any, family: _Family, logits: Tensor, weights: Tensor, ids: Tensor
-) -> None:
-    """Whether the router's own weights are what `family` makes of its logits: other versions of
-    transformers return probabilities in place of logits."""
-    with torch.no_grad():
-        computed = family.weigh(router, logits, ids).to(weights.dtype)
-    if not torch.allclose(computed, weights, rtol=0.02, atol=1e-3, equal_nan=True):
-        name = type(router).__name__.removeprefix("Replaying")
-        raise ReplayError(
-            f"this version of transformers has another {name} than is known: take transformers 5.19 to 5.24"
-        )
-
-
 @cache
-def _replaying(of: type[Module], family: _Family) -> type[Module]:
+def _replaying(of: type[Module], method: str) -> type[Module]:
     """A class whose routers replay. torch.compile notices another class, unlike a hook, and
     compiles for it."""
-    original = getattr(of, family.method)
+    original = getattr(of, method)
 
     def route(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._replay.route(self, family, args, original(self, *args, **kwargs))
+        return self._replay.route(self, args, original(self, *args, **kwargs))
 
-    return type(f"Replaying{of.__name__}", (of,), {family.method: route})
+    return type(f"Replaying{of.__name__}", (of,), {method: route})
 
 
-def _family(of: type[Module]) -> _Family | None:
-    families = (_FAMILIES[base.__name__] for base in of.__mro__ if base.__name__ in _FAMILIES)
-    return next((family for family in families if hasattr(of, family.method)), None)
+_BLOCK_METHOD = "route_tokens_to_experts"
+
+
+def _method(of: type[Module]) -> str:
+    """What is asked for the experts: a router, or a method of a block, which gets the logits."""
+    return _BLOCK_METHOD if hasattr(of, _BLOCK_METHOD) else "forward"
+
+
+def _is_router(module: Module) -> bool:
+    """Whether it chooses experts, or has a part that does."""
+    has_experts = hasattr(module, "num_experts") or hasattr(module, "per_expert_scale")
+    is_named_so = type(module).__name__.endswith("Router") and has_experts
+    return hasattr(module, "top_k") or is_named_so or hasattr(type(module), _BLOCK_METHOD)
 
 
 def _routers(model: Module) -> list[tuple[str, int, Any]]:
-    """With their names and decoder layers. Of several in a layer one is asked: PEFT's copy that is
-    trained, or the original."""
+    """With their names and decoder layers: the innermost modules that choose experts. Of several in
+    a layer one is asked: PEFT's copy that is trained, or the original."""
+    choosing = {name: module for name, module in model.named_modules() if _is_router(module)}
+    blocks = [name for name, module in choosing.items() if _method(type(module)) == _BLOCK_METHOD]
     routers: list[tuple[str, int, Any]] = []
-    for name, module in model.named_modules():
-        if _family(type(module)) is not None:
+    for name, module in choosing.items():
+        is_inner = not any(_is_within(other, name) for other in choosing)
+        if name in blocks or (is_inner and not any(_is_within(name, block) for block in blocks)):
             numbers = _DECODER_LAYER.search(f"{name}.")
             layer = int(numbers[1]) if numbers else len(routers)
             routers.append((name, layer, module))
     if not routers:
-        raise ReplayError(f"{type(model).__name__} has none of the routers {sorted(_FAMILIES)}")
+        raise ReplayError(
+            f"{type(model).__name__} has no routers: no module has `top_k`, and none with experts is called a Router"
+        )
     return routers
+
+
+def _is_within(name: str, outer: str) -> bool:
+    """Whether a module, by its name, is a part of another."""
+    return name.startswith(f"{outer}.") if outer else bool(name)
 
 
 class MegatronReplay:

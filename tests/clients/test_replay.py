@@ -6,7 +6,8 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
@@ -75,7 +76,7 @@ class ByHand(TorchFunctionMode):
             rows = self.rows[:, self.layer]
             self.layer += 1
             ids = torch.where((rows < 0).any(dim=1, keepdim=True), result[1], rows)
-            return scores.gather(1, ids), ids
+            return torch.return_types.topk((scores.gather(1, ids), ids))
         return result
 
 
@@ -387,7 +388,7 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
             pass
         model(input_ids=tokens, use_cache=False)
     with (
-        pytest.raises(ReplayError, match="has none of the routers"),
+        pytest.raises(ReplayError, match="Linear has no routers"),
         replayed(torch.nn.Linear(2, 2), rows),
     ):
         pass
@@ -583,30 +584,52 @@ def test_an_expert_twice(load: Callable[..., Any]) -> None:
         pass
 
 
-def test_a_version_that_returns_probabilities_for_logits(
-    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As transformers 5.2 has it. Weights made of them would be wrong."""
-    model, tokens = load(), batch()
+def with_another_forward(model: Any, change: Callable[..., Any]) -> Iterator[None]:
+    """Within, `change` gets what the routers of a model return."""
     router = type(model.model.layers[0].mlp.gate)
+    original = router.forward
     for layer in model.model.layers:
         layer.mlp.gate.weight.data *= 50  # far from equal weights
-    original = router.forward
+    replay._replaying.cache_clear()
+    router.forward = lambda self, hidden: change(*original(self, hidden))
+    try:
+        yield
+    finally:
+        router.forward = original
+        replay._replaying.cache_clear()
 
-    def forward(self: Any, hidden: torch.Tensor) -> Any:
-        logits, *others = original(self, hidden)
+
+def test_a_version_that_returns_probabilities_for_logits(load: Callable[..., Any]) -> None:
+    """As transformers 5.2 has it. Their softmax would be wrong."""
+    model, rows, tokens = load(), given_rows(QWEN3), batch()
+
+    def probabilities(logits: torch.Tensor, *others: torch.Tensor) -> Any:
         return (logits.float().softmax(dim=-1), *others)
 
-    with replayed(model, given_rows(QWEN3)):
-        model(input_ids=tokens, use_cache=False)
-    monkeypatch.setattr(router, "forward", forward)
-    replay._replaying.cache_clear()
-    with (
-        pytest.raises(ReplayError, match="another Qwen3MoeTopKRouter"),
-        replayed(model, given_rows(QWEN3)),
-    ):
-        model(input_ids=tokens, use_cache=False)
-    replay._replaying.cache_clear()
+    changed = contextmanager(with_another_forward)(model, probabilities)
+    with changed, replayed(model, rows):
+        result = step(model, tokens)
+    with replayed(model, rows):
+        check_same(result, step(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda logits, weights, ids: (logits, weights + 0.1, ids), "weights in another way"),
+        (lambda logits, weights, ids: (logits, weights), "returns float32 .*cannot be replayed"),
+        (lambda logits, weights, ids: (logits, weights, ids, weights), "cannot be replayed"),
+    ],
+)
+def test_routers_that_are_refused(
+    change: Callable[..., Any], message: str, load: Callable[..., Any]
+) -> None:
+    """Weights made by a formula that is not theirs would be wrong."""
+    model = load()
+    changed = contextmanager(with_another_forward)(model, change)
+    refused = pytest.raises(ReplayError, match=message)
+    with changed, refused, replayed(model, given_rows(QWEN3)):
+        model.model.layers[0].mlp.gate(torch.randn(BATCH * TOKENS, 64))
 
 
 def test_the_page(load: Callable[..., Any], documented: list[str]) -> None:
