@@ -29,7 +29,8 @@ FOLDER = Path(sys.prefix) / "vllm-next"
 TESTS = ("tests/contract", "tests/capture", "tests/server", "tests/protocol")
 OF_THE_PINNED = ("tests/contract/test_docs.py", "tests/contract/test_openapi.py")
 """Tests of documents, which show the flags and the API of the version that the package installs."""
-UNPACKED = (".py", ".json", ".jinja")
+RUST_FRONT_END = "vllm/vllm-rs"
+UNPACKED = (".py", ".json", ".jinja", RUST_FRONT_END)
 PACKAGES = ("capture", "server")
 
 
@@ -160,6 +161,8 @@ def unpack(version: str, folder: Path) -> None:
                 if name.startswith("vllm/") and name.endswith(UNPACKED)
             ]
             archive.extractall(Path(made) / "python", names)
+        if (rust := Path(made) / "python" / RUST_FRONT_END).exists():
+            rust.chmod(0o755)
         for library in libraries.rglob("*.so"):
             link = Path(made) / "python/vllm" / library.relative_to(libraries)
             link.parent.mkdir(parents=True, exist_ok=True)

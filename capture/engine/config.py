@@ -32,7 +32,13 @@ from routed_experts.capture.engine.connectors import (
 from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
 from routed_experts.capture.seams import engine as seams
 from routed_experts.capture.seams.arguments import has_other_outputs, vllm_captures
-from routed_experts.capture.wire.rows import INPUT_FLAG, takes_input
+from routed_experts.capture.wire.rows import (
+    INPUT_FLAG,
+    WEIGHTS_FLAG,
+    captures_weights,
+    takes_input,
+)
+from routed_experts.capture.wire.vllm_rows import sends_bare_rows
 
 
 @dataclass(frozen=True)
@@ -206,18 +212,20 @@ if not seams.KNOWS_STALE_STEPS:  # until 0.27.1
         ),
     )
 
+
+def _takes_kv_of_others(config: VllmConfig) -> bool:
+    """Whether KV comes from other instances, or from a store."""
+    return config.kv_transfer_config is not None and any(
+        known is None or known.source is not KVSource.OFFLOAD
+        for known in used_by(config.kv_transfer_config)
+    )
+
+
 # What cannot be exact where requests say which experts their tokens take.
 REFUSALS += (
     Refusal(
         "routing as an input with KV of other instances",
-        lambda c: (
-            takes_input(c)
-            and c.kv_transfer_config is not None
-            and any(
-                known is None or known.source is not KVSource.OFFLOAD
-                for known in used_by(c.kv_transfer_config)
-            )
-        ),
+        lambda c: takes_input(c) and _takes_kv_of_others(c),
         "KV of another instance or of a store may be that of other experts than a request says: remove "
         f"--kv-transfer-config, use OffloadingConnector, or remove {INPUT_FLAG}.",
     ),
@@ -226,6 +234,26 @@ REFUSALS += (
         lambda c: takes_input(c) and c.parallel_config.use_ubatching,
         "In microbatches a router does not know which tokens of a step it sees: remove --enable-dbo and --ubatch-size, "
         f"or remove {INPUT_FLAG}.",
+    ),
+)
+
+# What cannot be returned through a front end that is not ours.
+REFUSALS += (
+    Refusal(
+        "the router's weights behind vLLM's front end in Rust",
+        lambda c: sends_bare_rows(c) and captures_weights(c),
+        f"vLLM's front end in Rust returns no weights: remove {WEIGHTS_FLAG}, or VLLM_USE_RUST_FRONTEND.",
+    ),
+    Refusal(
+        "routing as an input behind vLLM's front end in Rust",
+        lambda c: sends_bare_rows(c) and takes_input(c),
+        f"vLLM's front end in Rust takes no routing as an input: remove {INPUT_FLAG}, or VLLM_USE_RUST_FRONTEND.",
+    ),
+    Refusal(
+        "KV of other instances behind vLLM's front end in Rust",
+        lambda c: sends_bare_rows(c) and _takes_kv_of_others(c),
+        "vLLM's front end in Rust does not pass on the rows of another instance's KV: remove --kv-transfer-config, use "
+        "OffloadingConnector, or remove VLLM_USE_RUST_FRONTEND.",
     ),
 )
 

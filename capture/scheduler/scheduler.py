@@ -18,6 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.versions import check_vllm_has
+from routed_experts.capture.scheduler.bare_rows import BareRows
 from routed_experts.capture.scheduler.distributor import RowDistributor
 from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.scheduler.kv.tracker import ExternalKVTracker, LocalHit, NoExternalKV
@@ -33,6 +34,7 @@ from routed_experts.capture.wire.message import OptIn
 from routed_experts.capture.wire.rows import captures_weights, takes_input
 from routed_experts.capture.wire.stats import StatsRecorder
 from routed_experts.capture.wire.transport import TOLD_NOTHING, detach
+from routed_experts.capture.wire.vllm_rows import sends_bare_rows
 
 # `__name__` begins with "routed_experts". A child of vLLM's logger, which is configured.
 logger = init_logger(f"vllm.{__name__}")
@@ -54,6 +56,9 @@ class SchedulerHooks(AuxOutputHooks):
         )
         self.output_queue = self.distributor.queue
         self.router_inputs = RouterInputs(is_on=takes_input(config))
+        self._bare_rows: BareRows | None = None  # for a front end that is not ours
+        if sends_bare_rows(config):
+            self._bare_rows = BareRows(config.model_config, self.output_queue)
         self._stats = StatsRecorder(config.parallel_config.data_parallel_index)
         self._steps: dict[int, Step] = {}  # in flight
         self._num_steps = 0
@@ -81,7 +86,9 @@ class SchedulerHooks(AuxOutputHooks):
         for step in self._steps.values():
             if request.request_id in step.scheduled.num_scheduled_tokens:
                 step.reused_ids.add(request.request_id)
-        self.distributor.add(request, OptIn.of(request.sampling_params))
+        params = request.sampling_params
+        opt_in = OptIn.of(params) if self._bare_rows is None else self._bare_rows.opt_in(params)
+        self.distributor.add(request, opt_in)
         self.router_inputs.add(request)
 
     def request_finished(self, request: Request, *more: Any, **options: Any) -> None:
@@ -149,6 +156,8 @@ class SchedulerHooks(AuxOutputHooks):
             # 5. The step's own rows: it computed its tokens on top of all of the above.
             self.cache.write(captured.slots, captured.rows)
             step.arrive(captured, output.req_id_to_index)
+            if self._bare_rows is not None:
+                self._bare_rows.learn(captured)
             ids = self.cache.ids(captured.rows)
             # Also where no request has an input: the worker may have steered one that has none.
             if step.inputs or captured.told != TOLD_NOTHING:
@@ -181,6 +190,10 @@ class SchedulerHooks(AuxOutputHooks):
         """Adds envelopes to a step's messages, by API process: with rows, causes of unknown rows
         and counters. `is_idle`: whether no request is left."""
         singles = self.distributor.distribute(step, messages)
+        if self._bare_rows is not None:
+            for client, message in messages.items():
+                message.outputs = self._bare_rows.place(message.outputs, singles.get(client, ()))
+            return
         notes = self._notes(is_idle)
         for client in {**messages, **notes}:
             message = messages.setdefault(client, EngineCoreOutputs())

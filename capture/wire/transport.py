@@ -36,6 +36,9 @@ class StepRows:
     offsets: NDArray[np.int64]
     waited_s: float = 0.0  # seconds that the step's output waited for them
     told: Told = TOLD_NOTHING
+    # Decoder layers of the L layers, for a scheduler that sends rows to a front end that is not
+    # ours (`vllm_rows.py`).
+    layer_ids: tuple[int, ...] = ()
 
 
 def as_connector_output(step: StepRows) -> dict[str, StepRows]:

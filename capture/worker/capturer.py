@@ -96,6 +96,7 @@ class Capturer:
         max_steps_in_flight: int,  # launched, with outputs that have not been read
         device: torch.device,
         with_weights: bool = False,
+        tells_layer_ids: bool = False,  # with each step's rows
     ) -> None:
         self.shape = shape
         self.cache = DeviceCache(
@@ -106,7 +107,10 @@ class Capturer:
             with_weights=with_weights,
         )
         self.pipeline = Pipeline(
-            self.cache, max_steps_in_flight, num_upstream_layers=sum(stage_layers[:stage])
+            self.cache,
+            max_steps_in_flight,
+            num_upstream_layers=sum(stage_layers[:stage]),
+            told_layer_ids=shape.layer_ids if tells_layer_ids else (),
         )
         # by layer, between `defer_stores` and `flush_stores`
         self._deferred: dict[int, _Deferred] | None = None

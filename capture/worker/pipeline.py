@@ -99,9 +99,14 @@ class Pipeline:
     """Packs the rows of each step and starts them on their way to the host."""
 
     def __init__(
-        self, cache: DeviceCache, max_steps_in_flight: int, num_upstream_layers: int = 0
+        self,
+        cache: DeviceCache,
+        max_steps_in_flight: int,
+        num_upstream_layers: int = 0,
+        told_layer_ids: tuple[int, ...] = (),  # as in `StepRows`
     ) -> None:
         self._cache = cache
+        self._told_layer_ids = told_layer_ids
         self._num_upstream_layers = num_upstream_layers
         num_layers = num_upstream_layers + cache.num_layers
         self._row_shape = row_shape(num_layers, cache.top_k, cache.weights is not None)
@@ -173,4 +178,4 @@ class Pipeline:
         n = int(offsets[-1])
         slots = words[: n * _SLOT_WORDS].view(np.int64)  # [n]
         rows = words[n * _SLOT_WORDS :].reshape(n, *self._row_shape)  # [n, L, K] or [n, 3L, K]
-        return StepRows(rows, slots, offsets, waited_s, told)
+        return StepRows(rows, slots, offsets, waited_s, told, self._told_layer_ids)

@@ -17,6 +17,7 @@ from routed_experts.capture.engine.versions import check_vllm_has
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.capture.seams.required import WORKER
 from routed_experts.capture.wire.rows import captures_weights, takes_input
+from routed_experts.capture.wire.vllm_rows import sends_bare_rows
 from routed_experts.capture.worker.binding import bind, storing_after_forward
 from routed_experts.capture.worker.capturer import Capturer, RowShape
 from routed_experts.capture.worker.moe_layers import find_moe_layers, has_parts, returns_sorted
@@ -87,6 +88,7 @@ class WorkerCapture(Worker):
                 max_steps_in_flight=self.vllm_config.max_concurrent_batches,
                 device=torch.device(self.device),
                 with_weights=with_weights,
+                tells_layer_ids=sends_bare_rows(self.vllm_config),
             )
         self._router_input = NoRouterInput()
         if families is not None:

@@ -165,14 +165,15 @@ def _reason_of_log(error: Exception) -> str:
 
 def _refuse_other_front_ends(args: argparse.Namespace) -> None:
     """Front ends that load no plugins would take routing fields in silence."""
-    for is_chosen, how in (
-        (args.grpc, "--grpc"),
-        (envs.VLLM_USE_RUST_FRONTEND, "VLLM_USE_RUST_FRONTEND"),
-    ):
-        if is_chosen:
-            raise CommandError(
-                f"{how} chooses a front end of vLLM that cannot return routed experts: remove it."
-            )
+    if args.grpc:
+        raise CommandError(
+            "--grpc chooses a front end of vLLM that cannot return routed experts: remove it."
+        )
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise CommandError(
+            "VLLM_USE_RUST_FRONTEND chooses a front end of vLLM that passes over the fields of this server: remove "
+            "it, or run `vllm serve --enable-return-routed-experts`, whose /inference/v1/generate then returns rows."
+        )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from routed_experts.capture.wire.message import OptIn
 from routed_experts.capture.wire.rows import captures_weights, ids_of, row_shape, weights_of
+from routed_experts.capture.wire.vllm_rows import in_vllms_form
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
@@ -55,7 +56,7 @@ class ArrayForm:
 
     def __init__(self, model: Any, has_weights: bool = False) -> None:
         self.has_weights = has_weights  # whether rows have weights
-        self._dtype = np.uint8 if model.get_num_experts() <= 256 else np.uint16
+        self._num_experts = int(model.get_num_experts())
         self._num_layers = int(model.get_total_num_hidden_layers())
         self._layer_ids: list[int] | None = None
         self.shape = (0, 0)  # (L, K) of the workers' rows, (3L, K) with weights; (0, 0) until known
@@ -76,15 +77,12 @@ class ArrayForm:
         rows = np.concatenate([np.empty((0, *self.shape), np.int16), *arrays])
         weights = weights_of(rows) if self.has_weights else None
         ids = np.ascontiguousarray(ids_of(rows)) if self.has_weights else rows
-        is_known = ids.min(initial=0) >= 0
-        if is_known:
-            ids = ids.astype(self._dtype)
-        if self._layer_ids == list(range(self._num_layers)):
-            return ids, weights
-        ids = spread_layers(ids, self._layer_ids, self._num_layers)
-        if weights is not None:
+        array = in_vllms_form(
+            ids, self._layer_ids, num_layers=self._num_layers, num_experts=self._num_experts
+        )
+        if weights is not None and self._layer_ids != list(range(self._num_layers)):
             weights = spread_layers(weights, self._layer_ids, self._num_layers)
-        return ids, weights
+        return array, weights
 
 
 class ArrayBuffer(RowBuffer):

@@ -1,6 +1,7 @@
 """Engines that a program builds itself, and asks for routed experts in vLLM's way: this capture
 takes vLLM's place."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from routed_experts.capture.engine.classes import scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.seams.arguments import clear_flag, set_flag_on_engine
+from routed_experts.capture.wire.vllm_rows import BARE_ROWS_KEY, sends_bare_rows
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.api_processes import share_with_api_processes
@@ -34,11 +36,14 @@ logger = get_logger(__name__)
 _say_once = cache(logger.info)
 
 
-def create_config(create: Any, args: Any, *positional: Any, **named: Any) -> Any:
-    """vLLM's `create_engine_config`, with this capture in place of vLLM's own."""
+def create_config(create: Callable[[], Any], args: Any, has_other_front_end: bool) -> Any:
+    """What `create` makes of `args`, with this capture in place of vLLM's own.
+    `has_other_front_end`: whether another process than one of ours takes the requests."""
     try:
         take_over(args)
-        config = create(args, *positional, **named)
+        if has_other_front_end:
+            args.additional_config = {**args.additional_config, BARE_ROWS_KEY: True}
+        config = create()
         check_engine_config(config)
     except (UnsupportedConfig, SettingsError) as error:
         raise UnsupportedConfig(f"{error} {GO_BACK}") from None
@@ -71,6 +76,8 @@ def take_over(args: Any) -> None:
 
 def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
     init(engine, *args, **kwargs)
+    if sends_bare_rows(engine.vllm_config):
+        return  # vLLM's own server in Python, which reads them as the one in Rust does
     if asks_for_every_request(engine.vllm_config):
         InProcessCapture.install(engine)
         set_flag_on_engine(engine)

@@ -75,9 +75,12 @@ from routed_experts.capture.wire.rows import (
 )
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.capture.wire.transport import StepRows, attach
+from routed_experts.capture.wire.vllm_rows import BARE_ROWS_KEY, sends_bare_rows
 
 L, K = 8, 64  # a row of 1 KiB, so that a few dozen are what the engine calls large
 PART_BYTES = 64 << 10  # a prompt of 65 tokens comes in parts
+NUM_LAYERS = L + 2
+MOE_LAYERS = (1, *range(3, NUM_LAYERS))  # the others are dense
 BLOCK, NUM_BLOCKS, VOCAB, NUM_EXPERTS = 16, 64, 500, 1 << 15
 
 Rows = np.ndarray[Any, np.dtype[np.int16]]
@@ -110,6 +113,18 @@ class Tokens(list[int]):
         of the prefix."""
         ids = np.frombuffer(b"".join(self.prefixes()[first:end]), dtype=np.int16).reshape(-1, L, 1)
         return (ids & 0x3FFF) + np.arange(K, dtype=np.int16)
+
+
+def vllms_rows(
+    prompt: Iterable[int], generated: Iterable[int], start: int = 0
+) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """What vLLM's own capture would return for these tokens, from position `start` on: all decoder
+    layers, and no row of the last token."""
+    sequence = Tokens([*prompt, *generated])
+    rows = sequence.rows(start, len(sequence) - 1)
+    spread = np.zeros((len(rows), NUM_LAYERS, K), np.uint16)
+    spread[:, MOE_LAYERS] = rows
+    return spread
 
 
 def weights_for(rows: Rows) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -353,7 +368,9 @@ class ArithmeticExecutor(Executor):
             whole = np.concatenate(rows)
             if captures_weights(self.vllm_config):
                 whole = combined(whole, weights_for(whole))
-            attach(output, StepRows(whole, np.concatenate(slots), offsets))
+            layer_ids = MOE_LAYERS if sends_bare_rows(self.vllm_config) else ()
+            step_rows = StepRows(whole, np.concatenate(slots), offsets, layer_ids=layer_ids)
+            attach(output, step_rows)
         return output
 
 
@@ -463,13 +480,18 @@ def engine(
     executor: type[ArithmeticExecutor] = ArithmeticExecutor,
     weights: bool = False,  # whether rows have weights
     captures: bool = True,  # whether the scheduler is ours, or vLLM's own
+    bare_rows: bool = False,  # whether the front end is not ours
 ) -> Core:
     """An engine with our scheduler."""
     config = deepcopy(_config(is_async and not drafts, drafts))
     # vLLM's check allows it for drafts of other methods only, and not with a connector on a CPU.
     config.scheduler_config.async_scheduling = is_async
     config.kv_transfer_config = kv_transfer
-    config.additional_config = {WEIGHTS_KEY: True} if weights else {}
+    config.additional_config = {WEIGHTS_KEY: weights, BARE_ROWS_KEY: bare_rows}
+    if bare_rows:
+        architecture = config.model_config.model_arch_config
+        architecture.num_experts = NUM_EXPERTS
+        architecture.total_num_hidden_layers = NUM_LAYERS
     config.scheduler_config.max_num_batched_tokens = chunk
     config.scheduler_config.max_num_seqs = max_num_seqs
     if num_blocks is not None:
@@ -479,7 +501,7 @@ def engine(
         config.scheduler_config.scheduler_cls = None
     with no_collections():
         core = Core(config, executor, log_stats=False)
-    if captures:
+    if captures and not bare_rows:
         core.capture.output_queue.part_bytes = PART_BYTES
     if stages > 1:
         core.batch_queue_size = stages + is_async

@@ -657,7 +657,7 @@ refused("The capture of routed experts cannot be loaded: ", "VLLM_PLUGINS")
 """
         for missing in ("server.inprocess.engine_hooks", "capture.engine.config")
     },
-    "another front end of vLLM's gets vLLM's own capture": """
+    "another front end of vLLM's gets vLLM's own capture, unless it returns rows": """
 from vllm.usage.usage_lib import UsageContext
 SERVER, PROGRAM = UsageContext.OPENAI_API_SERVER, UsageContext.LLM_CLASS
 
@@ -672,6 +672,26 @@ def is_ours(context):
 assert is_ours(SERVER)
 os.environ |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": "/bin/true"}
 assert (is_ours(SERVER), is_ours(SERVER), is_ours(PROGRAM)) == (False, False, True)
+from pathlib import Path
+from tempfile import mkdtemp
+from routed_experts.capture.wire.vllm_rows import sends_bare_rows
+
+rust = Path(mkdtemp()) / "vllm-rs"
+rust.write_text("#!/bin/sh\\necho vllm-rs 0.33.0\\n")
+rust.chmod(0o755)
+os.environ["VLLM_RUST_FRONTEND_PATH"] = str(rust)
+assert is_ours(SERVER)
+args = EngineArgs(**given, enable_return_routed_experts=True)
+assert sends_bare_rows(args.create_engine_config(SERVER))
+assert not sends_bare_rows(EngineArgs(**given, enable_return_routed_experts=True).create_engine_config(PROGRAM))
+os.environ["VLLM_PLUGINS"] = "routed_experts"
+try:
+    EngineArgs(**given, enable_return_routed_experts=True).create_engine_config(SERVER)
+except ValueError as error:
+    assert "passes over the fields of routed-experts-server" in str(error), error
+else:
+    raise AssertionError("the fields would be passed over in silence")
+del os.environ["VLLM_PLUGINS"]
 os.environ["VLLM_USE_RUST_FRONTEND"] = "0"
 sys.modules["smg_grpc_servicer"] = sys
 assert not is_ours(SERVER)

@@ -34,7 +34,8 @@ from routed_experts.capture.engine.config import (
     full_attention_group,
 )
 from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, used_by
-from routed_experts.capture.wire.rows import INPUT_KEY
+from routed_experts.capture.wire.rows import INPUT_KEY, WEIGHTS_KEY
+from routed_experts.capture.wire.vllm_rows import BARE_ROWS_KEY
 from routed_experts.capture.worker.moe_layers import find_moe_layers
 from routed_experts.server.cli import serve
 
@@ -129,6 +130,21 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "routing as an input with microbatches",
         {**INPUT, **EXPERT_PARALLEL, "all2all_backend": "deepep_low_latency"},
         {"VLLM_USE_V2_MODEL_RUNNER": "1", "parallel_config.enable_dbo": True},
+    ),
+    (
+        "the router's weights behind vLLM's front end in Rust",
+        {"additional_config": {BARE_ROWS_KEY: True, WEIGHTS_KEY: True}},
+        {},
+    ),
+    (
+        "routing as an input behind vLLM's front end in Rust",
+        {"additional_config": {BARE_ROWS_KEY: True, INPUT_KEY: True}},
+        {},
+    ),
+    (
+        "KV of other instances behind vLLM's front end in Rust",
+        {"additional_config": {BARE_ROWS_KEY: True}, **kv_transfer("NixlConnector")},
+        {},
     ),
     # Needs a multimodal model, whose class does not load there.
     ("encoder-only instance", {}, {"ec_transfer_config": ENCODER}),

@@ -56,7 +56,10 @@ MAY_IMPORT_VLLM = (
             *("router_input/rewriting", "router_input/refusals", "router_input/kernel"),
         )
     ),
-    *(f"capture/scheduler/{name}.py" for name in ("distributor", "output_queue", "scheduler")),
+    *(
+        f"capture/scheduler/{name}.py"
+        for name in ("bare_rows", "distributor", "output_queue", "scheduler")
+    ),
     *(f"capture/scheduler/{name}.py" for name in ("prefill_exchange", "row_source", "step")),
     "capture/scheduler/kv",
     *("server/vllm_api.py", "server/http/vllm_http.py", "server/http/seams.py"),

@@ -360,7 +360,8 @@ def test_the_front_end_in_rust_is_refused(
     disable_envs_cache()  # what a server before keeps
     for flags in ("", " --no-enable-return-routed-experts"):
         said = refused(capsys, *words(f"{SERVE}{flags}"))
-        assert said.startswith("VLLM_USE_RUST_FRONTEND chooses a front end of vLLM that cannot")
+        assert said.startswith("VLLM_USE_RUST_FRONTEND chooses a front end of vLLM that passes")
+        assert "vllm serve --enable-return-routed-experts" in said
 
 
 UNREADABLE = {
