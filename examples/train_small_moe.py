@@ -29,7 +29,7 @@ TOP_K = 2
 SEQUENCE = 128
 BATCH = 16
 LEARNING_RATE = 3e-3
-WARMUP_STEPS = 50
+WARMUP = 0.05  # of the steps
 LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "lib2to3"}
 HELD_OUT_EVERY = 10
 
@@ -120,7 +120,7 @@ def train(model: Qwen3MoeForCausalLM, domains: list[torch.Tensor], num_steps: in
     """Half of each batch is code, half is prose."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, total_steps=num_steps, pct_start=WARMUP_STEPS / num_steps
+        optimizer, LEARNING_RATE, total_steps=num_steps, pct_start=WARMUP
     )
     random = np.random.default_rng(SEED)
     model.train()
