@@ -19,18 +19,11 @@ from routed_experts.protocol.saved import read
 from routed_experts.protocol.score import Logprobs, Score, forcing, logprobs_of, sampling
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.tools.differences import aligned, tails
-from routed_experts.server.tools.running import RunningServer
+from routed_experts.server.tools.running import FIELDS_FOR_SAVED, RunningServer
 from routed_experts.server.tools.saved import info_of, opened
 
-_OWN = {
-    "prompt_logprobs": 0,
-    "return_routed_experts": True,
-    "return_token_ids": True,
-    "routed_experts_delivery": "inline",
-    "routed_experts_format": "object",
-    "routed_experts_layers": "moe",
-    "routed_experts_layout": "split",
-}
+_OWN = {**FIELDS_FOR_SAVED, "routed_experts_prompt_start": 0, "prompt_logprobs": 0}
+"""Fields of a request for the server's own rows, from the first on."""
 PARTS = ("whole", "routing", "rest")
 """Of a difference, as `Split` names them."""
 
