@@ -193,7 +193,16 @@ def shared_prefix(
     if new_media is not None:
         return replace(prefix, media=new_media)
     if end is not None:  # by the caller's word: the next turn is joined by positions alone
-        return replace(prefix, prompt_token_ids=None, token_ids=None, media=None)
+        mask = generated_mask(before)
+        logprobs = _logprobs_of_all(before, len(mask))
+        return replace(
+            prefix,
+            prompt_token_ids=None,
+            token_ids=None,
+            media=None,
+            generated=mask,
+            logprobs=logprobs,
+        )
     return prefix
 
 
@@ -211,7 +220,9 @@ def join_turns(
     """Joins the rows of a conversation's turns, each requested with a prompt start.
 
     Where turns overlap, the earlier rows are kept: the earlier tokens were generated with them.
-    Log-probabilities are those of the last turn, and histograms are left out.
+    Log-probabilities are then of all P + G tokens: each turn's own of what it generated, NaN where
+    none is known; without token ids, those of the last turn. `generated_mask` tells which tokens
+    the turns generated. Histograms are left out.
 
     References, of each turn its prompt's and its choice's, are joined without reading an array:
     `fetch.fetch_spans` reads the spans that come back. Whether the turns' tokens continue each
@@ -267,7 +278,68 @@ def _continued(before: Routing, turn: Routing) -> Routing:
         start=before.start,
         prompt_histogram=None,
         histogram=None,
+        **_values_of_both(before, turn),
     )
+
+
+def _values_of_both(before: Routing, turn: Routing) -> dict[str, Any]:
+    """Which tokens were generated, and log-probabilities [P + G], of a turn and what came before.
+    None without token ids."""
+    if turn.prompt_token_ids is None or turn.token_ids is None:
+        return {}
+    generated = generated_mask(turn).copy()
+    logprobs = _logprobs_of_all(turn, len(generated))
+    logprobs_before = None
+    if before.generated is not None or None not in (before.prompt_token_ids, before.token_ids):
+        mask_before = generated_mask(before)
+        num_same = _num_tokens_that_stay(before, turn.prompt_token_ids)
+        stayed = np.flatnonzero(mask_before[:num_same])
+        generated[stayed] = True
+        logprobs_before = _logprobs_of_all(before, len(mask_before))
+    if logprobs_before is not None:
+        if logprobs is None:
+            logprobs = np.full(len(generated), np.nan)
+        logprobs[stayed] = logprobs_before[stayed]
+    return {"generated": generated, "logprobs": logprobs}
+
+
+def _num_tokens_that_stay(before: Routing, prompt: Sequence[int]) -> int:
+    """How many of the tokens of `before` the prompt begins with. The last one of a turn has no row,
+    so that it may be another in the next prompt."""
+    if before.prompt_token_ids is None or before.token_ids is None:
+        return before.end
+    tokens = (*before.prompt_token_ids, *before.token_ids)[: before.end + 1]
+    return _num_same(_token_ids("token_ids", tokens), _token_ids("prompt_token_ids", prompt))
+
+
+def _logprobs_of_all(routing: Routing, num_tokens: int) -> NDArray[np.float64] | None:
+    """[P + G], NaN for a prompt without them."""
+    if routing.logprobs is None:
+        return None
+    logprobs = np.full(num_tokens, np.nan)
+    logprobs[num_tokens - len(routing.logprobs) :] = routing.logprobs
+    return logprobs
+
+
+def generated_mask(routing: Routing) -> NDArray[np.bool_]:
+    """[P + G], whether each token was generated, in any of the turns that were joined.
+
+    `align_values` pads it to a batch, as it does `Routing.logprobs`.
+
+    >>> rows = np.zeros((3, 1, 1), np.int16)
+    >>> generated_mask(Routing(rows, prompt_token_ids=(5, 6), token_ids=(7, 8))).tolist()
+    [False, False, True, True]
+
+    Raises:
+        RoutingError: the response has no token ids.
+    """
+    arguments.instance("routing", routing, Routing)
+    if routing.generated is not None:
+        return routing.generated
+    if routing.prompt_token_ids is None or routing.token_ids is None:
+        raise RoutingError("the response has no token ids: set return_token_ids in the request")
+    of_prompt = np.zeros(len(routing.prompt_token_ids), bool)
+    return np.concatenate([of_prompt, np.ones(len(routing.token_ids), bool)])
 
 
 def _join_references(references: Sequence[Mapping[str, Any]]) -> list[Span]:

@@ -90,7 +90,8 @@ class Routing:
         weights: float32 [n, L, K], the router's weights of the ids, if the response has them; NaN
             where unknown.
         logprobs: float64, log-probabilities of the G generated tokens, with `echo` of all P + G, if
-            the response has them; NaN for a token without one (the first of a prompt).
+            the response has them; NaN for a token without one (the first of a prompt). Of joined
+            turns, of all P + G.
         texts: of the P + G tokens, None where unknown; if log-probabilities tell them.
         prompt_histogram: counts of the rows of the prompt, if the response has them
             (`routed_experts_histogram`).
@@ -98,6 +99,8 @@ class Routing:
         media: the hash of each picture, sound and block of embeddings of the prompt, in their
             order, or other names that differ where what the model sees differs; () if the prompt
             has none, None if nobody said.
+        generated: [P + G], the tokens that were generated, of joined turns (`batch.generated_mask`
+            has those of all responses).
 
     Raises:
         TypeError: an argument has another type, or an array another kind of elements.
@@ -117,6 +120,7 @@ class Routing:
     prompt_histogram: Histogram | None = None
     histogram: Histogram | None = None
     media: tuple[str, ...] | None = None
+    generated: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", arguments.array("rows", self.rows, "iu", "nLK"))

@@ -5,6 +5,7 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,10 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
     batch.shared_prefix: (
         {"before": ROUTING, "prompt": [1, 2]},
         {"prompt": (None, 5, "x", [1.5], ["1"], [None], ROWS, [[1], [1, 2]])},
+    ),
+    batch.generated_mask: (
+        {"routing": replace(ROUTING, prompt_token_ids=(1,), token_ids=(2, 3))},
+        {},
     ),
     batch.join_turns: ({"turns": [ROUTING]}, {"turns": ([],)}),
     batch.spread_layers: (

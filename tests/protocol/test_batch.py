@@ -16,6 +16,7 @@ from routed_experts.protocol.batch import (
     align,
     align_values,
     align_weights,
+    generated_mask,
     join_turns,
     scaled,
     shared_prefix,
@@ -147,6 +148,34 @@ class TestTurns:
             "of the last turn alone"
         )
         assert np.array_equal(join_turns([turns[0], self.turn(7, 1, 7)]).rows, turns[0].rows)
+
+    def test_log_probabilities_and_mask_of_all_turns(self) -> None:
+        """Of three turns, in the columns of their tokens."""
+        turns = [
+            replace(self.turn(p, g, s), logprobs=-np.arange(p, p + g, dtype=float))
+            for p, g, s in ((5, 3, 0), (12, 6, 7), (22, 8, 17))
+        ]
+        generated = [*range(5, 8), *range(12, 18), *range(22, 30)]
+        joined_routing = join_turns(turns)
+        mask = generated_mask(joined_routing)
+        assert np.flatnonzero(mask).tolist() == generated
+        logprobs = align_values([joined_routing], [joined_routing.logprobs], 32)[0]
+        assert logprobs[generated].tolist() == [-position for position in generated]
+        assert np.isnan(logprobs[:30][~mask]).all()
+        assert align_values([joined_routing], [mask], 32)[0].sum() == len(generated)
+
+    def test_log_probabilities_of_a_history_that_was_rewritten(self) -> None:
+        """What the prompt replaced was not generated: the last token of a turn, or all after a
+        position."""
+        first = replace(self.turn(5, 3, 0), logprobs=np.array([-5.0, -6.0, -7.0]))
+        second = replace(self.turn(12, 6, 7, at7=99), logprobs=np.full(6, -1.0))
+        joined_routing = join_turns([first, second])
+        assert np.flatnonzero(generated_mask(joined_routing)).tolist() == [5, 6, *range(12, 18)]
+        prefix = shared_prefix(first, range(12), end=6)
+        joined_routing = join_turns([prefix, self.turn(12, 6, 6)])
+        assert np.flatnonzero(generated_mask(joined_routing)).tolist() == [5, *range(12, 18)]
+        assert joined_routing.logprobs[5] == -5
+        assert np.isnan(joined_routing.logprobs[6:]).all()
 
     def test_rows_that_hold_for_another_prompt(self) -> None:
         """Which continues the history, is a part of it, or has another token somewhere."""
