@@ -15,7 +15,11 @@ from fastapi import FastAPI
 
 from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.server.http.routes import generate_router, router
-from routed_experts.server.http.schemas import PrefillRows
+from routed_experts.server.http.schemas import CHUNKS, PrefillRows
+
+REFERENCE = "#/components/schemas/{model}"
+EVENT = "x-event-schema"
+"""In a stream's media type: the schema of an event's JSON, for which OpenAPI 3.1 has no keyword."""
 
 DESCRIPTION = """\
 An OpenAI-compatible server that returns, for every token and every MoE layer, the experts that the router chose.
@@ -45,8 +49,14 @@ def describe() -> dict[str, Any]:
         for option in schema.get("properties", {}).get("kv_transfer_params", {}).get("anyOf", ()):
             if option["type"] == "object":
                 option["properties"] = {
-                    PARAM: {"$ref": f"#/components/schemas/{PrefillRows.__name__}"}
+                    PARAM: {"$ref": REFERENCE.format(model=PrefillRows.__name__)}
                 }
+    for path, model in CHUNKS.items():
+        chunk = model.model_json_schema(ref_template=REFERENCE, mode="serialization")
+        schemas |= chunk.pop("$defs") | schemas
+        schemas[model.__name__] = chunk
+        stream = spec["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        stream[EVENT] = {"$ref": REFERENCE.format(model=model.__name__)}
     _give_each_its_title(schemas)
     spec["components"]["schemas"] = dict(sorted(schemas.items()))
     spec["components"]["securitySchemes"] = {

@@ -19,11 +19,17 @@ from routed_experts.server.http.texts import TokenIds
 from routed_experts.server.http.vllm_http import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
+    ChatCompletionResponseStreamChoice,
+    ChatCompletionStreamResponse,
     CompletionResponse,
     CompletionResponseChoice,
+    CompletionResponseStreamChoice,
+    CompletionStreamResponse,
     ErrorResponse,
     GenerateTokensChoice,
     GenerateTokensResponse,
+    GenerateTokensStreamChoice,
+    GenerateTokensStreamResponse,
 )
 from routed_experts.server.vllm_api import VLLM_VERSION
 
@@ -128,6 +134,49 @@ class RoutedGenerateResponse(_Response, GenerateTokensResponse):
     output_mode: Literal["tokens", "text"] = "tokens"  # vLLM has a model for each
 
 
+class RoutedCompletionChunkChoice(_Choice, CompletionResponseStreamChoice):
+    """vLLM's choice in a chunk of a completion, with the rows that became known with its tokens."""
+
+
+class RoutedCompletionChunk(_Response, CompletionStreamResponse):
+    """vLLM's chunk of a streamed completion, with routing."""
+
+    choices: list[RoutedCompletionChunkChoice]
+
+
+class RoutedChatChunkChoice(_Choice, ChatCompletionResponseStreamChoice):
+    """vLLM's choice in a chunk of a chat completion, with the rows that became known with its
+    tokens."""
+
+
+class RoutedChatChunk(_Response, ChatCompletionStreamResponse):
+    """vLLM's chunk of a streamed chat completion, with routing."""
+
+    choices: list[RoutedChatChunkChoice]
+
+
+class RoutedGenerateChunkChoice(_Choice, GenerateTokensStreamChoice):
+    """vLLM's choice in a chunk of a token-in, token-out response, with the rows that became known
+    with its tokens."""
+
+    routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_GENERATED)
+
+
+class RoutedGenerateChunk(_Response, GenerateTokensStreamResponse):
+    """vLLM's chunk of a streamed token-in, token-out response, with routing."""
+
+    choices: list[RoutedGenerateChunkChoice]
+    output_mode: Literal["tokens", "text"] = "tokens"  # vLLM has a model for each
+
+
+CHUNKS = {
+    "/v1/completions": RoutedCompletionChunk,
+    "/v1/chat/completions": RoutedChatChunk,
+    "/inference/v1/generate": RoutedGenerateChunk,
+}
+"""By endpoint, what each event of its stream is, but the last, `[DONE]`, and one with an error."""
+
+
 class PrefillRows(BaseModel):
     """The prompt rows in `kv_transfer_params`, for prefill and decode on separate instances. With
     `return_routed_experts`, the prefill response contains them and the decode request must contain
@@ -195,6 +244,24 @@ _PART_ERRORS = {
 }
 
 
+_KEYLESS: Responses = {
+    401: {
+        "description": "The server has a key, and the request does not.",
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"error": {"type": "string"}},
+                    "required": ["error"],
+                },
+                "example": {"error": "Unauthorized"},
+            }
+        },
+    }
+}
+"""vLLM's answer, which does not have the form of other errors."""
+
+
 def _route(
     name: str, ok: dict[str, Any], errors: dict[int, str], request: dict[str, Any] | None = None
 ) -> Any:
@@ -206,7 +273,7 @@ def _route(
     responses[next(iter(errors))]["content"] = {
         "application/json": {"example": _EXAMPLES[name]["error"]}
     }
-    operation: dict[str, Any] = {"responses": {200: ok, **responses}}
+    operation: dict[str, Any] = {"responses": {200: ok, **responses, **_KEYLESS}}
     if "request" in _EXAMPLES[name]:
         content = {"application/json": {**(request or {}), "example": _EXAMPLES[name]["request"]}}
         operation["openapi_extra"] = {

@@ -48,14 +48,17 @@ cli_env_setup = _first("cli_env_setup", _NEW_STARTUP, f"{_ENTRY}.serve.utils.api
 GenerateTokensChoice = _first_or_none("GenerateTokensChoice", _GENERATE) or _first(
     "GenerateResponseChoice", _GENERATE
 )
-_stream_choice = _first_or_none("GenerateTokensStreamChoice", _GENERATE) or _first(
+GenerateTokensStreamChoice = _first_or_none("GenerateTokensStreamChoice", _GENERATE) or _first(
     "GenerateResponseStreamChoice", _GENERATE
 )
-_IS_LAST = list(_stream_choice.model_fields)[-1] == "routed_experts"
+_IS_LAST = list(GenerateTokensStreamChoice.model_fields)[-1] == "routed_experts"
 OWN_FIELD = ',"routed_experts":null' if _IS_LAST else '"routed_experts":null,'
 """vLLM's own field in a streamed choice of generate."""
 _tokens_response = _first_or_none("GenerateTokensResponse", _GENERATE)  # 0.32
 GenerateTokensResponse = _tokens_response or _first("GenerateResponse", _GENERATE)
+GenerateTokensStreamResponse = _first_or_none("GenerateTokensStreamResponse", _GENERATE) or _first(
+    "GenerateStreamResponse", _GENERATE
+)
 VLLMClientError: Any = _first_or_none("VLLMClientError", "vllm.exceptions") or ()
 """As an exception to catch: none is one, where there is none."""
 

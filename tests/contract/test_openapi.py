@@ -4,6 +4,7 @@ vLLM's own fields differ from version to version. The file is made with the one 
 build; on another one these tests look at what the file would be there.
 """
 
+import copy
 import re
 from typing import Any
 
@@ -113,14 +114,24 @@ def test_the_page_has_our_fields_and_endpoints(spec: dict[str, Any]) -> None:
 def test_our_routes_are_in_the_file_and_nothing_else(
     spec: dict[str, Any], served: dict[str, Any]
 ) -> None:
-    """They have taken the place of vLLM's in its application, and say the same there."""
+    """They have taken the place of vLLM's in its application, and say the same there, but for the
+    schemas of events, which only the file has."""
     in_file = operations(spec)
     assert in_file.keys() == described_routes()
     rows = in_file["/v1/routed_experts/rows/{id}", "get"]["responses"]
     assert {"200", "206", "304", "400", "401", "404", "410", "412", "416"} <= rows.keys()
     assert len(in_file) == 7
     for (path, method), operation in in_file.items():
-        assert served["paths"][path][method] == operation
+        assert served["paths"][path][method] == without_events(operation)
+        assert "401" in operation["responses"]
+
+
+def without_events(operation: dict[str, Any]) -> dict[str, Any]:
+    operation = copy.deepcopy(operation)
+    for response in operation["responses"].values():
+        for content in response.get("content", {}).values():
+            content.pop(spec_file.EVENT, None)
+    return operation
 
 
 def described_routes() -> set[tuple[str, str]]:
@@ -136,7 +147,8 @@ def test_schemas_of_the_file_have_the_fields_of_those_that_are_served(
     """Names only: where vLLM has two models of one name, the references of the two descriptions
     differ."""
     in_file = spec["components"]["schemas"]
-    names = [name for name in in_file if name.startswith(("Routed", "Capture", "Error"))]
+    ours = [name for name in in_file if name.startswith(("Routed", "Capture", "Error"))]
+    names = [name for name in ours if "Chunk" not in name]
     assert len(names) == 17
     for name in names:
         here = in_file[name]
@@ -162,7 +174,7 @@ def examples_in(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_every_example_of_json_is_valid(spec: dict[str, Any]) -> None:
     examples = examples_in(spec)
-    assert len(examples) == 4 + 5 + 5  # requests, answers, errors
+    assert len(examples) == 4 + 5 + 5 + 5  # requests, answers, errors, 401
     for body in examples:
         schema = {**body["schema"], "components": spec["components"]}
         jsonschema.Draft202012Validator(schema).validate(body["example"])
@@ -209,8 +221,11 @@ def test_every_field_of_a_request_is_described(spec: dict[str, Any], path: str) 
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_errors_of_an_endpoint_are_vllms_not_fastapis(spec: dict[str, Any], path: str) -> None:
+    """A missing key is refused before a request has a form."""
     responses = spec["paths"][path]["post"]["responses"]
-    errors = {status: response for status, response in responses.items() if status != "200"}
+    errors = {
+        status: response for status, response in responses.items() if status not in ("200", "401")
+    }
     assert {"400", "404", "500", "501"} <= set(errors)
     for response in errors.values():
         assert response["content"][JSON]["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
@@ -238,6 +253,20 @@ def test_an_example_has_all_its_rows_and_its_stream_is_the_same_answer(
     assert arrays[0]["start"] == own["start"]
     streamed = [rows_of(spec, array, array["start"]) for array in arrays]
     assert np.array_equal(np.concatenate(streamed), rows)
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_every_event_of_an_example_is_a_chunk_as_described(spec: dict[str, Any], path: str) -> None:
+    stream = spec["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    schema = {**stream[spec_file.EVENT], "components": spec["components"]}
+    validator = jsonschema.Draft202012Validator(schema)
+    chunks = chunks_of(stream["example"])
+    assert len(chunks) > 1
+    for chunk in chunks:
+        validator.validate(chunk)
+    (choice,) = chunks[-1]["choices"]
+    choice["routed_experts"]["shape"] = "many"
+    assert not validator.is_valid(chunks[-1])
 
 
 def chunks_of(stream: str) -> list[dict[str, Any]]:
