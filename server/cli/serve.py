@@ -13,7 +13,9 @@ from typing import Any
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
 from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.network_utils import zmq_socket_ctx
@@ -366,10 +368,18 @@ def choose_api_server_count(args: argparse.Namespace, cores: int) -> None:
         engines = engines_here = engines_here or 1  # it serves its own engines only
     workers = args.tensor_parallel_size * args.pipeline_parallel_size
     # an only worker runs in the process of its engine core
-    processes = engines_here * (1 + workers if workers > 1 else 1)
+    processes = engines_here * (1 + _workers_here(args, workers) if workers > 1 else 1)
     at_once = engines * _max_num_seqs(args, workers)
     count = api_server_count(at_once, cores, processes, least=engines)
     if count == engines:  # as many as vLLM starts
+        return
+    if _may_be_multimodal(args):
+        logger.info(
+            "Starting as many API processes as vLLM would, though %d requests may run at once: "
+            "several share no cache of images, video and audio with the engine. "
+            "--api-server-count sets another number.",
+            at_once,
+        )
         return
     args.api_server_count = count
     logger.info(
@@ -391,6 +401,9 @@ def _may_have_several_api_processes(args: argparse.Namespace) -> bool:
         or is_balanced_outside  # vLLM starts one beside each engine
         or args.uds is not None  # several were not tested there
         or getattr(args, "enable_fault_tolerance", False)  # since 0.32: vLLM refuses several
+        or args.enable_elastic_ep  # with which vLLM takes one
+        # with which vLLM places workers by the number of API processes
+        or os.environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0"
         or args.enable_server_load_tracking  # which counts the requests of one process
         or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING  # with which vLLM refuses several
         or envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION  # with which the capture refuses several
@@ -398,6 +411,39 @@ def _may_have_several_api_processes(args: argparse.Namespace) -> bool:
         or envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH  # an only process stays
     )
     return not takes_one
+
+
+def _workers_here(args: argparse.Namespace, workers: int) -> int:
+    """Those of an engine's workers that run on this host."""
+    engines_here: int = args.data_parallel_size_local or args.data_parallel_size
+    groups_of_hosts = max(args.data_parallel_size // engines_here, 1)
+    hosts_of_engine: int = max(args.nnodes // groups_of_hosts, 1)
+    return -(-workers // hosts_of_engine)
+
+
+def _may_be_multimodal(args: argparse.Namespace) -> bool:
+    """Whether the model takes more than text, as far as its configuration says; also true of one
+    that cannot be read.
+
+    With several API processes, vLLM keeps processed inputs in each of them, and no longer shares
+    them with the engine, and reserves GPU memory for each of them to decode videos.
+    """
+    if args.language_model_only:
+        return False
+    try:
+        config = get_config(
+            args.model,
+            trust_remote_code=args.trust_remote_code,
+            revision=args.revision,
+            code_revision=args.code_revision,
+            config_format=args.config_format,
+        )
+    except Exception:  # noqa: BLE001 vLLM reads it again, and says what is wrong
+        return True
+    names = config.architectures or ()
+    return any(name in _MULTIMODAL_MODELS for name in names) or (
+        config.get_text_config() is not config
+    )
 
 
 def _max_num_seqs(args: argparse.Namespace, world_size: int) -> int:

@@ -1,6 +1,7 @@
 """The number of a server's API processes where nobody says it."""
 
 import argparse
+import json
 import logging
 import os
 from pathlib import Path
@@ -40,22 +41,65 @@ def test_streams_need_processes_and_processes_need_cores(
     assert api_server_count(requests_at_once, cores, engine_processes, least) == count
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    quota = tmp_path / "cpu.max"
-    cores = len(os.sched_getaffinity(0))
-    assert usable_cores(quota) == cores  # no cgroup v2
-    for text, allowed in (
-        ("max 100000\n", cores),
-        ("100000 100000\n", 1),
-        ("50000 100000\n", 1),
-        (f"{cores * 300000} 100000\n", cores),
-    ):
-        quota.write_text(text)
-        assert usable_cores(quota) == allowed, text
+ALL = len(os.sched_getaffinity(0))
 
 
-def chosen(*flags: str, cores: int = CORES) -> argparse.Namespace:
-    args = serve.parse(["model", *flags])
+@pytest.mark.parametrize(
+    ("own_cgroups", "files", "expected"),
+    [
+        ("", {"cpu.max": "100000 100000"}, ALL),  # no cgroup
+        ("0::/", {}, ALL),
+        ("0::/", {"cpu.max": "max 100000"}, ALL),
+        ("0::/", {"cpu.max": "100000 100000"}, 1),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/", {"cpu.max": f"{ALL * 300000} 100000"}, ALL),
+        # a service's own limit, and one above it
+        ("0::/a/b", {"a/b/cpu.max": "100000 100000"}, 1),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "100000 100000"}, 1),
+        ("0::/a/b", {"a/b/cpu.max": "900000 100000", "a/cpu.max": "100000 100000"}, 1),
+        ("0::/a", {"a/b/cpu.max": "100000 100000"}, ALL),  # another's
+        ("0::/../host/path", {"cpu.max": "100000 100000"}, 1),  # paths of the host
+        # version 1
+        ("3:cpuset:/\n2:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "100000"}, 1),
+        ("2:cpu:/a/b", {"cpu/a/cpu.cfs_quota_us": "100000"}, 1),
+        ("2:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "-1"}, ALL),
+        ("2:cpuset:/a\n0::/", {"cpu/a/cpu.cfs_quota_us": "100000"}, ALL),
+    ],
+)
+def test_the_least_limit_of_cgroups_counts(
+    tmp_path: Path, own_cgroups: str, files: dict[str, str], expected: int
+) -> None:
+    own = tmp_path / "own"
+    own.write_text(own_cgroups)
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+        if path.name == "cpu.cfs_quota_us":
+            path.with_name("cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(tmp_path / "cgroup", own) == expected
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model("model", QWEN3_MOE)
+
+
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+QWEN3_VL_MOE = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+}
+
+
+def write_model(folder: str, config: dict[str, Any]) -> None:
+    Path(folder).mkdir()
+    Path(folder, "config.json").write_text(json.dumps(config))
+
+
+def chosen(*flags: str, model: str = "model", cores: int = CORES) -> argparse.Namespace:
+    args = serve.parse([model, *flags])
     serve.choose_api_server_count(args, cores)
     return args
 
@@ -82,6 +126,11 @@ def chosen(*flags: str, cores: int = CORES) -> argparse.Namespace:
         ((*MANY, "--headless"), None),
         ((*MANY, "--uds", "/tmp/socket"), None),
         ((*MANY, "--enable-server-load-tracking"), None),
+        ((*MANY, "--enable-elastic-ep"), None),
+        # half of the workers are another host's; in the second, each engine is on one host
+        ((*MANY, "-tp", "58", "--nnodes", "2"), 2),
+        ((*MANY, "-tp", "14", "-dp", "4", "-dpl", "2", "--nnodes", "2"), None),
+        ((*MANY, "-tp", "14", "-dp", "2", "-dpl", "1", "--nnodes", "2"), 8),
     ],
 )
 def test_what_is_chosen_for_flags(flags: tuple[str, ...], count: int | None) -> None:
@@ -93,6 +142,7 @@ def test_what_is_chosen_for_flags(flags: tuple[str, ...], count: int | None) -> 
     "variable",
     [
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        "VLLM_CPU_SIM_MULTI_NUMA",
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
         "VLLM_ENABLE_RESPONSES_API_STORE",
         "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",
@@ -104,6 +154,35 @@ def test_one_process_where_several_would_lose_something(
     monkeypatch.setenv(variable, "1")
     disable_envs_cache()
     assert chosen(*MANY).api_server_count is None
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "count"),
+    [
+        (QWEN3_VL_MOE, (), None),
+        (QWEN3_VL_MOE, ("--language-model-only",), 4),
+        (QWEN3_VL_MOE, ("--api-server-count", "3"), 3),
+        # of a model that vLLM does not know
+        ({**QWEN3_VL_MOE, "architectures": ["Other"]}, (), None),
+        ({**QWEN3_MOE, "architectures": ["Other"]}, (), 4),
+        ({**QWEN3_MOE, "architectures": None}, (), 4),
+        ({"model_type": "unknown"}, (), None),
+    ],
+)
+def test_models_that_take_more_than_text_have_as_many_as_vllm_starts(
+    config: dict[str, Any], flags: tuple[str, ...], count: int | None
+) -> None:
+    write_model("other", config)
+    assert chosen(*MANY, *flags, model="other").api_server_count == count
+
+
+def test_the_log_says_why_a_model_with_images_has_few(caplog: pytest.LogCaptureFixture) -> None:
+    write_model("other", QWEN3_VL_MOE)
+    with caplog.at_level(logging.INFO, serve.logger.name):
+        chosen(*MANY, model="other")
+    (line,) = caplog.messages
+    assert "images" in line
+    assert "--api-server-count" in line
 
 
 def test_a_configuration_file_of_vllm_sets_the_number(tmp_path: Path) -> None:
