@@ -1,32 +1,47 @@
 """Reads the files in a request's body, in a process of its own: a parser holds the interpreter for
 seconds, and leaves memory in pieces.
 
-    python -m routed_experts.server.page.reader_process < BODY
+    python -m routed_experts.server.page.reader_process ANSWER < BODY
 
-Standard output gets a first line of JSON, `{}` or `{"error": str}` if the body cannot be read, and
-then the lines of `page_lines`. The process ends when nobody reads them.
+`ANSWER` is the descriptor of a file, which gets the lines of `page_lines`, or a message if the exit
+status is `REFUSED`. Standard output says nothing: the process ends when its other end is closed.
 """
 
-import json
 import os
 import resource
 import select
 import signal
 import sys
+from contextlib import suppress
 from threading import Thread
-from typing import NoReturn
+from typing import IO, NoReturn
 
-from routed_experts.server.page import read_saved
+from routed_experts.server.page import MAX_BYTES, read_saved
 
 MEMORY_BYTES = 2 << 30
 """Of addresses. Bodies of the most bytes take up to 723 MiB."""
 CPU_S = 60
 """Bodies of the most bytes take up to 6 s."""
 _MORE_CPU_S = 10  # to say that there was too little
+_NICE = 10
+_FIRST_TO_KILL = "1000"  # the highest score
 TOO_MUCH_MEMORY = (
     "These files take too much memory to be read at once: open them with routed-experts view."
 )
 TOO_LONG = "These files take too long to be read at once: open them with routed-experts view."
+
+
+MAX_ANSWER_BYTES = 3 * MAX_BYTES
+"""A letter of two bytes takes six, as answers are ASCII."""
+TOO_LARGE_ANSWER = (
+    "The responses in these files take too many bytes to be sent at once: "
+    "open them with routed-experts view."
+)
+REFUSED = 3
+
+
+class RefusalError(Exception):
+    """What a client hears."""
 
 
 class CpuTimeError(Exception):
@@ -34,35 +49,48 @@ class CpuTimeError(Exception):
 
 
 def main() -> None:
+    give_way()
     limit(resource.RLIMIT_AS, MEMORY_BYTES, MEMORY_BYTES)
     signal.signal(signal.SIGXCPU, _end_reading)
     limit(resource.RLIMIT_CPU, CPU_S, CPU_S + _MORE_CPU_S)
-    Thread(target=_end_with_reader, daemon=True).start()
-    output = sys.stdout.buffer
+    Thread(target=_end_with_server, daemon=True).start()
+    with open(int(sys.argv[1]), "wb") as answer:
+        try:
+            write_answer(sys.stdin.buffer.read(), answer)
+            answer.flush()
+            return
+        except RefusalError as error:
+            message = str(error)
+        except MemoryError:
+            message = TOO_MUCH_MEMORY
+        except CpuTimeError:
+            message = TOO_LONG
+        answer.seek(0)
+        answer.truncate()
+        answer.write(message.encode())
+    sys.exit(REFUSED)
+
+
+def write_answer(body: bytes, answer: IO[bytes]) -> None:
     try:
-        lines = read_saved(sys.stdin.buffer.read())
+        lines = read_saved(body)
     except ValueError as error:
-        head = {"error": str(error)}
-    except MemoryError:
-        head = {"error": TOO_MUCH_MEMORY}
-    except CpuTimeError:
-        head = {"error": TOO_LONG}
-    else:
-        head = {}
-    output.write(json.dumps(head).encode() + b"\n")
-    output.flush()
-    if head:
-        return
-    last = None
-    try:
-        for line in lines:
-            output.write(line.encode())
-    except MemoryError:
-        last = TOO_MUCH_MEMORY
-    except CpuTimeError:
-        last = TOO_LONG
-    if last:
-        output.write(json.dumps({"error": {"message": last}}).encode() + b"\n")
+        raise RefusalError(str(error)) from None
+    num_bytes = 0
+    for line in lines:
+        content = line.encode()
+        num_bytes += len(content)
+        if num_bytes > MAX_ANSWER_BYTES:
+            raise RefusalError(TOO_LARGE_ANSWER)
+        answer.write(content)
+
+
+def give_way() -> None:
+    """Has the system slow down or kill this process rather than the server and its engine."""
+    with suppress(OSError):
+        os.nice(_NICE)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(_FIRST_TO_KILL)
 
 
 def limit(what: int, soft: int, hard: int) -> None:
@@ -77,7 +105,7 @@ def _end_reading(*_: object) -> NoReturn:
     raise CpuTimeError
 
 
-def _end_with_reader() -> None:
+def _end_with_server() -> None:
     """Ends this process once the other end of its standard output is closed, as when the server was
     killed."""
     poll = select.poll()

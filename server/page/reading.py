@@ -1,18 +1,16 @@
 """Reads the files that browsers send to a server, one request after another, in a process of its
 own for each: other requests stay quick, and this process keeps nothing."""
 
-import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import closing, suppress
 from http import HTTPStatus
 from subprocess import PIPE
+from typing import IO
 
 from anyio import (
     CancelScope,
-    EndOfStream,
-    IncompleteRead,
     Lock,
     create_task_group,
     fail_after,
@@ -20,8 +18,6 @@ from anyio import (
     open_process,
     sleep_forever,
 )
-from anyio.abc import Process
-from anyio.streams.buffered import BufferedByteReceiveStream
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import State
@@ -29,14 +25,15 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from routed_experts.server.page import HEADERS, MAX_BYTES, TOO_LARGE
+from routed_experts.server.page.reader_process import REFUSED
 
 MAX_WAITING_BYTES = 4 * MAX_BYTES
-"""Of all bodies that come or wait."""
+"""Of all bodies that come or wait, and of all answers that are sent."""
 WAIT_S = 60.0
 """A request waits this long for those before it."""
 STALLED_S = 30.0
 """A client that sends no piece of its request, or takes none of its response, for so long loses it,
-as others wait."""
+as its bytes count."""
 LONGEST_BODY_S = 600.0
 """In which a body must have come, and an answer must have been taken: a client that sends or takes
 a byte now and then would hold its place."""
@@ -51,7 +48,6 @@ NO_PROCESS = (
 )
 # -P: the folder in which the server was started has no modules of ours.
 COMMAND = [sys.executable, "-P", "-m", "routed_experts.server.page.reader_process"]
-_HEAD_BYTES = 1 << 16
 _PIECE_BYTES = 256 << 10
 
 
@@ -60,7 +56,7 @@ class Reading:
 
     def __init__(self) -> None:
         self.turn = Lock()  # of whose body is read
-        self.num_bytes = 0  # of all bodies
+        self.num_bytes = 0  # of all bodies and answers
 
     @classmethod
     def of(cls, state: State) -> "Reading":
@@ -69,15 +65,6 @@ class Reading:
         reading: Reading = state.routed_experts_reading
         return reading
 
-    @contextmanager
-    def body(self) -> Iterator["Body"]:
-        """A body, whose bytes count until it ends."""
-        body = Body(self)
-        try:
-            yield body
-        finally:
-            body.drop()
-
     def reserve(self, more: int) -> bool:
         """Counts bytes (or fewer, if negative), unless there are too many."""
         fits = self.num_bytes + more <= MAX_WAITING_BYTES
@@ -85,45 +72,50 @@ class Reading:
         return fits
 
 
-class Body:
-    """The body of a request, as far as it has come: in a file in memory, which the process that
-    reads it gets as it is, and which leaves nothing behind in this one."""
+class CountedFile:
+    """A file in memory, whose bytes count until it is closed. The process that reads gets it as it
+    is, and it leaves nothing behind in this one."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._file = os.fdopen(os.memfd_create("routed-experts-saved"), "wb")
-        self._num_bytes = 0
+        self._file: IO[bytes] | None = None
+        self.num_bytes = 0
 
-    async def receive(self, request: Request) -> Response | None:
-        """Reads the request to its end, so that the client hears of an error; returns the error."""
-        refusal: Response | None = None
-        chunks = request.stream()
-        while True:
-            with fail_after(STALLED_S):
-                chunk = await anext(chunks, None)
-            if chunk is None:
-                return refusal
-            if refusal is not None:
-                continue
-            if self._num_bytes + len(chunk) > MAX_BYTES:
-                refusal = error_response(TOO_LARGE, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            elif not self._reading.reserve(len(chunk)):
-                refusal = busy_response()
-            else:
-                self._num_bytes += len(chunk)
-                self._file.write(chunk)
-            if refusal is not None:
-                self.drop()
+    def open(self) -> None:
+        """Raises `OSError` if the system has no more descriptors."""
+        self._file = os.fdopen(os.memfd_create("routed-experts-saved"), "w+b")
 
-    def drop(self) -> None:
-        self._reading.reserve(-self._num_bytes)
-        self._num_bytes = 0
-        self._file.close()
+    def write(self, chunk: bytes) -> bool:
+        """Writes bytes, unless there are too many of all files."""
+        assert self._file is not None
+        fits = self._reading.reserve(len(chunk))
+        if fits:
+            self.num_bytes += len(chunk)
+            self._file.write(chunk)
+        return fits
+
+    def count(self) -> bool:
+        """Counts what another process has written, unless there are too many bytes of all files."""
+        num_bytes = os.fstat(self.from_start()).st_size
+        fits = self._reading.reserve(num_bytes)
+        self.num_bytes = num_bytes if fits else 0
+        return fits
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        assert self._file is not None
+        return self._file.read(num_bytes)
 
     def from_start(self) -> int:
         """The descriptor of the whole file."""
+        assert self._file is not None
         self._file.seek(0)
         return self._file.fileno()
+
+    def close(self) -> None:
+        self._reading.reserve(-self.num_bytes)
+        self.num_bytes = 0
+        if self._file is not None:
+            self._file.close()
 
 
 class FilesResponse(Response):
@@ -133,10 +125,10 @@ class FilesResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         reading = Reading.of(request.app.state)
-        with reading.body() as body:
+        with closing(CountedFile(reading)) as body, closing(CountedFile(reading)) as answer:
             try:
                 with fail_after(LONGEST_BODY_S):
-                    refusal = await body.receive(request)
+                    refusal = await _receive_body(request, body)
             except ClientDisconnect:
                 return
             except TimeoutError:
@@ -147,8 +139,35 @@ class FilesResponse(Response):
                 return
             async with create_task_group() as tasks:
                 tasks.start_soon(_cancel_when_left, receive, tasks.cancel_scope)
-                await _answer(body, reading, scope, send)
+                response = await _response_to(body, answer, reading)
+                body.close()
+                # A connection whose response is not whole is closed by uvicorn.
+                with suppress(TimeoutError, ClientDisconnect), fail_after(LONGEST_BODY_S):
+                    await response(scope, _receive_nothing, _in_time(send))
                 tasks.cancel_scope.cancel()
+
+
+async def _receive_body(request: Request, body: CountedFile) -> Response | None:
+    """Reads the request to its end, so that the client hears of an error; returns the error."""
+    refusal: Response | None = None
+    try:
+        body.open()
+    except OSError:
+        refusal = busy_response()
+    chunks = request.stream()
+    while True:
+        with fail_after(STALLED_S):
+            chunk = await anext(chunks, None)
+        if chunk is None:
+            return refusal
+        if refusal is not None:
+            continue
+        if body.num_bytes + len(chunk) > MAX_BYTES:
+            refusal = error_response(TOO_LARGE, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        elif not body.write(chunk):
+            refusal = busy_response()
+        if refusal is not None:
+            body.close()
 
 
 async def _cancel_when_left(receive: Receive, scope: CancelScope) -> None:
@@ -157,26 +176,31 @@ async def _cancel_when_left(receive: Receive, scope: CancelScope) -> None:
     scope.cancel()
 
 
-async def _answer(body: Body, reading: Reading, scope: Scope, send: Send) -> None:
+async def _response_to(body: CountedFile, answer: CountedFile, reading: Reading) -> Response:
+    """Has a process read a body, in its turn, and write an answer, which is sent after it."""
     with move_on_after(WAIT_S) as waited:
         await reading.turn.acquire()
     if waited.cancelled_caught:
-        await busy_response()(scope, _receive_nothing, send)
-        return
+        return busy_response()
     try:
         with fail_after(LONGEST_BODY_S):
-            async with reader_of(body) as process:
-                response = await _response_of(process)
-                await response(scope, _receive_nothing, _in_time(send))
+            status = await _exit_status(body, answer)
     except NoProcessError as error:
-        response = error_response(
+        return error_response(
             NO_PROCESS.format(error), HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError"
         )
-        await response(scope, _receive_nothing, send)
-    except (TimeoutError, ClientDisconnect):
-        return  # uvicorn closes the connection, as the response is not whole
+    except TimeoutError:
+        return failed_response()
     finally:
         reading.turn.release()
+    if not answer.count():
+        return busy_response()
+    if status == REFUSED:
+        return error_response(answer.read().decode(), HTTPStatus.BAD_REQUEST)
+    if status != 0:
+        return failed_response()
+    headers = {**HEADERS, "Content-Length": str(answer.num_bytes)}
+    return StreamingResponse(_pieces(answer), media_type="application/jsonl", headers=headers)
 
 
 async def _receive_nothing() -> Message:
@@ -189,25 +213,30 @@ class NoProcessError(Exception):
     """The system has none left, for example."""
 
 
-@asynccontextmanager
-async def reader_of(body: Body) -> AsyncIterator[Process]:
-    """The process that reads a body. It does not outlive the context, nor this process."""
+async def _exit_status(body: CountedFile, answer: CountedFile) -> int:
+    """Of the process that reads a body, once it has ended. It does not outlive this call, nor this
+    process."""
     # A cancellation here would leave a process that has just been started.
     with CancelScope(shield=True):
         try:
+            answer.open()
+            descriptor = answer.from_start()
             process = await open_process(
-                COMMAND,
+                [*COMMAND, str(descriptor)],
                 stdin=body.from_start(),
                 stdout=PIPE,
                 stderr=None,  # the server's
-                # Each thread of OpenBLAS would take addresses, which have a limit.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                env=_environment(),
+                pass_fds=[descriptor],
                 start_new_session=True,  # Ctrl-C is for the server alone
             )
         except OSError as error:
             raise NoProcessError(error.strerror) from error
     try:
-        yield process
+        assert process.stdout is not None
+        async for _ in process.stdout:  # what a module prints that the environment imports
+            pass
+        return await process.wait()
     finally:
         with suppress(ProcessLookupError):
             process.kill()
@@ -215,31 +244,19 @@ async def reader_of(body: Body) -> AsyncIterator[Process]:
             await process.aclose()
 
 
-async def _response_of(process: Process) -> Response:
-    assert process.stdout is not None
-    output = BufferedByteReceiveStream(process.stdout)
-    try:
-        head = json.loads(await output.receive_until(b"\n", _HEAD_BYTES))
-    except IncompleteRead:
-        return error_response(FAILED, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
-    if "error" in head:
-        return error_response(head["error"], HTTPStatus.BAD_REQUEST)
-    return StreamingResponse(
-        _pieces(output, process), media_type="application/jsonl", headers=HEADERS
-    )
+def _environment() -> dict[str, str]:
+    """Of the process that reads: it finds modules where this one does, whatever has started it."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        # Each thread of OpenBLAS would take addresses, which have a limit.
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
 
-async def _pieces(output: BufferedByteReceiveStream, process: Process) -> AsyncIterator[bytes]:
-    end = b"\n"
-    with suppress(EndOfStream):
-        while True:
-            piece = await output.receive(_PIECE_BYTES)
-            yield piece
-            end = piece[-1:]
-    if await process.wait() != 0:
-        line = json.dumps({"error": {"message": FAILED}}).encode()
-        yield b"" if end == b"\n" else b"\n"
-        yield line + b"\n"
+async def _pieces(answer: CountedFile) -> AsyncIterator[bytes]:
+    while piece := answer.read(_PIECE_BYTES):
+        yield piece
 
 
 def _in_time(send: Send) -> Send:
@@ -254,6 +271,10 @@ def busy_response() -> Response:
     response = error_response(BUSY, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
     response.headers["Retry-After"] = "60"
     return response
+
+
+def failed_response() -> Response:
+    return error_response(FAILED, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
 def too_slow_response() -> Response:

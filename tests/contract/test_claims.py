@@ -1,6 +1,7 @@
 """Files that browsers send to a server for its page: what they say of themselves costs other
 requests nothing."""
 
+import errno
 import json
 import os
 import resource
@@ -103,10 +104,7 @@ def test_bodies_that_wait_have_a_limit_together(
     assert post(server, text).status_code == 200
 
 
-def test_a_client_that_takes_nothing_loses_its_turn(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "STALLED_S", 1.0)
+def test_a_client_that_takes_nothing_holds_up_nobody(server: Server) -> None:
     rows = {"data": b64encode(bytes(12 << 20)).decode(), "shape": [1 << 20, 3, 4], "dtype": "uint8"}
     choice = {**CLAIM, "routed_experts": {**rows, "start": 0, "missing": 0}}
     large = [
@@ -114,7 +112,9 @@ def test_a_client_that_takes_nothing_loses_its_turn(
     ]
     with server.client() as client, client.stream("POST", READ_PATH, json=large) as stalled:
         assert stalled.status_code == 200
+        begin = time.monotonic()
         assert post(server, json.dumps({"choices": [CLAIM]})).status_code == 200
+        assert time.monotonic() - begin < reading.STALLED_S / 2
 
 
 def test_a_request_waits_for_its_turn_no_longer_than_a_minute(
@@ -157,6 +157,11 @@ def test_a_client_that_sends_too_slowly_loses_its_place(
     sock.close()
 
 
+def url_of(server: uvicorn.Server) -> str:
+    host, port = server.servers[0].sockets[0].getsockname()
+    return f"http://{host}:{port}{READ_PATH}"
+
+
 def begin_upload(server: uvicorn.Server, content: bytes, num_bytes: int) -> socket.socket:
     """The connection of a client that has sent a part of `num_bytes`, or all."""
     sock = socket.create_connection(server.servers[0].sockets[0].getsockname())
@@ -174,12 +179,12 @@ def upload(server: uvicorn.Server, files: list[list[str]]) -> socket.socket:
 def test_clients_that_leave_before_their_answer_leave_nothing(
     page: tuple[uvicorn.Server, Reading],
 ) -> None:
-    """Neither the one that has its turn and takes nothing, nor the one that waits for it."""
+    """Neither the one that has its turn, nor the one that waits for it."""
     server, files_read = page
     choice = {"index": 0, "text": "", "routed_experts": array(1000)}
     line = json.dumps({"choices": [choice]})
-    reads_nothing = upload(server, [["f", f"{line}\n" * 20_000]])
-    wait_until(files_read.turn.locked, "the first has no turn", 30)
+    has_turn = upload(server, [["f", f"{line}\n" * 20_000]])
+    reader_in_turn().suspend()
     first_bytes = files_read.num_bytes
     waits = upload(server, [["f", "x" * (4 << 20)]])
     wait_until(
@@ -187,10 +192,25 @@ def test_clients_that_leave_before_their_answer_leave_nothing(
     )
     waits.close()
     wait_until(lambda: files_read.num_bytes == first_bytes, "the body of who left is kept", 5)
-    reads_nothing.close()
+    has_turn.close()
     wait_until(lambda: files_read.num_bytes == 0, "the body of who left is kept", 5)
     assert not files_read.turn.locked()
     assert not readers_of(psutil.Process())
+
+
+def test_an_answer_counts_until_it_is_taken(
+    page: tuple[uvicorn.Server, Reading], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client never takes it, another leaves."""
+    server, files_read = page
+    monkeypatch.setattr(reading, "STALLED_S", 1.0)
+    text = lines_of({"choices": [{**CLAIM, "routed_experts": array(60_000)}]}, 20 << 20)
+    takes_nothing = upload(server, [["f", text]])
+    leaves = upload(server, [["f", text]])
+    wait_until(lambda: files_read.num_bytes > 40 << 20, "the bodies are not there", 30)
+    leaves.close()
+    wait_until(lambda: files_read.num_bytes == 0, "the answer is kept", 30)
+    takes_nothing.close()
 
 
 # ---- the process that reads ----
@@ -204,6 +224,12 @@ def readers_of(process: psutil.Process) -> list[psutil.Process]:
     ]
 
 
+def reader_in_turn() -> psutil.Process:
+    wait_until(lambda: len(readers_of(psutil.Process())) == 1, "no process reads", 30)
+    (child,) = readers_of(psutil.Process())
+    return child
+
+
 def cpu_seconds(whose: int) -> float:
     usage = resource.getrusage(whose)
     return usage.ru_utime + usage.ru_stime
@@ -215,8 +241,7 @@ def test_a_large_value_is_parsed_in_another_process(page: tuple[uvicorn.Server, 
     body = json.dumps([["f", lines_of({"choices": [REAL]}, 6 << 20)]]).encode()
     before = cpu_seconds(resource.RUSAGE_SELF)
     of_children_before = cpu_seconds(resource.RUSAGE_CHILDREN)
-    host, port = server.servers[0].sockets[0].getsockname()
-    response = httpx.post(f"http://{host}:{port}{READ_PATH}", content=body, timeout=120)
+    response = httpx.post(url_of(server), content=body, timeout=120)
     assert response.status_code == 200
     assert response.text.count("\n") > 10
     of_children = cpu_seconds(resource.RUSAGE_CHILDREN) - of_children_before
@@ -229,71 +254,124 @@ def test_the_process_starts_without_the_server_s_packages() -> None:
     assert not {"vllm", "torch", "fastapi", "anyio", "pydantic"} & set(modules)
 
 
-def run_reader(text: str, before: str = "") -> list[Any]:
-    """The lines of a process that reads a file of `text`, after a line of Python."""
+def run_reader(text: str, before: str = "") -> tuple[int, str]:
+    """The exit status and the answer of a process that reads a file of `text`, after a line of
+    Python."""
     program = f"from {reader_process.__name__} import *; reader = sys.modules[main.__module__]"
-    output = subprocess.check_output(
-        [sys.executable, "-c", f"{program}\n{before}\nmain()"],
-        input=json.dumps([["f", text]]).encode(),
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-    )
-    return [json.loads(line) for line in output.splitlines()]
+    with TemporaryFile() as answer:
+        process = subprocess.run(
+            [sys.executable, "-c", f"{program}\n{before}\nmain()", str(answer.fileno())],
+            input=json.dumps([["f", text]]).encode(),
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            pass_fds=[answer.fileno()],
+            check=False,
+        )
+        answer.seek(0)
+        return process.returncode, answer.read().decode()
 
 
-def test_a_body_that_takes_too_much_memory_is_refused_or_cut_in_words() -> None:
+def test_a_body_that_takes_too_much_memory_is_refused_in_words() -> None:
+    """Before the first line of its answer, and after it."""
     limit = "reader.MEMORY_BYTES = 1 << 28"
-    message = reader_process.TOO_MUCH_MEMORY
-    assert run_reader("1" * (100 << 20), limit) == [{"error": message}]
+    refused = (reader_process.REFUSED, reader_process.TOO_MUCH_MEMORY)
+    assert run_reader("1" * (100 << 20), limit) == refused
     small = json.dumps({"choices": [CLAIM]})
-    late = f"{small}\n[{'1.5,' * 2_500_000}1]"
-    head, first, last = run_reader(late, limit)
-    assert head == {}
-    assert first["name"] == "f, line 1"
-    assert last == {"error": {"message": message}}
+    assert run_reader(f"{small}\n[{'1.5,' * 2_500_000}1]", limit) == refused
 
 
-def test_a_body_that_takes_too_long_is_cut_in_words() -> None:
-    *_, last = run_reader(lines_of({"choices": [REAL]}, 12 << 20), "reader.CPU_S = 1")
-    assert last == {"error": {"message": reader_process.TOO_LONG}}
+def test_a_body_that_takes_too_long_is_refused_in_words() -> None:
+    answer = run_reader(lines_of({"choices": [REAL]}, 12 << 20), "reader.CPU_S = 1")
+    assert answer == (reader_process.REFUSED, reader_process.TOO_LONG)
+
+
+def test_an_answer_of_too_many_bytes_is_refused_in_words() -> None:
+    text = lines_of({"choices": [CLAIM]}, 8000)
+    answer = run_reader(text, "reader.MAX_ANSWER_BYTES = 1000")
+    assert answer == (reader_process.REFUSED, reader_process.TOO_LARGE_ANSWER)
 
 
 def test_the_process_ends_when_the_server_is_killed() -> None:
     """The pipe that nobody reads any more is what it sees of that."""
     body = json.dumps([["f", lines_of({"choices": [REAL]}, 20 << 20)]]).encode()
-    with TemporaryFile() as file:
+    with TemporaryFile() as file, TemporaryFile() as answer:
         file.write(body)
         file.seek(0)
-        process = subprocess.Popen(reading.COMMAND, stdin=file, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [*reading.COMMAND, str(answer.fileno())],
+            stdin=file,
+            stdout=subprocess.PIPE,
+            pass_fds=[answer.fileno()],
+        )
+    threads = psutil.Process(process.pid).num_threads
+    wait_until(lambda: threads() > 1, "nothing watches the pipe", 30)
     assert process.stdout is not None
-    assert process.stdout.readline() == b"{}\n"
     process.stdout.close()
     assert process.wait(10) == 1
+
+
+def test_the_system_kills_the_process_before_the_server(
+    page: tuple[uvicorn.Server, Reading],
+) -> None:
+    server, _ = page
+    sock = upload(server, [["f", lines_of({"choices": [REAL]}, 12 << 20)]])
+    child = reader_in_turn()
+    wait_until(
+        lambda: Path(f"/proc/{child.pid}/oom_score_adj").read_text() == "1000\n",
+        "it has the score of the server",
+        10,
+    )
+    sock.close()
 
 
 def test_a_client_hears_that_the_process_was_killed(page: tuple[uvicorn.Server, Reading]) -> None:
     server, _ = page
     text = lines_of({"choices": [{**CLAIM, "routed_experts": array(60_000)}]}, 20 << 20)
-    host, port = server.servers[0].sockets[0].getsockname()
-    url = f"http://{host}:{port}{READ_PATH}"
-    with httpx.stream("POST", url, json=[["f", text]], timeout=60) as response:
-        assert response.status_code == 200
-        (child,) = readers_of(psutil.Process())
-        child.kill()
-        last = response.read().splitlines()[-1]
-    assert json.loads(last) == {"error": {"message": reading.FAILED}}
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(httpx.post, url_of(server), json=[["f", text]], timeout=60)
+        reader_in_turn().kill()
+    assert answer.result().status_code == 500
+    assert answer.result().json()["error"]["message"] == reading.FAILED
+
+
+def test_the_process_finds_modules_where_the_server_does(
+    page: tuple[uvicorn.Server, Reading], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And what one of them prints is not a part of the answer."""
+    server, _ = page
+    mark = tmp_path / "imported"
+    program = f"print('x' * 100_000)\nopen({str(mark)!r}, 'w')"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    response = httpx.post(url_of(server), json=[["f", json.dumps({"choices": [CLAIM]})]])
+    assert response.status_code == 200
+    assert json.loads(response.text)["name"].startswith("f")
+    assert mark.exists()
+
+
+def test_without_free_descriptors_a_client_is_told_to_come_again(
+    page: tuple[uvicorn.Server, Reading], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = page
+
+    def no_more(_: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", no_more)
+    response = httpx.post(url_of(server), json=[["f", "x" * (4 << 20)]])
+    assert (response.status_code, response.json()["error"]["message"]) == (503, reading.BUSY)
 
 
 def test_a_process_that_cannot_start_is_an_answer(
     page: tuple[uvicorn.Server, Reading], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, files_read = page
-    host, port = server.servers[0].sockets[0].getsockname()
     monkeypatch.setattr(reading, "COMMAND", ["/nowhere/python"])
-    response = httpx.post(f"http://{host}:{port}{READ_PATH}", json=[])
+    response = httpx.post(url_of(server), json=[])
     assert response.status_code == 503
     assert "(No such file or directory)" in response.json()["error"]["message"]
     monkeypatch.setattr(reading, "COMMAND", ["false"])
-    response = httpx.post(f"http://{host}:{port}{READ_PATH}", json=[])
+    response = httpx.post(url_of(server), json=[])
     assert response.status_code == 500
     assert response.json()["error"]["message"] == reading.FAILED
     wait_until(lambda: files_read.num_bytes == 0, "the body is kept", 5)
