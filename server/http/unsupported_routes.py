@@ -9,7 +9,7 @@ from tempfile import SpooledTemporaryFile
 from typing import IO, Any
 from urllib.parse import unquote_plus
 
-from fastapi import Depends, FastAPI, Request, params
+from fastapi import Depends, FastAPI, HTTPException, Request, params
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
@@ -50,6 +50,8 @@ _MOST_FIELDS = 2000
 """Of a form that may name our fields: FastAPI reads at most 1000 fields and 1000 files."""
 _MOST_NAME_BYTES = 256 << 10
 """Of the names of all fields together."""
+_MOST_FORM_BYTES = 64 << 20
+"""Of a form that no route has declared. vLLM takes 25 MiB of audio."""
 _FORM_BYTES_IN_MEMORY = 1 << 20  # as many as Starlette holds of a file
 _PIECE_BYTES = 64 << 10
 _PLAIN = (*(prefix.encode() for prefix in PREFIXES), b"\0")  # a NUL is in each letter of UTF-16
@@ -166,18 +168,25 @@ async def _checked_form(
     """The same for a form of several parts, which is looked into as it comes and goes into `file`.
     What is no form may be JSON that is called one."""
     counted = _CountedNames()
-    refusal: VLLMValidationError | None = None
+    refusal: VLLMValidationError | HTTPException | None = None
+    num_bytes = 0
     message: Message = {"more_body": True}
     while message.get("more_body", False):  # to the end, so that the client hears of the error
         message = await receive()
         if refusal is not None:
             continue
         chunk = message.get("body", b"")
-        file.write(chunk)
+        num_bytes += len(chunk)
+        if num_bytes > _MOST_FORM_BYTES:
+            refusal = HTTPException(413, f"The form has more than {_MOST_FORM_BYTES >> 20} MiB.")
+            continue
         try:
+            file.write(chunk)
             for name in form.read(chunk):
                 counted.add(name)
                 _refuse_fields(routing_fields_of(name), allowed)
+        except OSError:  # no folder for temporary files, or a full one
+            refusal = HTTPException(503, "The server has no room for a form of so many bytes.")
         except VLLMValidationError as error:
             refusal = error
     if refusal is not None:

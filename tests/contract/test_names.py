@@ -5,6 +5,7 @@ import ast
 import itertools
 import json
 import re
+import tempfile
 import tracemalloc
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
@@ -541,6 +542,32 @@ def test_a_large_form_is_not_held_in_memory() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 8 << 20
+
+
+def large_form(num_bytes: int) -> bytes:
+    return multipart(["file"]).removesuffix(b"\r\n--B--\r\n") + bytes(num_bytes)
+
+
+def test_a_form_that_no_route_declares_has_a_limit(api: Server) -> None:
+    """It would fill the disk."""
+    with api.client() as client:
+        headers = {"content-type": MULTIPART}
+        response = client.post("/tokenize", content=large_form(65 << 20), headers=headers)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (413, 413)
+    assert error["message"] == "The form has more than 64 MiB."
+
+
+def test_a_form_for_which_the_disk_has_no_room_is_an_answer(
+    api: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with api.client() as client:
+        headers = {"content-type": MULTIPART}
+        response = client.post("/tokenize", content=large_form(2 << 20), headers=headers)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (503, 503)
+    assert error["message"] == "The server has no room for a form of so many bytes."
 
 
 def test_rows_that_derender_would_drop(api: Server) -> None:
