@@ -25,10 +25,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from routed_experts.server.page import HEADERS, MAX_BYTES, TOO_LARGE
-from routed_experts.server.page.reader_process import REFUSED
+from routed_experts.server.page.reader_process import MAX_ANSWER_BYTES, REFUSED
 
 MAX_WAITING_BYTES = 4 * MAX_BYTES
-"""Of all bodies that come or wait, and of all answers that are sent."""
+"""Of all bodies that come or wait, and of all answers that are sent, when another body comes."""
+MOST_BYTES = MAX_WAITING_BYTES + MAX_ANSWER_BYTES
+"""The same, when another answer is sent: bodies that wait do not keep one back."""
 WAIT_S = 60.0
 """A request waits this long for those before it."""
 STALLED_S = 30.0
@@ -65,9 +67,9 @@ class Reading:
         reading: Reading = state.routed_experts_reading
         return reading
 
-    def reserve(self, more: int) -> bool:
-        """Counts bytes (or fewer, if negative), unless there are too many."""
-        fits = self.num_bytes + more <= MAX_WAITING_BYTES
+    def reserve(self, more: int, most: int) -> bool:
+        """Counts bytes, unless there are then more than `most`."""
+        fits = self.num_bytes + more <= most
         self.num_bytes += more if fits else 0
         return fits
 
@@ -88,7 +90,7 @@ class CountedFile:
     def write(self, chunk: bytes) -> bool:
         """Writes bytes, unless there are too many of all files."""
         assert self._file is not None
-        fits = self._reading.reserve(len(chunk))
+        fits = self._reading.reserve(len(chunk), MAX_WAITING_BYTES)
         if fits:
             self.num_bytes += len(chunk)
             self._file.write(chunk)
@@ -97,7 +99,7 @@ class CountedFile:
     def count(self) -> bool:
         """Counts what another process has written, unless there are too many bytes of all files."""
         num_bytes = os.fstat(self.from_start()).st_size
-        fits = self._reading.reserve(num_bytes)
+        fits = self._reading.reserve(num_bytes, MOST_BYTES)
         self.num_bytes = num_bytes if fits else 0
         return fits
 
@@ -112,7 +114,7 @@ class CountedFile:
         return self._file.fileno()
 
     def close(self) -> None:
-        self._reading.reserve(-self.num_bytes)
+        self._reading.num_bytes -= self.num_bytes
         self.num_bytes = 0
         if self._file is not None:
             self._file.close()
@@ -140,7 +142,6 @@ class FilesResponse(Response):
             async with create_task_group() as tasks:
                 tasks.start_soon(_cancel_when_left, receive, tasks.cancel_scope)
                 response = await _response_to(body, answer, reading)
-                body.close()
                 # A connection whose response is not whole is closed by uvicorn.
                 with suppress(TimeoutError, ClientDisconnect), fail_after(LONGEST_BODY_S):
                     await response(scope, _receive_nothing, _in_time(send))
@@ -192,6 +193,7 @@ async def _response_to(body: CountedFile, answer: CountedFile, reading: Reading)
     except TimeoutError:
         return failed_response()
     finally:
+        body.close()
         reading.turn.release()
     if not answer.count():
         return busy_response()
