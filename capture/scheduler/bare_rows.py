@@ -40,10 +40,10 @@ class BareRows:
         """For a request with these `SamplingParams`; None if it generates nothing."""
         if params is None:
             return None
+        # The front end checks it, but no rows come before a sequence, whatever a request holds.
+        prompt_start = max(params.routed_experts_prompt_start, 0)
         # Nobody reads rows before the end. Each choice has the rows of its prompt, as in vLLM.
-        return OptIn(
-            params.routed_experts_prompt_start, os.urandom(16), shared=False, final_only=True
-        )
+        return OptIn(prompt_start, os.urandom(16), shared=False, final_only=True)
 
     def place(
         self,

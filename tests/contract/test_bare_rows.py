@@ -111,6 +111,16 @@ def test_a_request_without_rows_has_an_array_of_none() -> None:
     assert answer.rows().shape == (0, NUM_LAYERS, K)
 
 
+@pytest.mark.parametrize(("start", "num_rows"), [(-1, 7), (-(2**63), 7), (2**63 - 1, 2)])
+def test_a_prompt_start_outside_the_prompt_stops_no_engine(start: int, num_rows: int) -> None:
+    """vLLM's front ends refuse it; the engine does not check it."""
+    front_end = FrontEnd(engine(bare_rows=True))
+    answer = front_end.add("outside", tokens(5), start=start, max_tokens=3)
+    front_end.run()
+    assert len(answer.rows()) == num_rows
+    assert (answer.rows() >= 0).all()
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_requests_that_are_preempted(is_async: bool) -> None:
     front_end = FrontEnd(engine(is_async, num_blocks=12, bare_rows=True))
