@@ -439,7 +439,7 @@ class _Candidates:
     places: Tensor
     num_trusted: Tensor
     """So many of the first are taken if they fit exactly, without a look at the others: the code
-    names their functions, or another router of the class has them."""
+    names their function and no other, or another router of the class has them."""
 
 
 def _candidates(router: Any) -> _Candidates:
@@ -462,7 +462,8 @@ def _candidates(router: Any) -> _Candidates:
         for in_logits_dtype in (False, True)
     ]
     _FORMULAS.extend(formula for formula in formulas if formula not in _FORMULAS)
-    num_named = sum(_SCORES[formula.score] in names for formula in formulas)
+    is_one_named = len(names & set(_SCORES.values())) == 1
+    num_named = sum(_SCORES[formula.score] in names for formula in formulas) if is_one_named else 0
     return _Candidates(
         torch.tensor([_FORMULAS.index(formula) for formula in formulas], device="cpu"),
         torch.tensor(num_named, device="cpu"),
@@ -526,12 +527,16 @@ def _pick(
         raise ReplayError(
             f"{name} computes weights in another way than is known, and cannot be replayed"
         )
-    as_good = [place for place in errors if errors[place] == errors[best]]
-    of_rows = [_FORMULAS[place].weigh(logits, ids, factor) for place in as_good]
-    if any(_difference(other, of_rows[0]) > max(tolerances) for other in of_rows):
+    # One rounding apart is not as good: it tells a softmax from one that is normalised where the
+    # chosen experts have nearly all of it.
+    as_good = [
+        _FORMULAS[place] for place in errors if place != best and errors[place] == errors[best]
+    ]
+    if _are_unlike(_FORMULAS[best], as_good, logits, ids, factor, tolerance=max(tolerances)):
         raise ReplayError(
             f"the weights of {name} fit several formulas in this forward pass, and cannot be replayed: "
-            "its scores, or its experts, are all the same"
+            "its scores, or its experts, are all the same. Give the router random weights, or train "
+            "it without rows until its scores differ"
         )
     picked.data.fill_(best)
     # tried first for other routers of the class
@@ -553,11 +558,46 @@ def _(
     return torch.empty_like(state[0])
 
 
-def _difference(computed: Tensor, weights: Tensor) -> float:
-    """The largest one, relative to the largest weight of a token. Tokens with NaN have none."""
-    apart = (computed.float() - weights.float()).abs().amax(dim=-1)
-    apart = apart / weights.float().abs().amax(dim=-1).clamp(min=1e-30)
-    apart = torch.where(weights.isnan().any(dim=-1), 0, apart.nan_to_num(nan=float("inf")))
+def _are_unlike(
+    formula: _Formula,
+    others: Sequence[_Formula],
+    logits: Tensor,
+    ids: Tensor,
+    factor: Tensor | None,
+    *,
+    tolerance: float,
+) -> bool:
+    """Whether another formula gives the experts `ids` other weights than `formula` does, or the
+    logits other gradients: of equal logits, softmax and sigmoid can give equal weights, but
+    sigmoid half the gradient. Gradients of `factor` are like the weights."""
+    if not others:
+        return False
+    weights = formula.weigh(logits, ids, factor)
+    # a generator of its own, on the host: the random state of training stays as it is
+    generator = torch.Generator().manual_seed(0)
+    of_weights = torch.randn(weights.shape, generator=generator, device="cpu").to(weights.device)
+    gradient, _ = formula.gradients(of_weights, logits, ids, factor)
+    # Of a single weight that is normalised, the gradient is 0 but for rounding; of probabilities
+    # that are almost 0, it is large.
+    size_of_weights = weights.abs().amax(dim=-1) * of_weights.abs().amax(dim=-1)
+    scale = torch.maximum(size_of_weights, gradient.abs().amax(dim=-1))
+    for other in others:
+        if _difference(other.weigh(logits, ids, factor), weights) > tolerance:
+            return True
+        other_gradient, _ = other.gradients(of_weights, logits, ids, factor)
+        if _difference(other_gradient, gradient, scale) > tolerance:
+            return True
+    return False
+
+
+def _difference(computed: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
+    """The largest one, relative to the `scale` of a token, or to the largest value that is
+    expected. Tokens with NaN have none."""
+    apart = (computed.float() - expected.float()).abs().amax(dim=-1)
+    if scale is None:
+        scale = expected.float().abs().amax(dim=-1)
+    apart = apart / scale.clamp(min=1e-30)
+    apart = torch.where(expected.isnan().any(dim=-1), 0, apart.nan_to_num(nan=float("inf")))
     return float(apart.max()) if apart.numel() else 0.0
 
 

@@ -632,6 +632,69 @@ def test_routers_that_are_refused(
         model.model.layers[0].mlp.gate(torch.randn(BATCH * TOKENS, 64))
 
 
+class ConfiguredRouter(torch.nn.Module):
+    """Computes softmax or sigmoid, as it is configured."""
+
+    def __init__(self, score: str, is_normalised: bool, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.top_k = 2
+        self.score = score
+        self.is_normalised = is_normalised
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor | None = None) -> Any:
+        """Logits, weights and ids: the `ids`, or its own choice."""
+        logits = torch.nn.functional.linear(hidden, self.weight)
+        if self.score == "softmax":
+            scores = logits.float().softmax(dim=-1)
+        else:
+            scores = logits.float().sigmoid()
+        if ids is None:
+            ids = scores.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if self.is_normalised:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return logits, weights.to(logits.dtype), ids
+
+    def gradient(self, hidden: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        _, weights, _ = self(hidden, ids)
+        upstream = torch.randn(weights.shape, generator=torch.Generator().manual_seed(3))
+        return torch.autograd.grad(weights, self.weight, upstream.to(weights.dtype))[0]
+
+
+@pytest.mark.parametrize("is_normalised", [False, True])
+@pytest.mark.parametrize(
+    ("score", "dtype", "spread", "is_refused"),
+    [
+        ("sigmoid", torch.float32, 0.0, True),
+        ("sigmoid", torch.bfloat16, 0.0, True),
+        ("sigmoid", torch.bfloat16, 1e-4, True),
+        ("sigmoid", torch.float32, 1e-2, False),
+        ("softmax", torch.float32, 1e-2, False),
+        ("sigmoid", torch.bfloat16, 0.1, False),
+        ("softmax", torch.bfloat16, 0.1, False),
+    ],
+)
+def test_equal_weights_of_unlike_gradients(
+    score: str, dtype: torch.dtype, spread: float, is_refused: bool, is_normalised: bool
+) -> None:
+    """With equal logits, a normalised softmax of 2 experts and sigmoids give all weights 0.5."""
+    generator = torch.Generator().manual_seed(1)
+    weight = spread * torch.randn(16, 32, generator=generator)
+    hidden = torch.randn(64, 32, generator=generator).to(dtype)
+    rows = torch.rand(64, 16, generator=generator).argsort(dim=-1)[:, :2]
+    router = ConfiguredRouter(score, is_normalised, weight.to(dtype))
+    expected = router.gradient(hidden, rows)
+    if is_refused:
+        refused = pytest.raises(ReplayError, match=r"fit several formulas .* random weights")
+        with refused, replayed(torch.nn.ModuleList([router]), rows[:, None]):
+            router.gradient(hidden)
+        return
+    with replayed(torch.nn.ModuleList([router]), rows[:, None]):
+        gradient = router.gradient(hidden)
+    assert (gradient - expected).norm() < 0.02 * expected.norm()
+
+
 def test_the_page(load: Callable[..., Any], documented: list[str]) -> None:
     rows = given_rows(QWEN3).numpy().astype(np.int16)
     routings = [Routing(rows[0, :-1]), Routing(rows[1, :-1])]
