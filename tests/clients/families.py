@@ -8,6 +8,7 @@ writes the list in `docs/replay.md`.
 import importlib
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -315,8 +316,16 @@ def block() -> str:
     """The list of the page."""
     replayed = [name for name in FAMILIES if name not in (*REFUSED, *NEWER)]
     refused = [f"`{name}` ({why})" for name, (why, _) in REFUSED.items() if name not in NEWER]
-    names = ", ".join(f"`{name}`" for name in replayed)
-    return f"{names}.\n\nRefused: {'; '.join(refused)}.\n"
+    newer = [name for name in FAMILIES if name in NEWER and name not in REFUSED]
+    newer_refused = [f"`{name}` ({why})" for name, (why, _) in REFUSED.items() if name in NEWER]
+    return (
+        f"{_listed(replayed)}.\n\nRefused: {'; '.join(refused)}.\n\n"
+        f"In transformers 5.24 also: {_listed(newer)}. Refused: {'; '.join(newer_refused)}.\n"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def main() -> None:
