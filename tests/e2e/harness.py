@@ -80,6 +80,9 @@ NGRAM = {
 }
 WEIGHTS_OFF = 3e-5 if ON_GPU else 1e-5
 """What two computations of a weight in float32 seldom differ by."""
+MOST_WEIGHTS_OFF = 3e-5
+"""What one in float32 may differ from one in float64 by, of a million: 1.4e-5 was seen. Weights of
+other experts or tokens are a hundred times as far."""
 DRAFTS = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
 
 
@@ -537,7 +540,7 @@ def check_weights(
             axis=2, keepdims=True
         )
         from_exact = np.abs(weights - oracle.weights(rows, tokens, start, exact=True))
-        is_wrong = from_exact >= np.maximum(rounding, WEIGHTS_OFF)
+        is_wrong = from_exact >= np.maximum(rounding, MOST_WEIGHTS_OFF)
         is_wrong &= ~follows_another_expert(rows, oracle.rows(tokens)[start:])[:, :, None]
         wrong = np.argwhere(is_wrong)
         assert len(wrong) == 0, (
