@@ -21,7 +21,14 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
-from routed_experts.protocol.batch import align, align_values, align_weights, scaled
+from routed_experts.protocol.batch import (
+    align,
+    align_generated,
+    align_logprobs,
+    align_values,
+    align_weights,
+    scaled,
+)
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.replay import replayed
 
@@ -136,10 +143,8 @@ def main() -> None:
         [(*(routing.prompt_token_ids or ()), *(routing.token_ids or ())) for routing in routings]
     )
     mask = batch_of([np.ones(routing.end + 1, dtype=np.int64) for routing in routings])
-    generated = batch_of(
-        [np.ones(len(routing.token_ids or ()), dtype=np.bool_) for routing in routings]
-    )[:, 1:]
-    old = batch_of([routing.logprobs for routing in routings]).float()[:, 1:]
+    generated = torch.from_numpy(align_generated(routings, columns)).to(args.device)[:, 1:]
+    old = torch.from_numpy(align_logprobs(routings, columns)).to(args.device).float()[:, 1:]
     rows = torch.from_numpy(align(routings, columns, last=UNKNOWN))
     weights = torch.from_numpy(align_weights(routings, columns)) if info["weights"] else None
 

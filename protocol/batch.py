@@ -324,7 +324,7 @@ def _logprobs_of_all(routing: Routing, num_tokens: int) -> NDArray[np.float64] |
 def generated_mask(routing: Routing) -> NDArray[np.bool_]:
     """[P + G], whether each token was generated, in any of the turns that were joined.
 
-    `align_values` pads it to a batch, as it does `Routing.logprobs`.
+    `align_generated` pads it to a batch.
 
     >>> rows = np.zeros((3, 1, 1), np.int16)
     >>> generated_mask(Routing(rows, prompt_token_ids=(5, 6), token_ids=(7, 8))).tolist()
@@ -612,6 +612,90 @@ def align_values(
         end = columns.first + columns.num_tokens
         batch[index, end - len(inside) : end] = inside
     return batch
+
+
+def align_generated(
+    routings: Sequence[Routing],
+    length: int,
+    *,
+    padding: Padding = "right",
+    num_tokens: Sequence[int] | None = None,
+) -> NDArray[np.bool_]:
+    """The tokens of a padded batch [B, length] that were generated, in any of the turns that were
+    joined: those that a loss is of. Each is in the column where `align` has its row.
+
+    >>> routing = Routing(np.zeros((3, 1, 1), np.int16), prompt_len=2, prompt_token_ids=(5, 6), token_ids=(7, 8))
+    >>> align_generated([routing], length=5, padding="left").tolist()
+    [[False, False, False, True, True]]
+
+    Args:
+        length, padding, num_tokens: as for `align`.
+
+    Raises:
+        RoutingError: as `align`; a response has no token ids, or such that do not fit its rows.
+    """
+    routings = arguments.sequence_of("routings", routings, Routing)
+    masks = [generated_mask(routing) for routing in routings]
+    return align_values(routings, masks, length, padding=padding, num_tokens=num_tokens)
+
+
+def align_logprobs(
+    routings: Sequence[Routing],
+    length: int,
+    *,
+    padding: Padding = "right",
+    num_tokens: Sequence[int] | None = None,
+    pad: float = 0,
+) -> NDArray[np.float64]:
+    """Log-probabilities of a padded batch [B, length], each in the column of its token, in all of
+    the turns that were joined.
+
+    A generated token without one, as of a turn that was requested without, is NaN.
+
+    >>> routing = Routing(
+    ...     np.zeros((3, 1, 1), np.int16), prompt_len=2, prompt_token_ids=(5, 6), token_ids=(7, 8),
+    ...     logprobs=np.array([-0.5, -2]),
+    ... )
+    >>> align_logprobs([routing], length=5, padding="left").tolist()
+    [[0.0, 0.0, 0.0, -0.5, -2.0]]
+
+    Args:
+        length, padding, num_tokens: as for `align`.
+        pad: the value of padding, and of tokens that were not generated and have none.
+
+    Raises:
+        RoutingError: as `align_generated`; a response has no log-probabilities.
+    """
+    routings = arguments.sequence_of("routings", routings, Routing)
+    pad = arguments.number("pad", pad)
+    values = [logprobs_of_tokens(routing, pad) for routing in routings]
+    return align_values(routings, values, length, padding=padding, num_tokens=num_tokens, pad=pad)
+
+
+def logprobs_of_tokens(routing: Routing, fill: float) -> NDArray[np.float64]:
+    """[P + G]; NaN for a generated token without one, `fill` for another.
+
+    Raises:
+        RoutingError: the response has no token ids, no log-probabilities, or another number of
+            them.
+    """
+    generated = generated_mask(routing)
+    if routing.logprobs is None:
+        raise RoutingError("a response has no log-probabilities: set logprobs in the request")
+    num_generated = None if routing.token_ids is None else len(routing.token_ids)
+    if len(routing.logprobs) not in (len(generated), num_generated):
+        raise RoutingError(
+            f"a response of {len(generated)} tokens has {len(routing.logprobs)} log-probabilities"
+        )
+    logprobs = _logprobs_of_all(routing, len(generated))
+    assert logprobs is not None
+    logprobs[~generated & np.isnan(logprobs)] = fill
+    return logprobs
+
+
+def check_num_values(index: int, routing: Routing, num_values: int) -> None:
+    """Raises `RoutingError` if values are neither of all tokens nor of the generated ones."""
+    _num_without_values(index, routing, num_values)
 
 
 def _num_without_values(index: int, routing: Routing, num_values: int) -> int:

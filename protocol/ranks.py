@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol import arguments
-from routed_experts.protocol.batch import check_rows, token_counts
+from routed_experts.protocol.batch import (
+    check_num_values,
+    check_rows,
+    generated_mask,
+    logprobs_of_tokens,
+    token_counts,
+)
 from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
 from routed_experts.protocol.routing import Routing, RoutingError
 
@@ -36,12 +42,19 @@ class Packed:
             TransformerEngine calls it `cu_seqlens_padded`.
         num_tokens: int32 [B], tokens of each sequence without its padding.
         weights: [T, L, K] of the ids, NaN where unknown; None if the responses have none.
+        generated: [T], the tokens that were generated, in any of the turns that were joined; None
+            if a response has no token ids.
+        logprobs: [T], log-probabilities of these tokens in all turns: NaN where a turn has none,
+            and 0 elsewhere, if `echo` did not ask for the prompt's. None if the responses have
+            none, or one has no token ids.
     """
 
     rows: NDArray[np.integer[Any]]
     cu_seqlens: NDArray[np.int32]
     num_tokens: NDArray[np.int32]
     weights: NDArray[np.float32] | None = None
+    generated: NDArray[np.bool_] | None = None
+    logprobs: NDArray[np.float64] | None = None
 
     @property
     def known(self) -> NDArray[np.bool_]:
@@ -76,7 +89,7 @@ def pack(
 
     Raises:
         RoutingError: a sequence lacks rows before its last token, the sequences do not fit
-            `length`, or only some have weights.
+            `length`, only some have weights or log-probabilities, or token ids do not fit rows.
     """
     multiple = arguments.integer("multiple", multiple, least=1)
     arguments.instance("layers", layers, slice)
@@ -96,7 +109,35 @@ def pack(
     if weights and len(weights) < len(routings):
         raise RoutingError("some responses have weights, others have none")
     its_weights = _packed(weights, counts, starts, UNKNOWN_WEIGHT) if weights else None
-    return Packed(rows, starts, np.array(counts, np.int32), its_weights)
+    generated, logprobs = _values_of_tokens(routings)
+    return Packed(
+        rows,
+        starts,
+        np.array(counts, np.int32),
+        its_weights,
+        generated=_packed(generated, counts, starts, np.array(False)) if generated else None,
+        logprobs=_packed(logprobs, counts, starts, np.array(0.0)) if logprobs else None,
+    )
+
+
+def _values_of_tokens(
+    routings: Sequence[Routing],
+) -> tuple[list[NDArray[np.bool_]], list[NDArray[np.float64]]]:
+    """Of each sequence, which tokens were generated, and log-probabilities [P + G]. Empty if they
+    are not known."""
+    generated: list[NDArray[np.bool_]] = []
+    logprobs: list[NDArray[np.float64]] = []
+    for index, routing in enumerate(routings):
+        has_mask = routing.generated is not None
+        if not has_mask and None in (routing.prompt_token_ids, routing.token_ids):
+            return [], []
+        generated.append(generated_mask(routing))
+        check_num_values(index, routing, len(generated[index]))
+        if routing.logprobs is not None:
+            logprobs.append(logprobs_of_tokens(routing, fill=0))
+    if logprobs and len(logprobs) < len(routings):
+        raise RoutingError("some responses have log-probabilities, others have none")
+    return generated, logprobs
 
 
 def _packed(

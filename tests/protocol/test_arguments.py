@@ -132,6 +132,11 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
         ALIGN,
         {"last": LAST[:2], "pad": ("x", [1, 2, 3], [[1], [2]], torch.int64)},
     ),
+    batch.align_generated: (ALIGN, {}),
+    batch.align_logprobs: (
+        {**ALIGN, "routings": [replace(ROUTING, logprobs=np.zeros(4))]},
+        {"pad": ("x", [1])},
+    ),
     batch.align_values: (
         {**ALIGN, "values": [[1] * 9]},
         {

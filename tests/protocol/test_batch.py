@@ -14,6 +14,8 @@ import pytest
 from routed_experts.protocol import batch, collect, expert_load, ranks
 from routed_experts.protocol.batch import (
     align,
+    align_generated,
+    align_logprobs,
     align_values,
     align_weights,
     generated_mask,
@@ -26,6 +28,7 @@ from routed_experts.protocol.batch import (
 )
 from routed_experts.protocol.codec import UNKNOWN_WEIGHT
 from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.protocol.ranks import Packed, pack
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, histogram, rows_of, weights_of
 
 
@@ -114,6 +117,13 @@ def test_legs_of_different_prompts() -> None:
             splice(*legs)
 
 
+def packed_of(routings: list[Routing], length: int | None = None) -> np.ndarray:
+    """The log-probabilities of `pack`."""
+    packed: Packed = pack(routings, length=length)
+    assert packed.logprobs is not None
+    return packed.logprobs
+
+
 class TestTurns:
     """A conversation of 30 tokens in three turns."""
 
@@ -163,6 +173,94 @@ class TestTurns:
         assert logprobs[generated].tolist() == [-position for position in generated]
         assert np.isnan(logprobs[:30][~mask]).all()
         assert align_values([joined_routing], [mask], 32)[0].sum() == len(generated)
+
+    @pytest.mark.parametrize(("padding", "first"), [("right", 0), ("left", 4), (25, 3)])
+    @pytest.mark.parametrize("num_tokens", [30, 27, 24])
+    def test_a_batch_of_joined_turns(self, padding: Any, first: int, num_tokens: int) -> None:
+        """A single turn is beside them. Nothing but what was generated is marked."""
+        turns = [
+            self.turn_with_logprobs(p, g, s) for p, g, s in ((5, 3, 0), (12, 6, 7), (22, 8, 17))
+        ]
+        single = self.turn_with_logprobs(22, 8, 0)
+        if padding == "left":
+            first = 34 - num_tokens
+        options: Any = {"padding": padding, "num_tokens": [num_tokens] * 2}
+        mask = align_generated([join_turns(turns), single], 34, **options)
+        logprobs = align_logprobs([join_turns(turns), single], 34, **options)
+        generated_of = ([*range(5, 8), *range(12, 18), *range(22, 30)], [*range(22, 30)])
+        for row, generated in enumerate(generated_of):
+            expected = {first + at: -float(at) for at in generated if at < num_tokens}
+            assert np.flatnonzero(mask[row]).tolist() == [*expected]
+            assert logprobs[row].tolist() == [expected.get(column, 0) for column in range(34)]
+        assert (mask.dtype, logprobs.dtype) == (np.bool_, np.float64)
+
+    def turn_with_logprobs(self, p: int, g: int, start: int) -> Routing:
+        """Each token's log-probability is its position, negated."""
+        return replace(self.turn(p, g, start), logprobs=-np.arange(p, p + g, dtype=float))
+
+    def test_joined_turns_that_are_packed(self) -> None:
+        """The first sequence is cut within its last turn, and each has padding behind it."""
+        turns = [
+            self.turn_with_logprobs(p, g, s) for p, g, s in ((5, 3, 0), (12, 6, 7), (22, 8, 17))
+        ]
+        sequences = [join_turns(turns), self.turn_with_logprobs(5, 3, 0)]
+        packed = pack(sequences, multiple=8, length=48, num_tokens=[25, 8])
+        assert packed.generated is not None
+        assert packed.logprobs is not None
+        expected = {at: -float(at) for at in (*range(5, 8), *range(12, 18), *range(22, 25))}
+        expected |= {32 + at: -float(at) for at in range(5, 8)}
+        assert np.flatnonzero(packed.generated).tolist() == [*expected]
+        assert packed.logprobs.tolist() == [expected.get(token, 0) for token in range(48)]
+
+    def test_log_probabilities_that_one_turn_lacks(self) -> None:
+        """They are NaN, so that a loss over what was generated cannot leave them out."""
+        first = self.turn(5, 3, 0)
+        joined_routing = join_turns([first, self.turn_with_logprobs(12, 6, 7)])
+        (aligned_logprobs,) = align_logprobs([joined_routing], 20, pad=7)
+        packed_logprobs = pack([joined_routing], length=20).logprobs
+        assert packed_logprobs is not None
+        for logprobs, filler in ((aligned_logprobs, 7), (packed_logprobs, 0)):
+            assert np.isnan(logprobs[5:8]).all()
+            assert logprobs[12:18].tolist() == [-float(at) for at in range(12, 18)]
+            assert (logprobs[[*range(5), *range(8, 12), 18, 19]] == filler).all()
+        with pytest.raises(RoutingError, match="has no log-probabilities: set logprobs"):
+            align_logprobs([joined_routing, first], 20)
+        with pytest.raises(RoutingError, match="some responses have log-probabilities, others"):
+            pack([joined_routing, first])
+
+    def test_log_probabilities_of_the_prompt(self) -> None:
+        """Which `echo` has; the first token has none."""
+        echoed = replace(
+            self.turn(5, 3, 0), logprobs=np.array([np.nan, -1, -2, -3, -4, -5, -6, -7])
+        )
+        expected = [0, -1, -2, -3, -4, -5, -6, -7, 0]
+        assert align_logprobs([echoed], 9)[0].tolist() == expected
+        assert packed_of([echoed], length=9).tolist() == expected
+
+    def test_a_batch_without_token_ids(self) -> None:
+        """What was generated is not known then: a prompt's length is the last turn's alone."""
+        known = self.turn_with_logprobs(5, 3, 0)
+        routings = [known, replace(known, token_ids=None)]
+        packed = pack(routings)
+        assert packed.generated is None
+        assert packed.logprobs is None
+        for of_batch in (align_generated, align_logprobs):
+            with pytest.raises(RoutingError, match="no token ids: set return_token_ids"):
+                of_batch(routings, 8)
+        without_logprobs = pack([self.turn(5, 3, 0)])
+        assert without_logprobs.generated is not None
+        assert without_logprobs.logprobs is None
+
+    def test_token_ids_of_another_number_than_rows(self) -> None:
+        cut = replace(self.turn_with_logprobs(5, 3, 0), rows=self.ROWS[:5], weights=None)
+        message = r"sequence 0 of 6 tokens \(1 generated\) has 8 values"
+        with pytest.raises(RoutingError, match=message):
+            align_generated([cut], 8)
+        with pytest.raises(RoutingError, match=message):
+            pack([cut])
+        many = replace(self.turn(5, 3, 0), logprobs=np.zeros(9))
+        with pytest.raises(RoutingError, match="of 8 tokens has 9 log-probabilities"):
+            align_logprobs([many], 8)
 
     def test_log_probabilities_of_a_history_that_was_rewritten(self) -> None:
         """What the prompt replaced was not generated: the last token of a turn, or all after a
