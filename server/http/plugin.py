@@ -210,6 +210,8 @@ def what_to_do(args: Namespace, base: str, model: str, has_page: bool) -> str:
         "stream": True,
         "return_routed_experts": True,
     }
+    if args.skip_tokenizer_init:  # the server takes no text, and returns none
+        body |= {"prompt": [1, 2, 3], "return_token_ids": True}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if api_keys(args) else ""
     to = f"--unix-socket {shlex.quote(args.uds)} {base}" if args.uds else base
     curl = f"curl -N {to}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"

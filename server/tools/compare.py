@@ -149,6 +149,8 @@ def _compare_checkpoint(args: argparse.Namespace) -> tuple[float | None, Compari
     sources: list[Any] = (
         _bodies(args) if server else list(read(opened(args.answers), info_of(args)))
     )
+    if server:
+        server.check_prompts(sources)
     say(f"Loading {args.model}.")
     reference = Reference(args.model, args.dtype, args.device)
     if args.weights and not reference.has_weights:

@@ -1,4 +1,4 @@
-"""`routed-experts export`: the rows of responses as Parquet, CSV or `.npz`.
+"""`routed-experts export`: the rows of responses as Parquet, CSV, JSON lines or `.npz`.
 
 Reads and writes part by part, so that memory does not grow with the number of responses.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from itertools import chain
+from math import isnan
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
@@ -27,11 +28,15 @@ from routed_experts.server.cli.console import CommandError, Parser, progress
 from routed_experts.server.tools.running import RunningServer, add_server_flags, bodies_of
 from routed_experts.server.tools.saved import add_flags, atomic_file, info_of, opened
 
-FORMATS = ("parquet", "csv", "npz")
-NO_PYARROW = "Parquet and CSV need pyarrow: pip install 'routed-experts-server[export]', or choose --format npz."
+FORMATS = ("parquet", "csv", "jsonl", "npz")
+NO_PYARROW = (
+    "Parquet, CSV and JSON lines need pyarrow: pip install 'routed-experts-server[export]', "
+    "or choose --format npz."
+)
 _LISTS = ("experts", "weights")
 """The columns with a value for each of the K experts."""
 _CUT = 1 << 16  # rows of a table that are converted at once
+_LINES = 1 << 12  # rows of a table that are lines of JSON at once
 _GROUP = 1 << 18  # rows of a table in a row group of Parquet
 
 Values = dict[str, Any]
@@ -215,6 +220,7 @@ def write_table(path: Path, parts: Iterator[Values], exported: Exported, form: s
     """A table with a row per token and layer; per token if `form` is `token`.
 
     As `csv` it has a column for each of K experts, and weights; otherwise columns of lists.
+    As `jsonl` it has a line of JSON for each row.
     """
     try:
         import pyarrow as pa
@@ -230,8 +236,11 @@ def write_table(path: Path, parts: Iterator[Values], exported: Exported, form: s
         for name in ("num_layers", "top_k", "num_experts", "layer_ids")
     }
     schema = first.schema.with_metadata({"routed_experts": json.dumps(metadata)})
+    open_writer: Any
     if form == "csv":
         open_writer = csv.CSVWriter(path, schema)
+    elif form == "jsonl":
+        open_writer = _JsonLines(path)
     else:
         open_writer = pq.ParquetWriter(path, schema, compression="zstd")
     with open_writer as writer:
@@ -242,6 +251,29 @@ def write_table(path: Path, parts: Iterator[Values], exported: Exported, form: s
                 writer.write_table(pa.Table.from_batches(waiting))
                 waiting = []
         writer.write_table(pa.Table.from_batches(waiting, schema))
+
+
+class _JsonLines:
+    """Writes a table as lines of JSON, as pyarrow's writers do. JSON has no NaN: an unknown weight
+    is null."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+
+    def __enter__(self) -> "_JsonLines":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write_table(self, table: Any) -> None:
+        for batch in table.to_batches(max_chunksize=_LINES):
+            for row in batch.to_pylist():
+                if "weights" in row:
+                    row["weights"] = [
+                        None if isnan(weight) else weight for weight in row["weights"]
+                    ]
+                self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def _batch(pa: Any, part: Values, layer_ids: Sequence[int | None] | None, form: str) -> Any:
@@ -381,6 +413,7 @@ def main(argv: Sequence[str]) -> int:
         answers = ((answer, answer.each_routing()) for answer in saved_answers)
     else:
         server = RunningServer(args.url, args.api_key)
+        server.check_prompts(bodies)
         new_answers = shown(server.ask_all(bodies, args.weights))
         answers = ((answer, server.with_texts(answer.routings())) for answer in new_answers)
     with atomic_file(args.output, "--output") as path:

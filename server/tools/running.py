@@ -96,6 +96,26 @@ class RunningServer:
         answer = self._call(path, request, where=str(source))
         return SavedAnswer(source.file, source.line, [answer], info)
 
+    def check_prompts(self, bodies: Iterable[tuple[Source, Body]]) -> None:
+        """Raises `CommandError` for text that a server without a tokenizer would refuse."""
+        of_text = (source for source, body in bodies if _has_text(body))
+        source = next(of_text, None)
+        if source is None or self._has_tokenizer:
+            return
+        raise CommandError(
+            f"{self.url} has no tokenizer (--skip-tokenizer-init), and the prompt of {source} is "
+            'text: give --prompts a file *.jsonl with token ids, such as {"prompt": [40, 50]}.'
+        )
+
+    @cached_property
+    def _has_tokenizer(self) -> bool:
+        """Also of a server that cannot say so."""
+        try:
+            self._call(_TEXTS, {"token_ids": []})
+        except CommandError as error:
+            return getattr(error.__cause__, "code", None) != HTTPStatus.NOT_IMPLEMENTED
+        return True
+
     def complete(self, where: str, body: Body) -> dict[str, Any]:
         """The response to a completion request, as it came."""
         return self._call("/v1/completions", {"model": self.document["model"], **body}, where)
@@ -167,6 +187,13 @@ class RunningServer:
         return CommandError(
             f"{self.url} is not a routed-experts server: its response to {path} has another form."
         )
+
+
+def _has_text(body: Body) -> bool:
+    """Whether a request has messages, or a prompt (or one of several) that is not of token ids."""
+    prompt = body.get("prompt")
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    return "messages" in body or any(isinstance(part, str) for part in prompts)
 
 
 def _in_background(call: Callable[..., SavedAnswer], *args: Any) -> Future[SavedAnswer]:

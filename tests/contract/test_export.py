@@ -164,6 +164,21 @@ def test_a_server_without_texts(tiny_model: Path, tmp_path: Path) -> None:
         assert {row["token"] for row in csv.DictReader(file)} == {""}
 
 
+@pytest.mark.parametrize("command", ["compare", "export"])
+def test_text_for_a_server_without_a_tokenizer(
+    command: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the prompts of `compare` itself, nor those of a file."""
+    (tmp_path / "prompts.txt").write_text("a")
+    prompts = [] if command == "compare" else ["--prompts", str(tmp_path / "prompts.txt")]
+    output = [str(tiny_model)] if command == "compare" else ["-o", str(tmp_path / "out.npz")]
+    with serving(tiny_model, "--skip-tokenizer-init") as server:
+        assert main([command, *output, "--url", server.url, *prompts]) == 2
+    said = capsys.readouterr().err
+    assert "has no tokenizer (--skip-tokenizer-init)" in said
+    assert 'token ids, such as {"prompt": [40, 50]}.' in said
+
+
 def test_weights_of_a_server_that_captures_none(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

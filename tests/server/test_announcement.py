@@ -24,6 +24,7 @@ def args(**values: Any) -> Namespace:
         **{
             **dict.fromkeys(("ssl_certfile", "host", "root_path", "api_key", "uds")),
             "port": 8000,
+            "skip_tokenizer_init": False,
             **values,
         }
     )
@@ -69,6 +70,14 @@ def test_what_to_paste_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert said[:4] == ["paste", "curl", "-N", "--unix-socket"]
     assert said[4:6] == ["/run/the server.sock", "http://localhost/v1/completions"]
+
+
+def test_what_to_paste_to_a_server_without_a_tokenizer() -> None:
+    without_tokenizer = args(skip_tokenizer_init=True)
+    _, paste = what_to_do(without_tokenizer, "http://host", "m", has_page=True).splitlines()
+    body = json.loads(shlex.split(paste)[-1])
+    assert body["prompt"] == [1, 2, 3]
+    assert body["return_token_ids"]
 
 
 @pytest.mark.parametrize(
