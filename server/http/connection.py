@@ -34,7 +34,11 @@ class Connection:
         self._counts_sent = False
         self._expected: set[bytes] = set()  # texts that were not sent yet
         self._end_of_sent = b""  # in which such a text may begin
+        self._expects_end = False  # of the body
+        self._has_sent_end = False
+        # of the response, by its headers
         self._is_compressed = False
+        self._has_length = False
         self._has_ended = False
 
     @property
@@ -52,23 +56,37 @@ class Connection:
         if message["type"] == "http.response.start":
             names = [name.lower() for name, _ in message.get("headers", ())]
             self._is_compressed = b"content-encoding" in names
-        if not self._counts_sent or not message.get("body"):
+            self._has_length = b"content-length" in names
+        if not self._counts_sent or message["type"] != "http.response.body":
             await self._send(message)
             return
         was_there = not self._has_left() and not self._is_closing()
         await self._send(message)
+        body = message.get("body", b"")
         # The client may have left while `send` waited for it to read. The transport says nothing
         # here: uvicorn closes it behind the last message.
-        if was_there and not self._has_left():
+        if not was_there or (body and self._has_left()):
+            return
+        if body:
             self.num_sent += 1
-            self._look_for_expected(message["body"])
+            self._look_for_expected(body)
+        if not message.get("more_body", False):
+            self._has_sent_end = True
 
     def expect(self, text: str) -> None:
         """Looks for a text in what is sent from now on. It has 64 bytes at most."""
         self._expected.add(text.encode())
 
+    def expect_end(self) -> None:
+        """Nobody reads what is sent of the body without its end."""
+        self._expects_end = True
+
     def may_have_sent(self, text: str) -> bool:
-        """False if a text was expected and not sent. What is compressed says nothing of that."""
+        """False if a text was expected and not sent, or the body's end was. What is compressed says
+        nothing of a text. The end of a body whose length is known need not be sent: a client that
+        has all of it leaves."""
+        if self._expects_end and not self._has_sent_end and not self._has_length:
+            return False
         return self._is_compressed or text.encode() not in self._expected
 
     def _look_for_expected(self, body: bytes) -> None:

@@ -53,8 +53,8 @@ class Delivery:
         return [{} for _ in arrays], None
 
     def hand_over(self, ids: Collection[str] | None = None) -> None:
-        """Called before the part of the response is sent that has the references with these `ids`,
-        or all that were made so far."""
+        """Called before the part of a stream is sent that has the references with these `ids`, or
+        before the last part of a response that is one object."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,14 @@ class ReferenceMaker(Delivery):
             return await asyncio.wrap_future(prepared)
 
     def hand_over(self, ids: Collection[str] | None = None) -> None:
+        # A middleware may send the parts of a response when it has all: the next part that is sent
+        # need not be the one that has the reference, nor the last one.
+        if ids is None:
+            self.connection.expect_end()
         for key in [*self._stored] if ids is None else ids:
             self._handed_over[key] = self.connection.num_sent
             self._stored.remove(key)
             if ids is not None:
-                # A middleware may send the parts of a stream when it has all: the next part that
-                # is sent need not be the one that has the reference.
                 self.connection.expect(key)
 
     def _delete_unsent_later(self) -> None:

@@ -442,3 +442,24 @@ def test_clients_that_leave_behind_vllms_response_logging(folder: Path, stream: 
         reason="this version of vLLM has its response logging elsewhere",
     )
     leave_after_each_step(folder, vllms.log_response, stream, lambda client: client.is_told)
+
+
+def test_clients_that_leave_amid_the_parts_of_a_logged_answer_leave_nothing(folder: Path) -> None:
+    """The prompt does not fit into the store, and is in the answer, which has many parts. The first
+    has the reference, and nobody reads a part of a JSON object."""
+    vllms = pytest.importorskip(
+        "vllm.entrypoints.serve.middleware.log_response",
+        reason="this version of vLLM has its response logging elsewhere",
+    )
+    edge = Edge(3000, folder)
+    edge.store.open()
+    edge.store.max_bytes = 30 * 48 * 8 * 2
+    for message in range(500):
+        client = Client(message=message)
+        asyncio.run(client.ask(edge.app(vllms.log_response), stream=False))
+        edge.store.writer.submit(lambda: None).result(60)
+        files = [*folder.rglob("*.npy")]
+        assert client.is_told == bool(files), message
+        if files:
+            break
+    assert message > 5
