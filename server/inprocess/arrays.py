@@ -252,14 +252,17 @@ class InProcessCapture:
 
     async def ready(self) -> None:
         """Waits until the workers have reported the dimensions of rows."""
-        if not self.is_ready():
+        while not self.is_ready():
             assert self._learning is not None
-            await asyncio.shield(self._learning)  # other readers wait for it too
+            await asyncio.wait([self._learning])  # other readers wait for it too
 
     def is_ready(self) -> bool:
-        """Whether the workers have reported the dimensions of rows. Asks them if nobody has."""
+        """Whether the workers have reported the dimensions of rows. Asks them if nobody has. A
+        question that failed is an error of one reader; the others ask again."""
         if self._learning is not None and self._learning.done():
-            self._learning.result()  # raises its exception
+            learned = self._learning
+            self._learning = None
+            learned.result()  # raises its exception
         if not self.form.is_known and self._learning is None:
             self._learning = asyncio.ensure_future(self._learn())
         return self.form.is_known

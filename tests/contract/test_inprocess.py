@@ -508,6 +508,20 @@ async def test_a_reader_that_polls_sees_errors(
 
 
 @in_loop
+async def test_a_question_to_the_workers_that_failed_is_asked_again(
+    new: Online, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What rows look like, which nobody has said yet. One reader has the error."""
+    fails = AsyncMock(side_effect=RuntimeError("no worker says so"))
+    with monkeypatch.context() as patch:
+        patch.setattr(new.engine.engine_core, "collective_rpc_async", fails)
+        with pytest.raises(RuntimeError, match="no worker says"):
+            await poll(new, "first")
+    (output,) = await read(new, prompts_of(40)[0], params(output_kind=FINAL))
+    check_finished(output)
+
+
+@in_loop
 async def test_a_prompt_that_is_streamed_in_is_refused(online: Online) -> None:
     async def inputs() -> AsyncIterator[StreamingInput]:
         yield StreamingInput(prompt=prompts_of(5)[0])
