@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import NamedTemporaryFile, SpooledTemporaryFile
 from threading import Lock
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from routed_experts.protocol.files import open_file
 from routed_experts.protocol.saved import MAX_PAGE_BYTES, ModelInfo, Reader, check_shown, page_lines
@@ -140,11 +140,11 @@ class _Handler(BaseHTTPRequestHandler):
             SpooledTemporaryFile(_BYTES_IN_MEMORY) as body,
             SpooledTemporaryFile(_BYTES_IN_MEMORY) as answer,
         ):
-            body.writelines(self._pieces(length))
+            _write(body, self._pieces(length))
             body.seek(0)
             try:
                 with self.server.reading:
-                    answer.writelines(map(str.encode, read_saved(body.read())))
+                    _write(answer, map(str.encode, read_saved(body.read())))
             except ValueError as error:
                 self._refuse(400, str(error))
                 return
@@ -178,6 +178,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing."""
+
+
+def _write(file: IO[bytes], pieces: Iterable[bytes]) -> None:
+    """`writelines` would leave all in memory: in Python 3.11 it looks at the size at the end."""
+    for piece in pieces:
+        file.write(piece)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

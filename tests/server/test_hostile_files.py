@@ -11,7 +11,8 @@ import socket
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from tempfile import SpooledTemporaryFile
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.main import main
 from routed_experts.server.page import MAX_BYTES, READ_PATH
+from routed_experts.server.tools import view
 from routed_experts.server.tools.view import ViewedFile, ViewServer
 from tests.conftest import Cases
 from tests.long_runs import times
@@ -343,3 +345,19 @@ def test_view_reads_the_files_of_one_request_at_a_time(viewed: ViewServer) -> No
             assert waits.recv(12) == b"HTTP/1.0 200"
         finally:
             viewed.reading.acquire()
+
+
+def test_view_has_what_comes_on_disk_before_its_end(
+    viewed: ViewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may take as long as it likes."""
+    has_moved = Event()
+
+    class Watched(SpooledTemporaryFile):  # type: ignore[type-arg]
+        def rollover(self) -> None:
+            super().rollover()
+            has_moved.set()
+
+    monkeypatch.setattr(view, "SpooledTemporaryFile", Watched)
+    with connection(viewed, 4 << 20, bytes(3 << 20)):
+        assert has_moved.wait(10)
