@@ -12,6 +12,7 @@ from routed_experts.capture.scheduler.pending_rows import PendingRows, Piece
 from routed_experts.capture.scheduler.request_rows import RequestRows
 from routed_experts.capture.scheduler.step import BlockTable, Step
 from routed_experts.capture.wire.message import Cause, UnknownRows
+from routed_experts.capture.wire.vllm_rows import sends_bare_rows
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 # `__name__` begins with "routed_experts". A child of vLLM's logger, which is configured.
@@ -31,8 +32,10 @@ class RowSource:
 
     def __init__(self, scheduler: Scheduler, kv_group: int, cache: HostCache) -> None:
         self.cache = cache
-        # whether KV may be loaded without rows
-        self._knows_causes = scheduler.connector is not None
+        # KV may be loaded without rows. A front end that is not ours is told nothing.
+        self._tells_causes = scheduler.connector is not None and not sends_bare_rows(
+            scheduler.vllm_config
+        )
         self._scheduler = scheduler
         self._kv_group = kv_group
         # to be reported, and to which API process
@@ -92,7 +95,7 @@ class RowSource:
     ) -> None:
         """Remembers why some of `rows` ([n, L, K]) are unknown, which were read from position
         `first` on through the block table `blocks`."""
-        if not self._knows_causes:
+        if not self._tells_causes:
             logger.error(
                 "Request %r: some of its rows are not known and are sent as -1.",
                 request.request_id,

@@ -1,6 +1,7 @@
 """Rows for a front end that is not ours, as vLLM's in Rust reads them: of every request, on its own
 outputs, in the form of vLLM's capture."""
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
+from routed_experts.capture.scheduler import row_source
+from routed_experts.capture.wire.message import Cause
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.engine import (
     BLOCK,
@@ -22,6 +25,7 @@ from tests.contract.engine import (
     tokens,
     vllms_rows,
 )
+from tests.contract.offloading import engine_that_offloads
 
 
 @dataclass
@@ -171,3 +175,21 @@ def test_an_unknown_row_makes_an_array_of_another_type() -> None:
     front_end.run()
     assert answer.rows().dtype == np.int16
     assert (answer.rows() == UNKNOWN).any()
+
+
+def test_the_log_tells_of_unknown_rows_and_no_cause_is_kept(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a KV connector, other front ends are told why rows are unknown."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    core = engine_that_offloads(bare_rows=True)
+    front_end = FrontEnd(core)
+    front_end.add("first", tokens(3 * BLOCK), max_tokens=1)
+    front_end.run()
+    core.capture.cache.forget(np.arange(NUM_BLOCKS * BLOCK), Cause.KV_STORE)
+    answer = front_end.add("hits", tokens(3 * BLOCK), max_tokens=1)
+    with caplog.at_level(logging.ERROR, row_source.logger.name):
+        front_end.run()
+    assert (answer.rows() == UNKNOWN).any()
+    assert "Request 'hits': some of its rows are not known" in caplog.text
+    assert not core.capture.distributor.source.pop_unknown()
