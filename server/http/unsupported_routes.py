@@ -4,7 +4,7 @@ routes."""
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any
 from urllib.parse import unquote_plus
@@ -129,7 +129,7 @@ class _RefusingRoute:
             return
         # Others may do what they do without a look at the body, so that it is read before.
         if _is(content_type, _MULTIPART):
-            with SpooledTemporaryFile(_FORM_BYTES_IN_MEMORY) as file:
+            with _temporary_file() as file:
                 receive = await _checked_form(FormNames(content_type), receive, file, self._allowed)
                 await self._app(scope, receive, send)
             return
@@ -168,35 +168,17 @@ async def _checked_form(
     """The same for a form of several parts, which is looked into as it comes and goes into `file`.
     What is no form may be JSON that is called one."""
     counted = _CountedNames()
-    refusal: VLLMValidationError | HTTPException | None = None
-    num_bytes = 0
-    message: Message = {"more_body": True}
-    while message.get("more_body", False):  # to the end, so that the client hears of the error
-        message = await receive()
-        if refusal is not None:
-            continue
-        chunk = message.get("body", b"")
-        num_bytes += len(chunk)
-        if num_bytes > _MOST_FORM_BYTES:
-            refusal = HTTPException(413, f"The form has more than {_MOST_FORM_BYTES >> 20} MiB.")
-            continue
-        try:
-            file.write(chunk)
-            for name in form.read(chunk):
-                counted.add(name)
-                _refuse_fields(routing_fields_of(name), allowed)
-        except OSError:  # no folder for temporary files, or a full one
-            refusal = HTTPException(503, "The server has no room for a form of so many bytes.")
-        except VLLMValidationError as error:
-            refusal = error
-    if refusal is not None:
-        raise refusal
-    file.seek(0)
-    if not file.read(_PIECE_BYTES).lstrip(b"\r\n").startswith(b"--"):
-        file.seek(0)
+
+    def check(chunk: bytes) -> None:
+        for name in form.read(chunk):
+            counted.add(name)
+            _refuse_fields(routing_fields_of(name), allowed)
+
+    last_message = await _receive_form(receive, file, check)
+    if not _begins_as_form(file):
         _refuse_fields(_routing_fields(file.read()), allowed)
     file.seek(0)
-    has_left = message["type"] == "http.disconnect"
+    has_left = last_message["type"] == "http.disconnect"
     is_at_end = False
 
     async def again() -> Message:
@@ -210,6 +192,63 @@ async def _checked_form(
         return {"type": "http.request", "body": piece, "more_body": bool(piece)}
 
     return again
+
+
+async def _receive_form(
+    receive: Receive, file: IO[bytes], check: Callable[[bytes], None]
+) -> Message:
+    """Reads a body into `file`, and has each chunk of it checked; returns the last message. Reads to
+    the end before it raises an error, so that the client hears of it."""
+    refusal: VLLMValidationError | HTTPException | None = None
+    num_bytes = 0
+    message: Message = {"more_body": True}
+    while message.get("more_body", False):
+        message = await receive()
+        if refusal is not None:
+            continue
+        chunk = message.get("body", b"")
+        num_bytes += len(chunk)
+        try:
+            _check_size(num_bytes)
+            _write(file, chunk)
+            check(chunk)
+        except (VLLMValidationError, HTTPException) as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
+    return message
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > _MOST_FORM_BYTES:
+        raise HTTPException(413, f"The form has more than {_MOST_FORM_BYTES >> 20} MiB.")
+
+
+def _write(file: IO[bytes], chunk: bytes) -> None:
+    try:
+        file.write(chunk)
+        file.flush()  # a disk that is full says so here
+    except OSError:  # also where there is no folder for temporary files
+        raise HTTPException(503, "The server has no room for a form of so many bytes.") from None
+
+
+def _begins_as_form(file: IO[bytes]) -> bool:
+    """Leaves the file at its start."""
+    file.seek(0)
+    begin = file.read(_PIECE_BYTES)
+    file.seek(0)
+    return begin.lstrip(b"\r\n").startswith(b"--")
+
+
+@contextmanager
+def _temporary_file() -> Iterator[IO[bytes]]:
+    file = SpooledTemporaryFile(_FORM_BYTES_IN_MEMORY)  # noqa: SIM115
+    try:
+        yield file
+    finally:
+        # What a full disk did not take is written once more here.
+        with suppress(OSError):
+            file.close()
 
 
 def _refuse_fields(names: Iterator[str], allowed: Collection[str]) -> None:

@@ -5,6 +5,7 @@ import ast
 import itertools
 import json
 import re
+import resource
 import tempfile
 import tracemalloc
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -568,6 +569,22 @@ def test_a_form_for_which_the_disk_has_no_room_is_an_answer(
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (503, 503)
     assert error["message"] == "The server has no room for a form of so many bytes."
+
+
+def test_a_form_in_small_pieces_for_which_the_disk_has_no_room_is_an_answer(api: Server) -> None:
+    """They wait in a buffer, which is written later."""
+    form = large_form(2 << 20)
+    pieces = (form[first : first + 1000] for first in range(0, len(form), 1000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with api.client() as client:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 19, before[1]))
+        try:
+            headers = {"content-type": MULTIPART}
+            response = client.post("/tokenize", content=pieces, headers=headers)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert response.status_code == 503
+    assert "no room for a form" in response.json()["error"]["message"]
 
 
 def test_rows_that_derender_would_drop(api: Server) -> None:
