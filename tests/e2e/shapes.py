@@ -523,16 +523,41 @@ class HookOracle(Oracle):
 def write_adapter(config: PreTrainedConfig, directory: Path, seed: int) -> None:
     """Writes a random LoRA adapter for the attention projections of a Qwen3-MoE model to
     `directory`."""
+    hidden = config.hidden_size
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    sizes = {
+        "self_attn.q_proj": (hidden, heads),
+        "self_attn.k_proj": (hidden, kv_heads),
+        "self_attn.v_proj": (hidden, kv_heads),
+        "self_attn.o_proj": (heads, hidden),
+    }
+    _write_adapter(sizes, range(config.num_hidden_layers), directory, seed)
+
+
+def write_adapter_of_experts(config: PreTrainedConfig, directory: Path, seed: int) -> None:
+    """Writes a random LoRA adapter for every expert of a Qwen3-MoE model to `directory`."""
+    hidden = config.hidden_size
+    inner = config.moe_intermediate_size
+    sizes: dict[str, tuple[int, int]] = {}
+    for expert in range(config.num_experts):
+        sizes[f"mlp.experts.{expert}.gate_proj"] = (hidden, inner)
+        sizes[f"mlp.experts.{expert}.up_proj"] = (hidden, inner)
+        sizes[f"mlp.experts.{expert}.down_proj"] = (inner, hidden)
+    layers = set(range(config.num_hidden_layers)) - set(config.mlp_only_layers)
+    _write_adapter(sizes, sorted(layers), directory, seed)
+
+
+def _write_adapter(
+    sizes: Mapping[str, tuple[int, int]], layers: Sequence[int], directory: Path, seed: int
+) -> None:
+    """`sizes` are those of the projections of a layer, in and out."""
     rank, alpha, scale = 8, 16, 0.1
     generator = torch.Generator().manual_seed(seed)
-    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv_heads = config.num_key_value_heads * config.head_dim
-    sizes = {"q_proj": (hidden, heads), "k_proj": (hidden, kv_heads), "v_proj": (hidden, kv_heads)}
-    sizes["o_proj"] = (heads, hidden)
     tensors: dict[str, torch.Tensor] = {}
-    for layer in range(config.num_hidden_layers):
+    for layer in layers:
         for name, (fan_in, fan_out) in sizes.items():
-            key = f"model.layers.{layer}.self_attn.{name}"
+            key = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{key}.lora_A.weight"] = (
                 torch.randn((rank, fan_in), generator=generator) * scale
             )
@@ -540,18 +565,15 @@ def write_adapter(config: PreTrainedConfig, directory: Path, seed: int) -> None:
                 torch.randn((fan_out, rank), generator=generator) * scale
             )
     directory.mkdir(parents=True)
-    save_file(
-        {f"base_model.model.{name}": t for name, t in tensors.items()},
-        directory / "adapter_model.safetensors",
-    )
+    save_file(tensors, directory / "adapter_model.safetensors")
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": alpha,
         "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[2] for name in sizes}),
     }
-    described["target_modules"] = sorted(sizes)
     (directory / "adapter_config.json").write_text(json.dumps(described))
 
 

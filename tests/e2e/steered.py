@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from routed_experts.protocol.routing_input import INPUT_ARG, RoutingInput
 from routed_experts.replay import replayed
@@ -50,6 +51,9 @@ class Program:
         self.num_layers = len(self.layer_ids)
         self.top_k: int = info["top_k"]
         self.num_experts: int = info["num_experts"]
+        self.vocab_size: int = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        self.adapter: LoRARequest | None = None
+        """Of all requests."""
 
     def run(
         self,
@@ -73,7 +77,7 @@ class Program:
                 sampling.extra_args = {INPUT_ARG: routing_input.encode()}
             params.append(sampling)
         tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(tokens, params, use_tqdm=False)
+        outputs = self.llm.generate(tokens, params, lora_request=self.adapter, use_tqdm=False)
         return [self._answered(output) for output in outputs]
 
     def one(

@@ -20,7 +20,7 @@ import torch
 from routed_experts.capture.worker.router_input.formula import Routing, rewritten
 from tests.capture.router_input import FAMILIES, LAYER, Sized, case_of
 from tests.e2e.harness import ROOT
-from tests.gpu.steered_engine import MODES, SHAPES
+from tests.gpu.steered_engine import MODES, MODES_OF_TINY, SHAPES, TINY
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs an NVIDIA GPU")]
@@ -94,6 +94,8 @@ class Engine:
 
 CASES = [(shape, "graphs") for shape in SHAPES]
 CASES += [(next(iter(SHAPES)), mode) for mode in MODES if mode != "graphs"]
+CASES += [("latent attention", "graphs"), (TINY, "graphs")]
+CASES += [(TINY, mode) for mode in MODES_OF_TINY]
 NEED_TWO = {"tensor parallel", "pipeline parallel", "expert load balancing"}
 
 
