@@ -3,7 +3,7 @@ and settings."""
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import entry_points
@@ -360,25 +360,22 @@ def _set_everywhere(variable: str, value: str) -> None:
 def choose_api_server_count(args: argparse.Namespace, cores: int) -> None:
     """Sets `--api-server-count` where nobody does, if vLLM would start fewer API processes than
     rows beside each token need."""
-    if args.api_server_count is not None or not _may_have_several_api_processes(args):
+    if args.api_server_count is not None or args.headless or _is_balanced_outside(args):
         return
-    engines = args.data_parallel_size
-    engines_here = engines if (local := args.data_parallel_size_local) is None else local
-    if args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None:
-        engines = engines_here = engines_here or 1  # it serves its own engines only
+    engines, engines_here = _engines(args)
     workers = args.tensor_parallel_size * args.pipeline_parallel_size
     # an only worker runs in the process of its engine core
-    processes = engines_here * (1 + _workers_here(args, workers) if workers > 1 else 1)
+    processes_of_engine = 1 + _workers_here(args, workers) if workers > 1 else 1
     at_once = engines * _max_num_seqs(args, workers)
-    count = api_server_count(at_once, cores, processes, least=engines)
+    count = api_server_count(at_once, cores, engines_here * processes_of_engine, least=engines)
     if count == engines:  # as many as vLLM starts
         return
-    if _may_be_multimodal(args):
+    reason = _why_left_to_vllm(args)
+    if reason is not None:
         logger.info(
-            "Starting as many API processes as vLLM would, though %d requests may run at once: "
-            "several share no cache of images, video and audio with the engine. "
-            "--api-server-count sets another number.",
+            "Starting as many API processes as vLLM would, though %d requests may run at once: %s.",
             at_once,
+            reason,
         )
         return
     args.api_server_count = count
@@ -389,28 +386,25 @@ def choose_api_server_count(args: argparse.Namespace, cores: int) -> None:
     )
 
 
-def _may_have_several_api_processes(args: argparse.Namespace) -> bool:
-    """Whether vLLM starts several and all that is turned on works with them."""
-    is_balanced_outside = (
+def _is_balanced_outside(args: argparse.Namespace) -> bool:
+    """Whether vLLM starts a server beside each engine."""
+    return (
         args.data_parallel_multi_port_external_lb
         or args.data_parallel_external_lb
         or args.data_parallel_rank is not None
     )
-    takes_one = (
-        args.headless  # it has none
-        or is_balanced_outside  # vLLM starts one beside each engine
-        or args.uds is not None  # several were not tested there
-        or getattr(args, "enable_fault_tolerance", False)  # since 0.32: vLLM refuses several
-        or args.enable_elastic_ep  # with which vLLM takes one
-        # with which vLLM places workers by the number of API processes
-        or os.environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0"
-        or args.enable_server_load_tracking  # which counts the requests of one process
-        or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING  # with which vLLM refuses several
-        or envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION  # with which the capture refuses several
-        or envs.VLLM_ENABLE_RESPONSES_API_STORE  # a process has the responses that it stored
-        or envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH  # an only process stays
-    )
-    return not takes_one
+
+
+def _engines(args: argparse.Namespace) -> tuple[int, int]:
+    """The engines that this server's API processes talk to, and those of them on this host."""
+    engines: int = args.data_parallel_size
+    engines_here = engines
+    if args.data_parallel_size_local is not None:
+        engines_here = args.data_parallel_size_local
+    if args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None:
+        engines_here = engines_here or 1
+        return engines_here, engines_here  # it serves its own engines only
+    return engines, engines_here
 
 
 def _workers_here(args: argparse.Namespace, workers: int) -> int:
@@ -456,6 +450,50 @@ def _max_num_seqs(args: argparse.Namespace, world_size: int) -> int:
     if args.performance_mode == "throughput":
         max_num_seqs *= 2
     return min(max_num_seqs, args.max_num_batched_tokens or max_num_seqs)
+
+
+_LEFT_TO_VLLM: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
+    (lambda args: args.uds is not None, "several were not tested with --uds"),
+    (
+        lambda args: getattr(args, "enable_fault_tolerance", False),  # since 0.32
+        "vLLM refuses several with --enable-fault-tolerance",
+    ),
+    (lambda args: args.enable_elastic_ep, "vLLM starts one with --enable-elastic-ep"),
+    (
+        lambda args: os.environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0",
+        "with VLLM_CPU_SIM_MULTI_NUMA, vLLM places workers by their number",
+    ),
+    (
+        lambda args: args.enable_server_load_tracking,
+        "--enable-server-load-tracking counts the requests of one process",
+    ),
+    (
+        lambda args: envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
+        "vLLM refuses several with VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    ),
+    (
+        lambda args: envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION,
+        "the capture refuses several with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
+    ),
+    (
+        lambda args: envs.VLLM_ENABLE_RESPONSES_API_STORE,
+        "with VLLM_ENABLE_RESPONSES_API_STORE, a process has the responses that it stored",
+    ),
+    (
+        lambda args: envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH,
+        "with VLLM_KEEP_ALIVE_ON_ENGINE_DEATH, only a single process stays",
+    ),
+    (
+        _may_be_multimodal,
+        "several share no cache of images, video and audio with the engine; --api-server-count "
+        "sets another number",
+    ),
+)
+"""With what the number of API processes is left to vLLM, and why."""
+
+
+def _why_left_to_vllm(args: argparse.Namespace) -> str | None:
+    return next((reason for applies, reason in _LEFT_TO_VLLM if applies(args)), None)
 
 
 # ---- folders ----

@@ -149,11 +149,16 @@ def test_what_is_chosen_for_flags(flags: tuple[str, ...], count: int | None) -> 
     ],
 )
 def test_one_process_where_several_would_lose_something(
-    monkeypatch: pytest.MonkeyPatch, variable: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
 ) -> None:
+    """The log says why, unless one is enough."""
     monkeypatch.setenv(variable, "1")
     disable_envs_cache()
-    assert chosen(*MANY).api_server_count is None
+    with caplog.at_level(logging.INFO, serve.logger.name):
+        assert chosen(*MANY).api_server_count is None
+        assert chosen("--max-num-seqs", "16").api_server_count is None
+    (line,) = caplog.messages
+    assert variable in line
 
 
 @pytest.mark.parametrize(
