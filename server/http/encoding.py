@@ -48,7 +48,7 @@ class Encoder:
         self.counts = ResponseCounts()
         num_layers, num_columns = form.wire_shape
         self._rest_of_shape = f',{num_layers},{num_columns}],"dtype":"{form.dtype}","start":'
-        num_captured_layers, num_captured_columns = form.shape
+        num_captured_layers, num_captured_columns = form.ids_shape
         self._captured_id_bytes = num_captured_layers * num_captured_columns * _CAPTURED_ID_BYTES
         self._has_low_bytes = form.has_low_bytes
         self._is_cut_from_captured = form.is_as_captured or form.has_low_bytes
@@ -151,11 +151,11 @@ class Encoder:
         """Counts how often each expert of each layer was chosen, and adds up weights. Dense layers
         count as zero."""
         form = self.form
-        has_weights = form.row_shape != form.shape
-        counts = np.zeros((form.shape[0], form.num_experts), dtype=np.int64)
+        has_weights = form.captured_shape != form.ids_shape
+        counts = np.zeros((form.ids_shape[0], form.num_experts), dtype=np.int64)
         sums = np.zeros(counts.shape)
         missing = 0
-        rows = joined(arrays, form.row_shape)
+        rows = joined(arrays, form.captured_shape)
         for part in _slices(rows, _rows_in_part(form.row_bytes)):
             ids = form.ids(part)
             counts += count_experts(ids, form.num_experts)
@@ -172,7 +172,7 @@ class Encoder:
         return histogram
 
     def _converted(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
-        return self.form.converted(joined(arrays, self.form.row_shape))
+        return self.form.converted(joined(arrays, self.form.captured_shape))
 
 
 def _json_data(header: bytes, data: memoryview, rest: str) -> Iterator[bytes]:

@@ -101,7 +101,7 @@ def _encoded(
 ) -> Iterator[bytes]:
     form = WireForm(
         dtype=dtype,
-        shape=captured.shape,
+        ids_shape=captured.shape,
         num_experts=captured.num_experts,
         has_weights=rows.options.weights,
     )

@@ -441,7 +441,7 @@ class RoutedServing:
         decoder_layers = captured.layers if options.layers == "all" else None
         if options.format == "paired":
             return PairedForm(
-                shape=captured.shape,
+                ids_shape=captured.shape,
                 num_experts=captured.num_experts,
                 decoder_layers=decoder_layers,
                 scale=captured.info.weights_scale,
@@ -449,7 +449,7 @@ class RoutedServing:
         return WireForm(
             format=options.format,
             dtype=codec.resolve_dtype(options.dtype, captured.num_experts),
-            shape=captured.shape,
+            ids_shape=captured.shape,
             num_experts=captured.num_experts,
             decoder_layers=decoder_layers,
             has_weights=options.weights,

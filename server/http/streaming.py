@@ -320,7 +320,7 @@ class SSERewriter:
         self.encoder = encoder
         self._options = options
         self._rows = StreamedRows(
-            options, encoder.form.row_shape, num_choices, sends_empty=has_own_field
+            options, encoder.form.captured_shape, num_choices, sends_empty=has_own_field
         )
         self._due: DueAtEnd | DueWithTokens = (
             DueAtEnd(self._rows) if options.at_end else DueWithTokens(self._rows, preface_chunks)
@@ -471,7 +471,7 @@ class SSERewriter:
             for name, (start, rows) in left.items():
                 piece, rest = split_at(rows, sizes[name][line])
                 if piece or (line == 0 and name == _PROMPT):  # which is there though it is empty
-                    array = joined(piece, self.encoder.form.row_shape)
+                    array = joined(piece, self.encoder.form.captured_shape)
                     fields[name] = self._fields(name, array, start)
                     left[name] = start + len(array), rest
             yield fields

@@ -43,7 +43,7 @@ class WireForm:
 
     format: Format = "object"
     dtype: str = "int16"  # on the wire
-    shape: tuple[int, int]  # (L, K) of the served model
+    ids_shape: tuple[int, int]  # (L, K): of a captured row of ids
     num_experts: int
     # decoder layers of the L layers, and how many there are; None to send MoE layers only
     decoder_layers: tuple[Sequence[int], int] | None = None
@@ -68,7 +68,7 @@ class WireForm:
         return WeightsForm(
             format=self.format,
             dtype="float32",
-            shape=self.shape,
+            ids_shape=self.ids_shape,
             num_experts=self.num_experts,
             decoder_layers=self.decoder_layers,
         )
@@ -79,9 +79,9 @@ class WireForm:
         return (self,) if self.weights is None else (self, self.weights)
 
     @cached_property
-    def row_shape(self) -> tuple[int, int]:
-        """Of the rows that are given to `converted`: (L, K), or (3L, K) with weights."""
-        return row_shape(*self.shape, self.has_weights)
+    def captured_shape(self) -> tuple[int, int]:
+        """Of a captured row, as `converted` takes it: (L, K), or (3L, K) with weights."""
+        return row_shape(*self.ids_shape, self.has_weights)
 
     @cached_property
     def wire_dtype(self) -> np.dtype[Any]:
@@ -89,12 +89,12 @@ class WireForm:
 
     @cached_property
     def num_columns(self) -> int:
-        return self.shape[1]
+        return self.ids_shape[1]
 
     @cached_property
     def wire_shape(self) -> tuple[int, int]:
-        """Of a row on the wire: layers and columns."""
-        num_layers = self.shape[0] if self.decoder_layers is None else self.decoder_layers[1]
+        """Of a row as it is sent: layers and columns."""
+        num_layers = self.ids_shape[0] if self.decoder_layers is None else self.decoder_layers[1]
         return num_layers, self.num_columns
 
     @cached_property
@@ -171,7 +171,7 @@ class WireForm:
         return self.spread(self.ids(rows))
 
     def ids(self, rows: Rows) -> Rows:
-        return rows[:, : self.shape[0]] if self.row_shape != self.shape else rows
+        return rows[:, : self.ids_shape[0]] if self.captured_shape != self.ids_shape else rows
 
     def spread(self, array: NDArray[Any]) -> NDArray[Any]:
         """`array` [..., L, K], with all decoder layers if they are sent."""
@@ -182,8 +182,8 @@ class WeightsForm(WireForm):
     """The form of arrays of weights: float32, NaN where they are unknown (null in lists)."""
 
     @cached_property
-    def row_shape(self) -> tuple[int, int]:
-        return row_shape(*self.shape, with_weights=True)
+    def captured_shape(self) -> tuple[int, int]:
+        return row_shape(*self.ids_shape, with_weights=True)
 
     @property
     def item_text_bytes(self) -> int:
@@ -204,12 +204,12 @@ class PairedForm(WireForm):
     scale: Sequence[float]
 
     @cached_property
-    def row_shape(self) -> tuple[int, int]:
-        return row_shape(*self.shape, with_weights=True)
+    def captured_shape(self) -> tuple[int, int]:
+        return row_shape(*self.ids_shape, with_weights=True)
 
     @cached_property
     def num_columns(self) -> int:
-        return 2 * self.shape[1]
+        return 2 * self.ids_shape[1]
 
     def laid_out(self, rows: Rows) -> NDArray[Any]:
         ids = self.spread(self.ids(rows)).astype(np.int32)

@@ -516,7 +516,7 @@ def connection_of_nobody() -> Connection:
     return Connection(receive, send)
 
 
-ENCODER = Encoder(WireForm(shape=(L, K), num_experts=1 << 15))
+ENCODER = Encoder(WireForm(ids_shape=(L, K), num_experts=1 << 15))
 
 
 def test_what_is_stored_after_the_request_has_ended_is_deleted(tmp_path: Path) -> None:

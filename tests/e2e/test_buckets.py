@@ -291,7 +291,7 @@ def test_choices_of_a_stream_are_stored_beside_each_other(monkeypatch: pytest.Mo
 
 async def stream_of(store: ArrayStore, num_choices: int) -> list[str]:
     """The events of a stream whose choices end in the same step."""
-    form = WireForm(shape=(L, K), num_experts=16)
+    form = WireForm(ids_shape=(L, K), num_experts=16)
     options = parse_options({"return_routed_experts": True, **REFERENCE})
     assert options is not None
     maker = ReferenceMaker(store, connection_of_nobody())

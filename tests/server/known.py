@@ -92,7 +92,7 @@ def encoder_of(
 ) -> Encoder:
     if options.format == "paired":
         paired = PairedForm(
-            shape=shape,
+            ids_shape=shape,
             num_experts=num_experts,
             decoder_layers=decoder_layers,
             scale=[0.5 + layer for layer in range(shape[0])],
@@ -101,7 +101,7 @@ def encoder_of(
     form = WireForm(
         format=options.format,
         dtype=options.dtype,
-        shape=shape,
+        ids_shape=shape,
         num_experts=num_experts,
         decoder_layers=decoder_layers,
         has_weights=options.weights,

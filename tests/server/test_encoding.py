@@ -53,7 +53,7 @@ def encoder(fmt: Any, dtype: str, shape: tuple[int, int, int], layers: str = "mo
     form = WireForm(
         format=fmt,
         dtype=dtype,
-        shape=shape[:2],
+        ids_shape=shape[:2],
         num_experts=shape[2],
         decoder_layers=dense if layers == "all" else None,
     )
@@ -108,7 +108,7 @@ def test_as_many_rows_as_fit_a_line(shape: tuple[int, int, int], fmt: Any, layer
         assert own.form.text_bytes(own.form.rows_in(limit)) <= limit
     assert own.form.rows_in(1) == 1
     for few in (0, 1, 9):  # in a list, unknown ids are the longest of a model with few experts
-        narrow = Encoder(WireForm(format="list", shape=(2, 3), num_experts=8))
+        narrow = Encoder(WireForm(format="list", ids_shape=(2, 3), num_experts=8))
         assert len(
             text_of(narrow, np.full((few, 2, 3), -1, dtype=np.int16), 0)
         ) <= narrow.form.text_bytes(few)
@@ -134,7 +134,7 @@ def test_unsigned_dtypes_cannot_hold_unknown_rows(fmt: Any) -> None:
 def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
     """255 and 32767 end or begin with the bytes that the search for -1 looks for."""
     rows = np.array([[[255, 32767], [32767, 255]]], dtype=np.int16)
-    own = Encoder(WireForm(shape=(2, 2), num_experts=32768))
+    own = Encoder(WireForm(ids_shape=(2, 2), num_experts=32768))
     fields = own.fields("rows", rows, 7)
     assert orjson.loads(f"{{{fields[:-1]}}}") == {
         "rows": encode(rows, fmt="object", dtype="int16", start=7)
