@@ -92,7 +92,7 @@ class RowDistributor:
             self._rescue(request, state)
             self.requests.move(state, Phase.ALONE)
 
-    def finish(self, request: Request) -> None:
+    def end(self, request: Request) -> None:
         """Called when a request ends, while it has its blocks."""
         state = self.requests.running.get(request.request_id)
         if state is None:
@@ -112,7 +112,7 @@ class RowDistributor:
             if state is None or reason is None or not self._is_owed_an_end(state, is_asked):
                 others.append(request)
             else:
-                self.queue.end(state, reason, self._pop_last_rows(state))
+                self.queue.send_end(state, reason, self._pop_last_rows(state))
         self.requests.forget_ended()
         return others
 

@@ -111,7 +111,9 @@ class OutputQueue:
         if rows is not None:
             self._last_rows[request.request_id] = _LastRows(request, rows)
 
-    def end(self, request: RequestRows, reason: FinishReason, rows: PendingRows | None) -> None:
+    def send_end(
+        self, request: RequestRows, reason: FinishReason, rows: PendingRows | None
+    ) -> None:
         """Queues the end of a request behind its outputs that wait, with its last `rows`."""
         output = EngineCoreOutput(request.request_id, [], finish_reason=reason)
         self._ends.append(_End(request, output))
