@@ -75,23 +75,16 @@ def _read(
     head, separator, _ = raw.partition(b"\r\n\r\n")
     if not separator or b" 200 " not in head.split(b"\r\n", 1)[0]:
         raise Fault(raw[:300].decode(errors="replace"))
+    head = head.lower()
+    start = len(head) + 4
     rows = _Rows(expected, routing)
-    if b"text/event-stream" in head.lower():
+    if b"text/event-stream" in head:
         answer.tokens = [[] for _ in range(expected.choices)]
-        events = _events(raw, len(head) + 4, arrivals)
-        answer.first = events[0][0] if events else answer.last  # the head comes long before
-        for when, event in events:
-            rows.add(event)
-            for choice in event["choices"]:
-                tokens, rest = divmod(len(choice["text"]), token_chars)
-                if rest:
-                    raise Fault(f"text of another length than tokens have: {choice['text']!r}")
-                answer.tokens[choice["index"]] += [when] * tokens
+        _read_events(answer, _events(raw, start, arrivals), rows, token_chars)
         counts = [len(times) for times in answer.tokens]
     else:
-        start = len(head) + 4
         content = raw[start:]
-        if b"transfer-encoding: chunked" in head.lower():  # a large answer, in parts
+        if b"transfer-encoding: chunked" in head:  # a large answer, in parts
             content = b"".join(raw[begin:end] for begin, end in _chunks(raw, start))
         body = orjson.loads(content)
         rows.add(body)
@@ -99,6 +92,20 @@ def _read(
     if counts != [expected.new_tokens] * expected.choices:
         raise Fault(f"{counts} tokens, not {expected.choices} times {expected.new_tokens}")
     answer.rows = rows.check()
+
+
+def _read_events(
+    answer: Answer, events: list[tuple[float, Any]], rows: "_Rows", token_chars: int
+) -> None:
+    """Takes down when each token of each choice came."""
+    answer.first = events[0][0] if events else answer.last  # the head comes long before
+    for when, event in events:
+        rows.add(event)
+        for choice in event["choices"]:
+            num_tokens, rest = divmod(len(choice["text"]), token_chars)
+            if rest:
+                raise Fault(f"text of another length than tokens have: {choice['text']!r}")
+            answer.tokens[choice["index"]] += [when] * num_tokens
 
 
 def _events(raw: bytes, start: int, arrivals: Arrivals) -> list[tuple[float, Any]]:

@@ -38,6 +38,23 @@ class Player:
 
     def play(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """A token for every request whose prompt is done, and rows of all tokens."""
+        starts = self._follow(step)
+        scheduled = step.num_scheduled_tokens
+        ids = list(scheduled)
+        output = ModelRunnerOutput(
+            ids,
+            {name: index for index, name in enumerate(ids)},
+            [
+                [_TOKEN] if starts[name] + scheduled[name] >= self._lengths[name] else []
+                for name in ids
+            ],
+        )
+        if ids and self._is_captured:
+            attach(output, self._rows_of(scheduled, starts))
+        return output
+
+    def _follow(self, step: SchedulerOutput) -> dict[str, int]:
+        """Learns of requests that begin, go on and end. Returns where each begins in this step."""
         for request_id in step.finished_req_ids:
             self._blocks.pop(request_id, None)
             self._lengths.pop(request_id, None)
@@ -53,34 +70,21 @@ class Player:
             starts[request_id] = start
             if blocks is not None:
                 self._blocks[request_id] += blocks[0]
-        ids = list(step.num_scheduled_tokens)
-        counts = list(step.num_scheduled_tokens.values())
-        ended = [
-            starts[name] + count >= self._lengths[name]
-            for name, count in zip(ids, counts, strict=True)
-        ]
-        output = ModelRunnerOutput(
-            ids,
-            {name: index for index, name in enumerate(ids)},
-            [[_TOKEN] if end else [] for end in ended],
-        )
-        if ids and self._is_captured:
-            offsets = np.cumsum([0, *counts], dtype=np.int64)
-            if len(ids) == offsets[-1]:  # a token each: numpy is slow for few numbers
-                positions = np.array([starts[name] for name in ids])
-                slots = np.array([self._slot(name, starts[name]) for name in ids])
-            else:
-                slots = np.concatenate(
-                    [
-                        self._slots(name, starts[name], n)
-                        for name, n in zip(ids, counts, strict=True)
-                    ]
-                )
-                positions = np.concatenate(
-                    [np.arange(n) + starts[name] for name, n in zip(ids, counts, strict=True)]
-                )
-            attach(output, StepRows(self._rows[positions % len(self._rows)], slots, offsets))
-        return output
+        return starts
+
+    def _rows_of(self, scheduled: dict[str, int], starts: dict[str, int]) -> StepRows:
+        offsets = np.cumsum([0, *scheduled.values()], dtype=np.int64)
+        if len(scheduled) == offsets[-1]:  # a token each: numpy is slow for few numbers
+            positions = np.array([starts[name] for name in scheduled])
+            slots = np.array([self._slot(name, starts[name]) for name in scheduled])
+        else:
+            positions = np.concatenate(
+                [np.arange(count) + starts[name] for name, count in scheduled.items()]
+            )
+            slots = np.concatenate(
+                [self._slots(name, starts[name], count) for name, count in scheduled.items()]
+            )
+        return StepRows(self._rows[positions % len(self._rows)], slots, offsets)
 
     def _slot(self, request_id: str, position: int) -> int:
         block, offset = divmod(position, self._block_size)

@@ -10,9 +10,9 @@ explains the table.
 """
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -106,6 +106,79 @@ def mistakes(rows: torch.Tensor, prompt_len: int) -> dict[str, torch.Tensor]:
     }
 
 
+@dataclass
+class Batch:
+    """Answers, padded on the right."""
+
+    tokens: torch.Tensor  # [batch, tokens]
+    mask: torch.Tensor  # [batch, tokens], 1 where there is a token
+    # of each token but the first, as `log_probabilities` has them: [batch, tokens - 1]
+    generated: torch.Tensor  # whether the server sampled it
+    old: torch.Tensor  # its log-probability there
+    rows: torch.Tensor  # [batch, tokens, L, K]
+    weights: torch.Tensor | None
+
+
+def batch_of(routings: list[Routing], has_weights: bool, device: str) -> Batch:
+    columns = max(routing.end + 1 for routing in routings)
+
+    def padded(values: list[Any]) -> torch.Tensor:
+        return torch.from_numpy(align_values(routings, values, columns)).to(device)
+
+    generated = torch.from_numpy(align_generated(routings, columns)).to(device)
+    old = torch.from_numpy(align_logprobs(routings, columns)).to(device).float()
+    return Batch(
+        tokens=padded(
+            [
+                (*(routing.prompt_token_ids or ()), *(routing.token_ids or ()))
+                for routing in routings
+            ]
+        ),
+        mask=padded([np.ones(routing.end + 1, dtype=np.int64) for routing in routings]),
+        generated=generated[:, 1:],
+        old=old[:, 1:],
+        rows=torch.from_numpy(align(routings, columns, last=UNKNOWN)),
+        weights=torch.from_numpy(align_weights(routings, columns)) if has_weights else None,
+    )
+
+
+Replay = Callable[[], AbstractContextManager[Any]]
+"""Within what it returns, the model chooses its experts in another way."""
+
+
+def table_row(model: Any, batch: Batch, replay: Replay) -> list[str]:
+    """How far the model's log-probabilities are from the server's, and how many tokens went to other
+    experts than there."""
+    with torch.no_grad(), experts_seen(model) as seen, replay():
+        new = log_probabilities(model, batch.tokens, batch.mask)
+    used = torch.stack(seen, dim=1).reshape(batch.rows.shape).cpu()
+    is_known = (batch.rows >= 0).all(dim=(2, 3))
+    is_other = (used.sort().values != batch.rows.sort().values).any(dim=(2, 3))[is_known]
+    shown = [
+        f"{figure:.2e}" for figure in figures(new[batch.generated], batch.old[batch.generated])
+    ]
+    return [*shown, f"{int(is_other.sum())} of {len(is_other)}"]
+
+
+def train(model: Any, batch: Batch, texts: list[str], replay: Replay) -> str:
+    """One step towards late letters of the alphabet, a toy. GRPO: rewards relative to the group, and
+    a clipped ratio to the policy that sampled, which is the server's. Without replay, other experts
+    than the server's would be trained."""
+    rewards = torch.tensor([sum(map(ord, text)) / max(len(text), 1) for text in texts])
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    advantages = advantages.to(batch.old.device)[:, None]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with replay():
+        ratio = (log_probabilities(model, batch.tokens, batch.mask) - batch.old).exp()
+        gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        loss = -gain[batch.generated].mean()
+        loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    mean_ratio = ratio[batch.generated].mean()
+    return f"loss {loss.item():.4f}, gradient norm {norm.item():.4f}, ratio {mean_ratio:.6f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
@@ -126,76 +199,24 @@ def main() -> None:
         parser.error(
             f"the server's model is in {info['model_dtype']}: start it with --dtype {dtype}, or leave --dtype out here"
         )
-    model = (
-        AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, dtype))
-        .to(args.device)
-        .eval()
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, dtype))
+    model = model.to(args.device).eval()
+    batch = batch_of(routings, info["weights"], args.device)
 
-    # A batch padded on the right. `generated` marks what the server sampled, `old` has its
-    # log-probabilities.
-    columns = max(routing.end + 1 for routing in routings)
+    def replaying(rows: torch.Tensor, weights: torch.Tensor | None = None) -> Replay:
+        return lambda: replayed(model, rows, weights, layer_ids=info["layer_ids"])
 
-    def batch_of(values: list[Any]) -> torch.Tensor:
-        return torch.from_numpy(align_values(routings, values, columns)).to(args.device)
-
-    tokens = batch_of(
-        [(*(routing.prompt_token_ids or ()), *(routing.token_ids or ())) for routing in routings]
-    )
-    mask = batch_of([np.ones(routing.end + 1, dtype=np.int64) for routing in routings])
-    generated = torch.from_numpy(align_generated(routings, columns)).to(args.device)[:, 1:]
-    old = torch.from_numpy(align_logprobs(routings, columns)).to(args.device).float()[:, 1:]
-    rows = torch.from_numpy(align(routings, columns, last=UNKNOWN))
-    weights = torch.from_numpy(align_weights(routings, columns)) if info["weights"] else None
-
-    def replaying(rows: torch.Tensor | None, weights: torch.Tensor | None = None) -> Any:
-        return (
-            nullcontext()
-            if rows is None
-            else replayed(model, rows, weights, layer_ids=info["layer_ids"])
-        )
-
-    replays: dict[str, tuple[Any, ...]] = {"live router": (None,), "ids": (rows,)}
-    if weights is not None:
-        replays["ids with weights"] = (rows, weights)
+    replays: dict[str, Replay] = {"live router": nullcontext, "ids": replaying(batch.rows)}
+    if batch.weights is not None:
+        replays["ids with weights"] = replaying(batch.rows, batch.weights)
     if args.mistakes:
-        replays |= {
-            name: (wrong,) for name, wrong in mistakes(rows, routings[0].prompt_len or 0).items()
-        }
-    is_known = (rows >= 0).all(dim=(2, 3))
+        for name, wrong in mistakes(batch.rows, routings[0].prompt_len or 0).items():
+            replays[name] = replaying(wrong)
     print(f"{'':20}" + "".join(f"{column:>{width}}" for column, width in COLUMNS.items()))
-    for name, taken in replays.items():
-        with torch.no_grad(), experts_seen(model) as seen, replaying(*taken):
-            new = log_probabilities(model, tokens, mask)
-        used = torch.stack(seen, dim=1).reshape(rows.shape).cpu()
-        others = (used.sort().values != rows.sort().values).any(dim=(2, 3))[is_known]
-        shown = [f"{figure:.2e}" for figure in figures(new[generated], old[generated])]
-        shown.append(f"{int(others.sum())} of {len(others)}")
-        print(
-            f"{name:20}"
-            + "".join(
-                f"{cell:>{width}}" for cell, width in zip(shown, COLUMNS.values(), strict=True)
-            )
-        )
-
-    # One step towards late letters of the alphabet, a toy. GRPO: rewards relative to the group, and
-    # a clipped ratio to the policy that sampled, which is the server's. Without replay, other
-    # experts than the server's would be trained.
-    rewards = torch.tensor([sum(map(ord, text)) / max(len(text), 1) for text in texts])
-    advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).to(args.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with replaying(rows, weights):
-        ratio = (log_probabilities(model, tokens, mask) - old).exp()
-        gain = torch.minimum(
-            ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None]
-        )
-        loss = -gain[generated].mean()
-        loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    print(
-        f"step: loss {loss.item():.4f}, gradient norm {norm.item():.4f}, ratio {ratio[generated].mean():.6f}"
-    )
+    for name, replay in replays.items():
+        cells = zip(table_row(model, batch, replay), COLUMNS.values(), strict=True)
+        print(f"{name:20}" + "".join(f"{cell:>{width}}" for cell, width in cells))
+    print("step:", train(model, batch, texts, replaying(batch.rows, batch.weights)))
 
 
 if __name__ == "__main__":

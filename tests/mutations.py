@@ -186,23 +186,14 @@ def run(args: argparse.Namespace) -> None:
     import vllm.v1.engine.async_llm  # noqa: F401
 
     assert "routed_experts" not in sys.modules, "each child imports the code with its change"
-    folder, mtimes = Path.cwd().parent, itertools.count(10**9)
+    folder = Path.cwd().parent
+    mtimes = itertools.count(10**9)
     listed = [json.loads(line) for line in args.changes.read_text().splitlines()]
-    for test in (
-        sorted({test for change in listed for test in change["tests"]}) if args.unchanged else ()
-    ):
-        began = time.monotonic()
-        print(
-            test,
-            failing([test], args.limit, folder) or "passes",
-            f"{time.monotonic() - began:.0f} s",
-            flush=True,
-        )
-    results = (
-        [json.loads(line) for line in args.out.read_text().splitlines()]
-        if args.out.exists()
-        else []
-    )
+    if args.unchanged:
+        run_unchanged({test for change in listed for test in change["tests"]}, args.limit, folder)
+    results: list[dict[str, Any]] = []
+    if args.out.exists():
+        results = [json.loads(line) for line in args.out.read_text().splitlines()]
     done = {result["id"] for result in results}
     for change in listed:
         if change["id"] not in done and (not args.only or change["id"] in args.only):
@@ -211,6 +202,14 @@ def run(args: argparse.Namespace) -> None:
                 print(json.dumps(results[-1]), file=file)
             print(change["file"], change["line"], results[-1], flush=True)
     print(dict(collections.Counter(result["outcome"] for result in results)))
+
+
+def run_unchanged(tests: set[str], limit: float, folder: Path) -> None:
+    """Runs files of tests on the code as it is."""
+    for test in sorted(tests):
+        began = time.monotonic()
+        outcome = failing([test], limit, folder) or "passes"
+        print(test, outcome, f"{time.monotonic() - began:.0f} s", flush=True)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,22 +126,30 @@ def answer(*prompts: RoutedPrompt, is_list: bool = False) -> dict[str, Any]:
     """An unstreamed completion; several prompts are a list of prompts."""
     body: dict[str, Any] = {"choices": []}
     for routed in prompts:
-        for choice, rows in enumerate(routed.choices):
-            is_joined = routed.layout == "joined"
-            fields = {"index": len(body["choices"]), "finish_reason": "length"}
-            fields |= {
-                "prompt_token_ids": routed.prompt_token_ids,
-                "token_ids": routed.token_ids(choice),
-            }
-            sent = (routed.whole(choice), routed.start) if is_joined else (rows, len(routed.prompt))
-            body["choices"].append({**fields, **routed.arrays(*sent)})
+        for choice in range(len(routed.choices)):
+            body["choices"].append({"index": len(body["choices"]), **_choice(routed, choice)})
+    if not prompts or prompts[0].layout == "joined":
+        return body
     of_prompts = [
         routed.arrays(routed.prompt[routed.start :], routed.start, "prompt_") for routed in prompts
     ]
-    for name in of_prompts[0] if prompts and prompts[0].layout == "split" else ():
+    for name in of_prompts[0]:
         arrays = [arrays_of_prompt[name] for arrays_of_prompt in of_prompts]
         body[name] = arrays if is_list or len(arrays) > 1 else arrays[0]
     return body
+
+
+def _choice(routed: RoutedPrompt, choice: int) -> dict[str, Any]:
+    if routed.layout == "joined":
+        arrays = routed.arrays(routed.whole(choice), routed.start)
+    else:
+        arrays = routed.arrays(routed.choices[choice], len(routed.prompt))
+    return {
+        "finish_reason": "length",
+        "prompt_token_ids": routed.prompt_token_ids,
+        "token_ids": routed.token_ids(choice),
+        **arrays,
+    }
 
 
 def stream(*prompts: RoutedPrompt, piece: int = 10**6, per_chunk: int = 1) -> list[dict[str, Any]]:
@@ -161,27 +169,40 @@ def stream(*prompts: RoutedPrompt, piece: int = 10**6, per_chunk: int = 1) -> li
     return chunks
 
 
-def _chunks(routed: RoutedPrompt, choice: int, index: int, piece: int, per_chunk: int) -> Any:
+def _chunks(
+    routed: RoutedPrompt, choice: int, index: int, piece: int, per_chunk: int
+) -> Iterator[list[dict[str, Any]]]:
     """For each output of the engine the chunks that it becomes: pieces first, the one with the
     tokens last."""
-    tokens, prompt_len = routed.token_ids(choice), len(routed.prompt)
+    tokens = routed.token_ids(choice)
+    prompt_len = len(routed.prompt)
     whole = np.concatenate([routed.prompt, routed.choices[choice]])
-    sent = routed.start if routed.layout == "joined" else prompt_len
+    is_joined = routed.layout == "joined"
+    num_sent = routed.start if is_joined else prompt_len
     for first in range(0, len(tokens), per_chunk):
         new = tokens[first : first + per_chunk]
-        known = prompt_len + first + len(new) - 1
-        events: list[dict[str, Any]] = []
-        if first == 0 and choice == 0 and routed.layout == "split":
-            for at, rows in _cut(routed.prompt[routed.start :], routed.start, piece):
-                events.append({"choices": [{"index": index}], **routed.arrays(rows, at, "prompt_")})
-        for at, rows in _cut(whole[sent:known], sent, piece) if known > sent else []:
-            events.append({"choices": [{"index": index, **routed.arrays(rows, at)}]})
-        sent = max(sent, known)
-        last = events.pop() if events else {"choices": [{"index": index}]}
-        finish = "length" if first + len(new) == len(tokens) else None
-        last["choices"][0] |= {"text": "x" * len(new), "token_ids": new, "finish_reason": finish}
-        last["choices"][0] |= {"prompt_token_ids": routed.prompt_token_ids if first == 0 else None}
-        yield [*events, last]
+        num_known = prompt_len + first + len(new) - 1
+        chunks: list[dict[str, Any]] = []
+        if first == 0 and choice == 0 and not is_joined:
+            chunks += _chunks_of_prompt(routed, index, piece)
+        if num_known > num_sent:
+            for position, rows in _cut(whole[num_sent:num_known], num_sent, piece):
+                chunks.append({"choices": [{"index": index, **routed.arrays(rows, position)}]})
+            num_sent = num_known
+        if not chunks:
+            chunks.append({"choices": [{"index": index}]})
+        chunks[-1]["choices"][0] |= {
+            "text": "x" * len(new),
+            "token_ids": new,
+            "finish_reason": "length" if first + len(new) == len(tokens) else None,
+            "prompt_token_ids": routed.prompt_token_ids if first == 0 else None,
+        }
+        yield chunks
+
+
+def _chunks_of_prompt(routed: RoutedPrompt, index: int, piece: int) -> Iterator[dict[str, Any]]:
+    for position, rows in _cut(routed.prompt[routed.start :], routed.start, piece):
+        yield {"choices": [{"index": index}], **routed.arrays(rows, position, "prompt_")}
 
 
 def _cut(rows: np.ndarray, start: int, piece: int) -> list[tuple[int, np.ndarray]]:
