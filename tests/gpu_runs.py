@@ -169,7 +169,7 @@ def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> Iterator
     yield "| rows exact on | weights exact on | features |"
     yield "|---|---|---|"
     for (rows, weights), names in sorted(
-        lines.items(), key=lambda line: [_WHERE.index(each) for each in line[0]]
+        lines.items(), key=lambda line: [_WHERE.index(devices) for devices in line[0]]
     ):
         yield f"| {rows} | {weights} | {'; '.join(names)} |"
 

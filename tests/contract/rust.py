@@ -47,7 +47,7 @@ def binary() -> Path:
 class RustFrontEnd:
     url: str
     core: Core
-    asked: list[EngineCoreRequest]  # what has reached the engine
+    arrived: list[EngineCoreRequest]  # what has reached the engine
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         with httpx.Client(base_url=self.url, timeout=60) as client:
@@ -82,16 +82,16 @@ def rust_front_end(core: Core, model: Path, folder: Path) -> Iterator[RustFrontE
     for name, inherited in zip(names, sockets, strict=True):
         command += [name, str(inherited.fileno())]
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    process = subprocess.Popen(command, pass_fds=[each.fileno() for each in sockets])
+    process = subprocess.Popen(command, pass_fds=[inherited.fileno() for inherited in sockets])
     for inherited in sockets:
         inherited.close()
     ends = threading.Event()
-    asked: list[EngineCoreRequest] = []
-    engine = threading.Thread(target=_run_engine, args=(core, folder, asked, ends), daemon=True)
+    arrived: list[EngineCoreRequest] = []
+    engine = threading.Thread(target=_run_engine, args=(core, folder, arrived, ends), daemon=True)
     engine.start()
     try:
         _wait_until_healthy(url)
-        yield RustFrontEnd(url, core, asked)
+        yield RustFrontEnd(url, core, arrived)
     finally:
         process.terminate()
         process.wait(10)
@@ -100,7 +100,7 @@ def rust_front_end(core: Core, model: Path, folder: Path) -> Iterator[RustFrontE
 
 
 def _run_engine(
-    core: Core, folder: Path, asked: list[EngineCoreRequest], ends: threading.Event
+    core: Core, folder: Path, arrived: list[EngineCoreRequest], ends: threading.Event
 ) -> None:
     """What the threads of vLLM's engine process do, in one."""
     with zmq.Context() as context:
@@ -115,8 +115,8 @@ def _run_engine(
             while requests.poll(0 if core.is_busy() else 20):
                 kind, *frames = requests.recv_multipart()
                 if kind == EngineCoreRequestType.ADD.value:
-                    asked.append(decoder.decode(frames))
-                    core.take(asked[-1])
+                    arrived.append(decoder.decode(frames))
+                    core.take(arrived[-1])
                 elif kind == EngineCoreRequestType.ABORT.value:
                     core.abort_requests(MsgpackDecoder().decode(frames))
             core.turn()

@@ -74,7 +74,7 @@ def settled(server: Server, idle: dict[str, float]) -> None:
     wait_until(lambda: state_of(server) == idle, lambda: state_of(server), LIMIT_S)
 
 
-def kept() -> int:
+def num_held() -> int:
     """How much this process, which is the server's as well, holds of answers."""
     gc.collect()
     return sum(type(item) in KEPT for item in gc.get_objects())
@@ -113,7 +113,7 @@ def vanish(server: Server, seed: int, **fields: str) -> None:
 
 def check_many_vanish(server: Server, idle: dict[str, float], count: int, **fields: str) -> None:
     me = psutil.Process()
-    before = kept()
+    before = num_held()
 
     def round_of(first: int, last: int) -> None:
         for seed in range(first, last):
@@ -125,7 +125,7 @@ def check_many_vanish(server: Server, idle: dict[str, float], count: int, **fiel
     round_of(100, count)
     at_most(me.num_fds, files + 3)
     at_most(me.num_threads, threads + 10)  # the web framework has up to 40 for what blocks
-    at_most(kept, before)
+    at_most(num_held, before)
     (answer,) = answers_of(server.complete(**ASK, prompt=prompt_of(40, 1), max_tokens=5))
     check(answer, tokens=5)
 
@@ -158,7 +158,7 @@ def test_thousands_of_clients_vanish(
 
 def test_readers_that_stop(api: Server, idle: dict[str, float]) -> None:
     """Some 7 MB for each, more than sockets hold; one reads on at last, and misses nothing."""
-    before = kept()
+    before = num_held()
     body: dict[str, Any] = {"max_tokens": 30, "n": 5, "temperature": 1, "ignore_eos": True}
     body |= {"routed_experts_layout": "joined", "prompt": prompt_of(900, 7)}
     with ExitStack() as stack:
@@ -182,7 +182,7 @@ def test_readers_that_stop(api: Server, idle: dict[str, float]) -> None:
         arrays = [choice.get("routed_experts") for event in events for choice in event["choices"]]
         assert sum(array["shape"][0] for array in arrays if array) == 5 * 929
     settled(api, idle)
-    at_most(kept, before)
+    at_most(num_held, before)
 
 
 @pytest.mark.parametrize("delivery", ["inline", "reference"])

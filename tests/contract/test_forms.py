@@ -251,7 +251,7 @@ VLLMS_OWN: list[dict[str, Any]] = [
 weights are asked for."""
 
 
-def asked(case: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any], int]:
+def request_of(case: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any], int]:
     """Path, body and routing fields of a case, and how many choices its answer has."""
     fields = {name: value for name, value in case.items() if "routed" in name}
     if fields.get("routed_experts_format") == "reference":
@@ -283,7 +283,7 @@ def asked(case: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any], in
     "case", [*pairwise(AXES), *VLLMS_OWN], ids=lambda case: "-".join(map(str, case.values()))
 )
 def test_every_form(api: Server, case: dict[str, Any]) -> None:
-    path, body, fields, n = asked(case)
+    path, body, fields, n = request_of(case)
     form = Form(api, path, fields)
     json, packed = post(api, path, **body), post(api, path, MSGPACK, **body)
     assert (json.status_code, packed.headers["content-type"]) == (200, MSGPACK), json.text
@@ -374,7 +374,7 @@ def test_histograms_count_the_rows_that_would_have_come(
     }
     fields |= {"return_routed_expert_weights": has_weights, "routed_experts_prompt_start": start}
     case = {"path": path, "n": 1, "max_tokens": 9, "length": 50, "stop": None} | fields
-    _, body, _, _ = asked(case)
+    _, body, _, _ = request_of(case)
     whole = api._post(path, body)
     (last,) = [
         chunk for chunk in api.stream(path, **body) if "prompt_routed_experts_histogram" in chunk

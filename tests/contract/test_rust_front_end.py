@@ -71,4 +71,4 @@ def test_it_passes_over_the_fields_of_our_server(front_end: RustFrontEnd) -> Non
     )
     assert response.status_code == 200
     assert "prompt_routed_experts" not in response.text
-    assert front_end.asked[-1].sampling_params.extra_args is None
+    assert front_end.arrived[-1].sampling_params.extra_args is None

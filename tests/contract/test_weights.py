@@ -44,7 +44,7 @@ class TrainedReceived(around.Received):
             weights = sampled[self.prompt_len][first:end]
         else:
             weights = np.array([sampled[position + 1][-1] for position in range(first, end)])
-        assert np.array_equal(rows, told(self.sequence.rows(first, end), weights))
+        assert np.array_equal(rows, made_with(self.sequence.rows(first, end), weights))
 
 
 class TrainedExecutor(around.ArithmeticExecutor):
@@ -72,7 +72,7 @@ class TrainedExecutor(around.ArithmeticExecutor):
     ) -> Rows:
         rows = super().compute(request_id, sequence, tokens, start, end)
         self._made[sequence.slots(start, end)] = self.weights
-        return told(rows, np.full(end - start, self.weights))
+        return made_with(rows, np.full(end - start, self.weights))
 
     def _verify(self, sequence: Tokens, end: int, request_id: str) -> list[int]:
         own = self._sequences[request_id]
@@ -84,7 +84,7 @@ class TrainedExecutor(around.ArithmeticExecutor):
         return sampled
 
 
-def told(rows: Rows, weights: np.ndarray) -> Rows:
+def made_with(rows: Rows, weights: np.ndarray) -> Rows:
     """`rows` ([n, L, K]) as each of `weights` ([n]) has them."""
     return rows + (weights % 200 * 64).astype(np.int16)[:, None, None]
 

@@ -48,7 +48,7 @@ def inputs_of(running: Program, prompts: list[list[int]]) -> list[RoutingInput |
     return inputs
 
 
-def found(running: Program, reference: Reference) -> dict[str, Any]:
+def figures_of(running: Program, reference: Reference) -> dict[str, Any]:
     lengths = (150, 120, 200, 90, 180, 60)
     prompts = [prompt_of(length, seed=length) for length in lengths]
     prompts[:2] = [[40, 41, 42, 43] * 30, [50, 51, 52] * 40]  # for drafts to find
@@ -98,7 +98,7 @@ def main(model: str, mode: str) -> None:
         import tests.e2e.async_on_cpu  # noqa: F401
     torch.manual_seed(0)
     with program(Path(model), **MODES[mode]) as running:
-        result = found(running, Reference(Path(model), running.layer_ids))
+        result = figures_of(running, Reference(Path(model), running.layer_ids))
         config = running.llm.llm_engine.vllm_config
         result["asynchronous"] = config.scheduler_config.async_scheduling
         print("FOUND " + json.dumps(result), flush=True)

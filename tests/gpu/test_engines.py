@@ -143,14 +143,14 @@ def exact(
 
 
 @pytest.mark.parametrize(
-    "exact", [of(each, each.name in WEIGHING - ROWS_ALONE) for each in ENGINES], indirect=True
+    "exact", [of(engine, engine.name in WEIGHING - ROWS_ALONE) for engine in ENGINES], indirect=True
 )
 def test_every_row_is_exact(exact: Exact) -> None:
     assert exact.rows > 5000
 
 
 @pytest.mark.parametrize(
-    "exact", [of(each, True) for each in ENGINES if each.name in WEIGHING], indirect=True
+    "exact", [of(engine, True) for engine in ENGINES if engine.name in WEIGHING], indirect=True
 )
 def test_every_weight_is_exact(exact: Exact) -> None:
     assert exact.weights > 2000

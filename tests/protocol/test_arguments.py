@@ -89,7 +89,7 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
     batch.verify: ({"routing": ROUTING, "num_experts": 60}, {}),
     batch.scaled: (
         {"weights": WEIGHTS, "info": {"weights_scale": [1.0] * 3}},
-        {"info": ({}, *({"weights_scale": each} for each in (5, "x", [1.0])))},
+        {"info": ({}, *({"weights_scale": scale} for scale in (5, "x", [1.0])))},
     ),
     batch.splice: ({"decode": ROUTING, "prefill": ROUTING}, {}),
     batch.shared_prefix: (
@@ -202,11 +202,11 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
             "reference": (
                 {},
                 *(
-                    {**REFERENCE, "shape": each}
-                    for each in (None, 5, "834", [8, 3], [8, 3, -1], [8, 3, 1.5])
+                    {**REFERENCE, "shape": value}
+                    for value in (None, 5, "834", [8, 3], [8, 3, -1], [8, 3, 1.5])
                 ),
-                *({**REFERENCE, "dtype": each} for each in NOT_WIRE_DTYPES),
-                *({**REFERENCE, "path": each} for each in NAMES),
+                *({**REFERENCE, "dtype": value} for value in NOT_WIRE_DTYPES),
+                *({**REFERENCE, "path": value} for value in NAMES),
             ),
         },
     ),

@@ -22,12 +22,12 @@ except (ImportError, OSError, AssertionError):  # not there, or its binary is of
     ) -> torch.Tensor:
         """[b, n, s] float32 of q [b, n, heads, d], k [b, s, d], scale [b, s] and weights [b, n,
         heads]."""
-        each = (
+        of_heads = (
             torch.einsum("bnhd,bsd->bnhs", q.to(torch.bfloat16), k.to(torch.bfloat16))
             .float()
             .relu()
         )
-        return torch.einsum("bnhs,bnh->bns", each, weights) * scale[:, None]
+        return torch.einsum("bnhs,bnh->bns", of_heads, weights) * scale[:, None]
 
     def fp8_fp4_mqa_logits(
         q: tuple[torch.Tensor, None],
