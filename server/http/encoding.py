@@ -142,9 +142,9 @@ class Encoder:
             yield part
 
     def layers_first(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
-        """A view of the rows of `arrays` with the layers first ([layers, n, columns]), and how many
-        of them are unknown. Counts nothing as sent."""
-        rows, missing = self._converted(arrays)
+        """The rows of `arrays` with the layers first ([layers, n, columns]), without a copy where
+        they are one array of this type, and how many of them are unknown. Counts nothing as sent."""
+        rows, missing = self.form.in_wire_dtype(joined(arrays, self.form.captured_shape))
         return rows.swapaxes(0, 1), missing
 
     def histogram(self, arrays: Sequence[Rows]) -> Histogram:

@@ -156,15 +156,20 @@ class WireForm:
     # ---- arrays ----
 
     def converted(self, rows: Rows) -> tuple[NDArray[Any], int]:
-        """`rows` as the array [n, layers, columns] of the type on the wire, and how many of them
-        are unknown, which is an error if that type cannot hold -1."""
+        """`rows` as the array [n, layers, columns] of the type on the wire, in C order, and how many
+        of them are unknown, which is an error if that type cannot hold -1."""
+        array, missing = self.in_wire_dtype(rows)
+        return np.ascontiguousarray(array), missing
+
+    def in_wire_dtype(self, rows: Rows) -> tuple[NDArray[Any], int]:
+        """The same, perhaps as a view of `rows`: only the columns stand beside each other."""
         array = self.laid_out(rows)
         missing = 0 if _is_surely_known(array) else count_missing(array)
         if missing and self.wire_dtype.kind == "u":
             raise LostRowsError(
                 f"{missing} rows are unknown (-1), which {self.dtype} cannot hold: set routed_experts_dtype to int16"
             )
-        return np.ascontiguousarray(array, dtype=self.wire_dtype), missing
+        return array.astype(self.wire_dtype, copy=False), missing
 
     def laid_out(self, rows: Rows) -> NDArray[Any]:
         """The array [n, layers, columns] that is sent of `rows`."""

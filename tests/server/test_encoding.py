@@ -161,6 +161,17 @@ def test_one_row_as_in_a_chunk_is_that_of_the_codec(dtype: Any, layers: str) -> 
             encoder("object", dtype, shape, layers).fields("rows", unknown, 7)
 
 
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_captured_ids_are_not_copied_before_they_are_stored(has_weights: bool) -> None:
+    form = WireForm(ids_shape=(4, 2), num_experts=8, has_weights=has_weights)
+    rows = np.arange(7 * 12 * 2, dtype=np.int16).reshape(7, 12, 2)[:, : form.captured_shape[0]]
+    rows = np.ascontiguousarray(rows)
+    array, missing = Encoder(form).layers_first([rows])
+    assert np.shares_memory(array, rows)
+    assert np.array_equal(array, rows[:, :4].swapaxes(0, 1))
+    assert missing == 0
+
+
 def test_an_unknown_format_is_an_error() -> None:
     own = encoder("hex", "int16", SHAPES[0])
     rows = rows_of(1, SHAPES[0], unknown=False)
