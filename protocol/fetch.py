@@ -152,18 +152,26 @@ def fetch(
         ranges = _byte_ranges(reference, (first_layer, end_layer), (first_token, end_token))
         with _fitting_in_memory(shape):
             return _as_array(_read_ranges(reference, ranges, timeout_s), shape, dtype)
+    query = f"layers={first_layer}:{end_layer}&tokens={first_token}:{end_token}"
+    request = _request_to_server(url, query, base_url, api_key)
+    with _fitting_in_memory(shape):
+        content = _read(request, math.prod(shape) * dtype.itemsize, timeout_s, request.full_url)
+        return _as_array(content, shape, dtype)
+
+
+def _request_to_server(
+    url: str, query: str, base_url: str | None, api_key: str | None
+) -> urllib.request.Request:
+    """For the array of a reference whose `url` is relative."""
     if base_url is None:
         raise FetchError("base_url is needed: the url of a reference is relative to it")
     if not _RELATIVE.fullmatch(url):
         raise ValueError(f"The url of a reference must be relative, not {url!r}")
-    query = f"layers={first_layer}:{end_layer}&tokens={first_token}:{end_token}"
     request = urllib.request.Request(f"{base_url.rstrip('/')}/{url}?{query}")
     if api_key is not None:
         # not to where the server redirects
         request.add_unredirected_header("Authorization", f"Bearer {api_key}")
-    with _fitting_in_memory(shape):
-        content = _read(request, math.prod(shape) * dtype.itemsize, timeout_s, request.full_url)
-        return _as_array(content, shape, dtype)
+    return request
 
 
 def fetch_all(
