@@ -65,12 +65,15 @@ class Connection:
         body = message.get("body", b"")
         # The client may have left while `send` waited for it to read. The transport says nothing
         # here: uvicorn closes it behind the last message.
-        if not was_there or (body and self._has_left()):
-            return
+        if was_there and not (body and self._has_left()):
+            self._count(body, is_end=not message.get("more_body", False))
+
+    def _count(self, body: bytes, *, is_end: bool) -> None:
+        """Counts a part of the body that was sent to a client that was there."""
         if body:
             self.num_sent += 1
             self._look_for_expected(body)
-        if not message.get("more_body", False):
+        if is_end:
             self._has_sent_end = True
 
     def expect(self, text: str) -> None:
