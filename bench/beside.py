@@ -40,7 +40,7 @@ async def stream(gaps: list[float], ended: asyncio.Event) -> None:
 
 async def store_all(store: ArrayStore) -> None:
     """The arrays of as many answers that end in the same step."""
-    form = WireForm(shape=(L, K), num_experts=1 << 15)
+    form = WireForm(ids_shape=(L, K), num_experts=1 << 15)
     arrays = [("routed_experts", 0, 0, [ROWS])]
 
     async def of_answer() -> None:
