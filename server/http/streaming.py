@@ -7,7 +7,7 @@ generator, and writes what is due into its chunks.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -293,13 +293,6 @@ class Ending(NamedTuple):
     values: "asyncio.Task[dict[str, Any]]"  # what the chunk gets
 
 
-async def _close(events: AsyncIterator[str]) -> None:
-    """Ends the generator of a stream, which aborts a running request in the engine."""
-    close = getattr(events, "aclose", None)
-    if close is not None:
-        await close()
-
-
 class SSERewriter:
     """Takes rows off the outputs that enter vLLM's stream generator, and adds them to the chunks
     that leave it."""
@@ -331,6 +324,8 @@ class SSERewriter:
         self._delivery = delivery or Delivery()
         self._rows_in_line = encoder.form.rows_in(LINE_BYTES)
         self._endings: deque[Ending] = deque()
+        # the next event, if it was asked for while arrays are stored
+        self._asked: asyncio.Future[str | None] | None = None
 
     def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yields `results` after taking off their row buffers."""
@@ -340,12 +335,14 @@ class SSERewriter:
         """Adds rows to `events`. An error ends the stream with an error event and `[DONE]`."""
         failure: Exception | None = None
         try:
-            async for event in events:
-                chunk = self._chunk_of(event)
+            while True:
                 if self._endings:
-                    # a chunk without a choice is for after all choices
-                    async for line in self._ended(waits=chunk.index < 0):
+                    async for line in self._ended_before_next(events):
                         yield line
+                event = await self._next(events)
+                if event is None:
+                    break
+                chunk = self._chunk_of(event)
                 choice = self._due.choice_of(chunk)
                 if choice is None:
                     yield chunk.text
@@ -356,8 +353,6 @@ class SSERewriter:
                     continue
                 async for line in self._with_all(chunk, choice):
                     yield line
-            async for line in self._ended(waits=True):
-                yield line
         except Exception as error:
             is_ours = isinstance(error, LostRowsError | StreamLimitError)
             logger.error("The stream ended with an error: %s", error, exc_info=not is_ours)
@@ -365,10 +360,26 @@ class SSERewriter:
         finally:
             self._count()
             self._let_go()
-            await _close(events)
+            await self._close(events)
         if failure is not None:
             yield f"{DATA}{self._error_event(failure)}\n\n"
             yield f"{DATA}[DONE]\n\n"
+
+    def _next(self, events: AsyncIterator[str]) -> Awaitable[str | None]:
+        """The next event, which may have been asked for while arrays were stored; None at the
+        end."""
+        asked = self._asked
+        self._asked = None
+        return anext(events, None) if asked is None else asked
+
+    async def _close(self, events: AsyncIterator[str]) -> None:
+        """Ends the generator of a stream, which aborts a running request in the engine."""
+        if self._asked is not None:  # a generator that runs cannot be closed
+            self._asked.cancel()
+            await asyncio.gather(self._asked, return_exceptions=True)
+        close = getattr(events, "aclose", None)
+        if close is not None:
+            await close()
 
     def _chunk_of(self, event: str) -> Chunk:
         chunk = Chunk(event)
@@ -416,6 +427,19 @@ class SSERewriter:
         values = await self._values(choice, arrays) if due.is_last else {}
         async for line in self._lines(chunk, arrays, values):
             yield line
+
+    async def _ended_before_next(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        """The last chunks of choices whose arrays are stored before vLLM has its next event, which
+        may take as long as another choice waits. All, if that event is for after all choices."""
+        asked = self._asked = asyncio.ensure_future(anext(events, None))
+        while self._endings and not asked.done():
+            stored = self._endings[0].values
+            await asyncio.wait({asked, stored}, return_when=asyncio.FIRST_COMPLETED)
+            async for line in self._ended(waits=False):
+                yield line
+        if self._endings and _is_after_all_choices(asked.result()):
+            async for line in self._ended(waits=True):
+                yield line
 
     async def _ended(self, waits: bool) -> AsyncIterator[str]:
         """The last chunks of choices whose arrays are stored by now, or of all, if it `waits`. They
@@ -522,6 +546,11 @@ class SSERewriter:
             if references:
                 del arrays[name]
         return values
+
+
+def _is_after_all_choices(event: str | None) -> bool:
+    """Whether an event has no choice, or is the end."""
+    return event is None or Chunk(event).index < 0
 
 
 def _even_parts(count: int, num_parts: int) -> list[int]:

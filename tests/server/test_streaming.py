@@ -6,6 +6,7 @@ import itertools
 import random
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -15,9 +16,12 @@ import orjson
 import pytest
 
 from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.http.connection import Connection
+from routed_experts.server.http.references import Delivery, ReferenceMaker
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.inprocess.arrays import ArrayBuffer, ArrayForm
+from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, RequestOutputKind
 from tests.server.known import (
@@ -78,6 +82,7 @@ def aligner_of(
     preface: int = 0,
     dtype: Any = "int16",
     max_bytes: int = 1 << 30,
+    delivery: Delivery | None = None,
     **options: Any,
 ) -> SSERewriter:
     requested = RoutingOptions(dtype=dtype, **options)
@@ -89,6 +94,7 @@ def aligner_of(
         lambda error: f'{{"error":"{error}"}}',
         preface_chunks=preface,
         max_bytes=max_bytes,
+        delivery=delivery,
     )
 
 
@@ -522,3 +528,66 @@ def test_a_row_that_is_missing_is_the_same_streamed_whole_and_in_a_program(finis
     assert rows == [0, 1, 2, 3, 4] + [-1] * (finish not in ("abort", "error"))
     assert own_positions(chunks) == rows[3:]
     assert array[:, 0, 0].tolist() == rows
+
+
+class TwoByReference:
+    """A stream of two choices, whose arrays are stored in a folder. The first ends at once, the
+    second when `goes_on` is set.
+
+    Attributes:
+        was_closed: whether the generator that vLLM has there has ended.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.goes_on = asyncio.Event()
+        self.was_closed = False
+        maker = ReferenceMaker(ArrayStore(folder, 1 << 20), Connection(Mock(), Mock()))
+        self._rewriter = aligner_of(2, delivery=maker, by_reference=True, at_end=True)
+        self._choices = [Engine(3, index=index) for index in range(2)]
+
+    def lines(self) -> AsyncIterator[str]:
+        return self._rewriter.rewrite(generator()(self._rewriter.watch(self._results())))
+
+    async def _results(self) -> AsyncIterator[Result]:
+        first, second = self._choices
+        try:
+            yield first.step(finish="length")
+            await self.goes_on.wait()
+            yield second.step(finish="length")
+        finally:
+            self.was_closed = True
+
+
+def test_a_choice_does_not_wait_for_another_once_its_array_is_stored(tmp_path: Path) -> None:
+    async def read() -> list[str]:
+        two = TwoByReference(tmp_path / "store")
+        lines = two.lines()
+        first = await anext(lines)
+        two.goes_on.set()
+        return [first, *[line async for line in lines]]
+
+    *chunks, usage, done = asyncio.run(asyncio.wait_for(read(), 20))
+    choices = [orjson.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert all("url" in choice["routed_experts"] for choice in choices)
+    assert (usage, done) == (USAGE, DONE)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_client_that_leaves_between_two_choices_ends_the_stream(
+    tmp_path: Path, is_cancelled: bool
+) -> None:
+    """While the next event is waited for: by its task, which is cancelled, or where it reads."""
+
+    async def leave() -> bool:
+        two = TwoByReference(tmp_path / "store")
+        lines: Any = two.lines()
+        await anext(lines)
+        if is_cancelled:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(lines), 0.1)
+        else:
+            await lines.aclose()
+        return two.was_closed
+
+    assert asyncio.run(asyncio.wait_for(leave(), 20))
