@@ -44,8 +44,8 @@ class FetchError(Exception):
     """An array cannot be fetched.
 
     Attributes:
-        status: of the HTTP response; None if there is none. From a server, 404: it is no array's
-            id; 410: the array is gone. From a bucket, 404: the array is gone; 403: the signed URL
+        status: of the HTTP response; None if there is none. From a server, 404: there never was
+            such an array; 410: the array is gone. From a bucket, 404: the array is gone; 403: the signed URL
             has expired.
     """
 

@@ -2,9 +2,9 @@
 
 **Where.** An array is one `.npy` file, in a folder (`--routed-experts-store`; by default one in
 /dev/shm for this port) or in a bucket (`s3://`, `gs://`, `az://`). Its name is `HOUR/ID.npy`. The id
-says when the array expires, in seconds, and goes on with a random number that nobody can guess; the
-hour is the one in which it expires. So an id alone leads to the array, on every server that has the
-folder or bucket, and nothing is handed over when a server ends or is killed.
+says when the array expires, in seconds, and goes on with a random number that nobody can guess, and
+a checksum; the hour is the one in which it expires. So an id alone leads to the array, on every
+server that has the folder or bucket, and nothing is handed over when a server ends or is killed.
 
 **Who deletes.** A client with `DELETE`; the server, if the client left before it was sent the
 reference; and every server of the folder or bucket, which sweep it for arrays whose time has passed.
@@ -28,6 +28,7 @@ from math import ceil, prod
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +67,7 @@ class StoreError(Exception):
 
 
 class UnknownArrayError(LookupError):
-    """No server made the id."""
+    """There never was such an array: no server made the id."""
 
 
 class ArrayGoneError(LookupError):
@@ -185,7 +186,7 @@ class ArrayStore:
             self._gone_until = 0.0
         except OSError as error:
             if key and isinstance(error, FileNotFoundError):
-                raise ArrayGoneError(key) from None
+                raise _not_there(key) from None
             if time.monotonic() - began >= _SILENT_S:
                 self._gone_until = time.monotonic() + _GONE_S
             where = self.bucket.url if self.bucket else self.folder
@@ -301,7 +302,7 @@ class ArrayStore:
         """The bytes of an array's file. Raises the errors of this module."""
         name = name_of(key)
         if expiry_of(key) < time.time():
-            raise ArrayGoneError(key)
+            raise _not_there(key)
         if self.bucket is not None:
             self.open()
         with self._errors("cannot be read", key):
@@ -353,7 +354,21 @@ class ArrayStore:
 def _new_id(lifetime_s: float) -> tuple[str, int]:
     """An id, and when its array expires."""
     expires = ceil(time.time() + lifetime_s)
-    return f"{expires:08x}{secrets.token_hex(16)}", expires
+    begin = f"{expires:08x}{secrets.token_hex(12)}"
+    return begin + _checksum(begin), expires
+
+
+def _checksum(begin: str) -> str:
+    """The end of an id. It is no secret: it tells ids that were cut off, mistyped or made up from
+    those of arrays that are gone."""
+    return f"{crc32(begin.encode()):08x}"
+
+
+def _not_there(key: str) -> LookupError:
+    """Why nothing is stored by this id, which has the form of one."""
+    begin = key[:-8]
+    end = key[-8:]
+    return ArrayGoneError(key) if end == _checksum(begin) else UnknownArrayError(key)
 
 
 def name_of(key: str) -> str:

@@ -283,8 +283,9 @@ def test_arrays_that_there_are_not_and_a_folder_that_cannot_be_used(
     assert request(api, reference, "DELETE").status_code == 204
     assert not Path(reference["path"]).exists()
     elsewhere = folder.with_name("elsewhere")
-    unknown = {**stays, "url": stays["url"].replace("rows/", "rows/0000")}
-    for wanted, status in ((reference, 410), (unknown, 404), (stays, 500)):
+    ill_formed = {**stays, "url": stays["url"].replace("rows/", "rows/0000")}
+    never_was = {**stays, "url": f"routed_experts/rows/{stays['id'][:8]}{'5' * 32}"}
+    for wanted, status in ((reference, 410), (ill_formed, 404), (never_was, 404), (stays, 500)):
         if status == 500:
             folder.rename(elsewhere)
             folder.touch()

@@ -197,7 +197,7 @@ def test_references_that_do_not_work(again: Again, monkeypatch: pytest.MonkeyPat
 
     refer = ReferenceMaker._refer
     monkeypatch.setattr(ReferenceMaker, "_refer", refer_to_nothing)
-    again.fails("status 410")
+    again.fails("status 404")
 
 
 def test_nothing_is_left_in_the_store_of_a_server_that_has_tested_itself(
