@@ -202,8 +202,7 @@ async def run_in_thread(store: ArrayStore, function: Callable[..., T], *args: An
     try:
         return await asyncio.wait_for(store.reader.run(function, *args), PATIENCE_S)
     except TimeoutError:
-        where = store.bucket.url if store.bucket else store.folder
-        raise StoreError(f"{where} has not answered for {PATIENCE_S:g} s") from None
+        raise StoreError(f"{store.place} has not answered for {PATIENCE_S:g} s") from None
 
 
 def _of(store: ArrayStore | None) -> ArrayStore:

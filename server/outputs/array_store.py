@@ -79,7 +79,7 @@ class StoredArray(NamedTuple):
 
     id: str
     expires: int  # Unix time in seconds
-    place: Path | str  # the path of its file, or the address of the object (`s3://…`)
+    place: str  # the path of its file, or the address of the object (`s3://…`)
     url: str | None = None  # signed, of an object: whoever has it may read the array
 
     @property
@@ -120,6 +120,7 @@ class ArrayStore:
             raise ValueError(f"{place}: pass a URL as text, with both slashes, not as a Path")
         self.bucket = Bucket(str(place)) if is_bucket(place) else None
         self.folder = None if self.bucket else Path(str(place).removeprefix("file://"))
+        self.place = self.bucket.url if self.bucket else str(self.folder)
         self.lifetime_s = lifetime_s
         self.max_bytes = max_bytes
         self._objects = self.bucket or Folder(Path(self.folder or ""), keeps)
@@ -165,17 +166,19 @@ class ArrayStore:
             if self.folder is not None and not self._keeps:
                 remove_unused(self.folder)  # what a process that was killed has left
             with self._errors("cannot be used"):
-                self._objects.open()
-                if isinstance(self._objects, Folder):
-                    used = self.sweep()
-                    if self.max_bytes is None:
-                        self.max_bytes = (self._objects.free_bytes() + used) // 2
+                if isinstance(self._objects, Bucket):
+                    key, _ = _new_id(self.lifetime_s)
+                    self._objects.try_out(name_of(key))
+                    self._objects.sign(name_of(key), "GET", self.lifetime_s)
                 else:
-                    trial = name_of(_new_id(self.lifetime_s)[0])
-                    self._objects.put(trial, b"trial", {})
-                    self._objects.delete(trial)
-                    self._objects.sign(trial, "GET", self.lifetime_s)
+                    self._open_folder(self._objects)
             self._is_open = True
+
+    def _open_folder(self, folder: Folder) -> None:
+        folder.open()
+        used = self.sweep()
+        if self.max_bytes is None:
+            self.max_bytes = (folder.free_bytes() + used) // 2
 
     @contextmanager
     def _errors(self, what: str, key: str = "") -> Iterator[None]:
@@ -189,14 +192,13 @@ class ArrayStore:
                 raise _not_there(key) from None
             if time.monotonic() - began >= _SILENT_S:
                 self._gone_until = time.monotonic() + _GONE_S
-            where = self.bucket.url if self.bucket else self.folder
-            raise StoreError(f"{where} {what}: {error.strerror or error}") from error
+            raise StoreError(f"{self.place} {what}: {error.strerror or error}") from error
 
     def _try_bucket(self) -> None:
         """Raises `StoreError` if the bucket is gone: all who wait to write to it would wait half a
         minute, a few at a time."""
         if self.bucket is not None and time.monotonic() < self._gone_until:
-            raise StoreError(f"{self.bucket.url} does not answer")
+            raise StoreError(f"{self.place} does not answer")
 
     def run_all(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """What `function` returns for each of `items`, which it stores or deletes: in a bucket
@@ -216,7 +218,7 @@ class ArrayStore:
                 "Stopping: the arrays of %d responses were neither stored nor deleted in %s: "
                 "it has not answered for %g s.",
                 lost,
-                self.bucket.url if self.bucket else self.folder,
+                self.place,
                 _CLOSE_S,
             )
         if isinstance(self._objects, Folder):
@@ -244,10 +246,7 @@ class ArrayStore:
     def sweep(self) -> int:
         """Removes arrays that have expired, of all servers. Returns the bytes of the others in a
         folder."""
-        if self.bucket is None:
-            self._bytes.count()
-        else:
-            self._sweep()
+        self._bytes.count()
         return self.used_bytes
 
     def _sweep(self) -> int:
@@ -263,7 +262,7 @@ class ArrayStore:
         key, expires = _new_id(self.lifetime_s)
         if self.bucket is not None:
             url = self._put_into_bucket(self.bucket, name_of(key), file.data, metadata)
-            return StoredArray(key, expires, f"{self.bucket.url}/{name_of(key)}", url)
+            return StoredArray(key, expires, f"{self.place}/{name_of(key)}", url)
         size = blocks(file.nbytes)
         self._reserve(size)
         try:
@@ -274,7 +273,7 @@ class ArrayStore:
             raise
         finally:
             self._bytes.has_written(size)
-        return StoredArray(key, expires, f"{self.folder}/{name_of(key)}")
+        return StoredArray(key, expires, f"{self.place}/{name_of(key)}")
 
     def _put_into_bucket(
         self, bucket: Bucket, name: str, content: memoryview, metadata: dict[str, str]

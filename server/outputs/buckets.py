@@ -36,6 +36,12 @@ class Bucket:
         """Reads the environment."""
         self._objects = bucket_at(self.url)
 
+    def try_out(self, name: str) -> None:
+        """Writes an object and deletes it."""
+        self.open()
+        self.put(name, b"trial", {})
+        self.delete(name)
+
     def put(self, name: str, content: bytes | memoryview, metadata: dict[str, str]) -> None:
         """Writes an object; returns when all who ask for it get it."""
         attributes = {"Content-Type": "application/octet-stream"}

@@ -45,11 +45,7 @@ def prepare(place: str | Path) -> None:
     Tries whether a bucket can be written to. Raises OSError."""
     folder = folder_of(place)
     if is_bucket(place):
-        bucket = Bucket(str(place))
-        trial = f"{secrets.token_hex(8)}.trial"
-        bucket.open()
-        bucket.put(trial, b"trial", {})
-        bucket.delete(trial)
+        Bucket(str(place)).try_out(f"{secrets.token_hex(8)}.trial")
     private_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
