@@ -80,7 +80,12 @@ def blocks(size: int) -> int:
 
 
 class Folder:
-    """The objects of a folder. All methods raise OSError."""
+    """The objects of a folder. All methods raise OSError.
+
+    Not obstore's `LocalStore`: it would replace `put`, `size`, `read` and `delete`, and none of the
+    others. It hangs in a process that was forked after it was used, follows links, makes files that
+    others may read, and takes up to four times the CPU for a call (obstore 0.12).
+    """
 
     def __init__(self, path: Path, keeps: bool) -> None:
         self.path = path

@@ -294,6 +294,9 @@ def test_all_select_the_pod() -> None:
         "name": NAME,
     }
     assert "replicas" not in spec["Deployment"], "each apply would undo the autoscaler"
+    assert "sessionAffinity" not in spec["Service"], (
+        "a reference into one pod needs the overlay with a bucket"
+    )
 
 
 def test_all_use_the_port_of_the_pod() -> None:
