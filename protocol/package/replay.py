@@ -8,6 +8,7 @@ reach it. Where a row has a -1, it chooses by itself.
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -70,7 +71,12 @@ class Replay:
 
 @contextmanager
 def replayed(
-    model: Module, rows: Any, weights: Any = None, *, layer_ids: Sequence[int] | None = None
+    model: Module,
+    rows: Any,
+    weights: Any = None,
+    *,
+    layer_ids: Sequence[int] | None = None,
+    aux_loss: bool = False,
 ) -> Iterator[Replay]:
     """Within, the routers of a model of transformers take the experts of `rows`.
 
@@ -87,11 +93,15 @@ def replayed(
         layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`; `range(L)`
             for rows that were requested with all layers. By default the L layers are those of the
             routers, in their order.
+        aux_loss: the model's load-balancing loss, which it computes with `output_router_logits`,
+            counts the replayed experts, not those that the live router would choose. A compiled
+            model is compiled again for each block then.
 
     Raises:
         ReplayError: the model has no known routers, or other layers, experts or tokens than `rows`,
             or weighs experts in another way than is known; a row has an expert twice; a router was
-            asked in a second forward pass; or, at the end, was never asked.
+            asked in a second forward pass; or, at the end, was never asked. With `aux_loss`, the model
+            has no such loss, or did not compute it.
     """
     # On a GPU, the checks below take a thousandth of the time that they take on its host.
     device = next((weight.device for weight in model.parameters() if not weight.is_meta), None)
@@ -126,8 +136,117 @@ def replayed(
                 candidates[own_class] = _candidates(router)
             replaying = _Router(name, layers[layer], candidates[own_class])
             stack.enter_context(_replaced(router, replaying))
+        loss = stack.enter_context(_replayed_loss(model, replay._layers)) if aux_loss else None
         yield replay
         replay.check()
+        if loss is not None:
+            loss.check()
+
+
+_LOSS = "load_balancing_loss_func"
+"""The name of the function in each of transformers' modules whose models have the loss."""
+
+
+@contextmanager
+def _replayed_loss(model: Module, layers: "Sequence[_Layer]") -> "Iterator[_LoadBalancingLoss]":
+    """Within, the load-balancing loss of the model counts what the `layers` replay.
+
+    The loss of transformers takes logits alone, and chooses experts from them by itself. A model
+    looks it up in the module of its class, when it computes it.
+    """
+    names = {type(module).__module__ for module in model.modules()}
+    modules = [sys.modules[name] for name in names if hasattr(sys.modules[name], _LOSS)]
+    if not modules:
+        raise ReplayError(
+            f"{type(model).__name__} has no load-balancing loss of transformers: leave out aux_loss"
+        )
+    originals = [vars(module)[_LOSS] for module in modules]
+    loss = _LoadBalancingLoss(originals[0], layers)
+    for layer in layers:
+        layer.keeps_logits = True
+    try:
+        for module in modules:
+            setattr(module, _LOSS, loss)
+        yield loss
+    finally:
+        for module, original in zip(modules, originals, strict=True):
+            setattr(module, _LOSS, original)
+        for layer in layers:
+            layer.logits = None
+
+
+@dataclass(eq=False)
+class _LoadBalancingLoss:
+    """What is called in place of `load_balancing_loss_func`."""
+
+    original: Callable[..., Any]
+    layers: "Sequence[_Layer]"
+    is_computed: bool = False
+
+    def __call__(
+        self,
+        gate_logits: Any,
+        num_experts: int | None = None,
+        top_k: int = 2,
+        attention_mask: Tensor | None = None,
+    ) -> Any:
+        live = self.original(gate_logits, num_experts, top_k, attention_mask)
+        if not isinstance(gate_logits, tuple) or num_experts is None:
+            return live
+        layers = [self._layer_of(logits) for logits in gate_logits]
+        if layers == [None] * len(layers):
+            return live  # of another model
+        if None in layers or len(layers) < len(self.layers):
+            raise ReplayError("the auxiliary loss is not of the layers that are replayed")
+        live_ids = [logits.topk(top_k, dim=-1).indices for logits in gate_logits]
+        known = _load_balancing_loss(gate_logits, live_ids, num_experts, attention_mask)
+        tolerance = _TOLERANCE.get(gate_logits[0].dtype, _TOLERANCE_IN_16_BITS)
+        if not torch.isclose(known, live.to(known.dtype), rtol=tolerance, equal_nan=True):
+            raise ReplayError(
+                "the model computes its auxiliary loss in another way than is known: leave out aux_loss"
+            )
+        self.is_computed = True
+        ids = [layer.ids for layer in layers if layer is not None]
+        return _load_balancing_loss(gate_logits, ids, num_experts, attention_mask)
+
+    def _layer_of(self, logits: Tensor) -> "_Layer | None":
+        """The layer whose router returned these logits."""
+        for layer in self.layers:
+            if layer.logits is not None and layer.logits.data_ptr() == logits.data_ptr():
+                return layer
+        return None
+
+    def check(self) -> None:
+        if not self.is_computed:
+            raise ReplayError(
+                "the model computed no auxiliary loss: set output_router_logits, or leave out aux_loss"
+            )
+
+
+def _load_balancing_loss(
+    gate_logits: Sequence[Tensor],
+    ids: Sequence[Tensor],
+    num_experts: int,
+    attention_mask: Tensor | None,
+) -> Tensor:
+    """The auxiliary loss of Switch Transformer for the experts `ids` [T, K] of each layer, over the
+    tokens of `attention_mask` [B, S]: experts, times the sum over them of how often each is chosen
+    and how probable it is."""
+    device = gate_logits[0].device
+    num_chosen = torch.zeros(num_experts, device=device)
+    probability = torch.zeros(num_experts, device=device)
+    num_tokens = torch.zeros((), device=device)
+    for logits, of_layer in zip(gate_logits, ids, strict=True):
+        scores = logits.to(device).softmax(dim=-1).float()
+        if attention_mask is None:
+            counts = torch.ones(len(scores), device=device)
+        else:
+            counts = attention_mask.reshape(-1).to(device, torch.float32)
+        chosen = torch.zeros_like(scores).scatter(1, of_layer.to(device, torch.int64), 1.0)
+        num_chosen = num_chosen + (chosen * counts[:, None]).sum(dim=0)
+        probability = probability + (scores * counts[:, None]).sum(dim=0)
+        num_tokens = num_tokens + counts.sum()
+    return num_experts * (num_chosen / num_tokens * probability / num_tokens).sum()
 
 
 def _flat_weights(weights: Any, ids: Tensor, device: torch.device | None) -> Tensor | None:
@@ -652,6 +771,9 @@ class _Layer:
     weights: Tensor | None
     highest_id: Tensor  # of `ids`, on the host
     routers: "list[_Router]" = field(default_factory=list)
+    keeps_logits: bool = False
+    logits: Tensor | None = None
+    """Of the forward pass, for the auxiliary loss."""
 
     @property
     def asked(self) -> int:
@@ -696,6 +818,8 @@ class _Router:
         ids = _choose(self.layer.ids, own.ids, self.asked)
         if not torch.compiler.is_compiling():  # `Replay.check` finds compiled second passes
             _check_one_pass([self.layer])
+        if self.layer.keeps_logits and not _is_recomputed():
+            self.layer.logits = own.logits.detach()
         # what Gemma 4 multiplies an expert's weight by
         factor = getattr(router, "per_expert_scale", None)
         picked = _pick(
@@ -794,16 +918,36 @@ class MegatronReplay:
 
     Args:
         chunks: the virtual stages that this rank has of the model, or its only one.
+        aux_loss: auxiliary losses count the replayed experts, not those that the live router would
+            choose.
+        may_drop: whether `moe_expert_capacity_factor` may drop replayed experts. `dropped` counts
+            them.
 
     Raises:
         ReplayError: a router has no `RouterReplay`, or two are of one layer; or, at the end, a
-            router was never asked, or only some microbatches were recomputed.
+            router was never asked, only some microbatches were recomputed, or experts were dropped
+            that may not be.
     """
 
-    def __init__(self, chunks: Module | Sequence[Module]) -> None:
+    def __init__(
+        self,
+        chunks: Module | Sequence[Module],
+        *,
+        aux_loss: bool = False,
+        may_drop: bool = True,
+    ) -> None:
         self.replayed = 0
+        self._aux_loss = aux_loss
+        self._may_drop = may_drop
         modules = [chunks] if isinstance(chunks, Module) else chunks
-        self._chunks = [_megatron_routers(module) for module in modules]
+        routers = [_megatron_routers(module) for module in modules]
+        self._chunks = [
+            {layer: router.router_replay for layer, router in of_chunk.items()}
+            for of_chunk in routers
+        ]
+        self._routers = [
+            _MegatronRouter(router) for of_chunk in routers for router in of_chunk.values()
+        ]
         self._devices = [
             next((weight.device for weight in module.parameters()), None) for module in modules
         ]
@@ -814,10 +958,15 @@ class MegatronReplay:
             raise ReplayError("the model is being replayed already")
         self.replayed = 0
         self._fed = [0] * len(self._chunks)
-        for router in self._all():
-            router.clear_indices()
-            router.get_replay_topk = _choosing(router)
+        for router in self._routers:
+            router.start(self._aux_loss)
         return self
+
+    @property
+    def dropped(self) -> int:
+        """Experts of replayed rows that were dropped so far because they were full, counted in each
+        layer."""
+        return sum(int(router.num_dropped) for router in self._routers)
 
     def feed(self, rows: Any, layer_ids: Sequence[int], chunk: int = 0) -> None:
         """Rows of the next microbatch for a stage.
@@ -857,11 +1006,14 @@ class MegatronReplay:
                         raise ReplayError(
                             f"decoder layer {layer} recomputed {fed - left} of {fed} microbatches"
                         )
+            if kind is None and not self._may_drop and self.dropped:
+                raise ReplayError(
+                    f"{self.dropped} replayed experts were full, and dropped: leave moe_expert_capacity_factor unset"
+                )
         finally:
             self._fed = []
-            for router in self._all():
-                router.clear_indices()
-                del router.get_replay_topk
+            for router in self._routers:
+                router.stop()
 
     def _all(self) -> Iterator[Any]:
         return (router for routers in self._chunks for router in routers.values())
@@ -878,7 +1030,65 @@ class MegatronReplay:
             )
 
 
-def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+_AUXILIARY_LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
+"""Methods of Megatron-core's routers that count the experts of a routing map."""
+
+
+class _MegatronRouter:
+    """One of Megatron-core's routers, and what it does with the experts that were replayed in the
+    pass under way."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.replay = module.router_replay
+        self.ids: Tensor | None = None  # [T, K]
+        self.is_known: Tensor | None = None  # [T, 1], of the rows
+        self.num_dropped: Tensor | int = 0
+        self.handles: list[Any] = []
+
+    def start(self, aux_loss: bool) -> None:
+        self.num_dropped = 0
+        self.replay.clear_indices()
+        self.replay.get_replay_topk = _choosing(self.replay, self)
+        if self.module.config.moe_expert_capacity_factor is not None:
+            self.handles.append(self.module.register_forward_hook(self._count_dropped))
+        for name in _AUXILIARY_LOSSES if aux_loss else ():
+            vars(self.module)[name] = self._counting_replayed(getattr(self.module, name))
+
+    def stop(self) -> None:
+        self.replay.clear_indices()
+        del self.replay.get_replay_topk
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for name in _AUXILIARY_LOSSES:
+            vars(self.module).pop(name, None)
+        self.ids = self.is_known = None
+
+    def _count_dropped(self, module: Any, args: Any, output: Any) -> None:
+        """The same operations in a recomputed pass, for which checkpointing may look."""
+        assert self.ids is not None
+        _, routing_map = output
+        is_dropped = ~routing_map.gather(1, self.ids) & self.is_known
+        num_dropped = self.num_dropped + is_dropped.sum()
+        if not _is_recomputed():
+            self.num_dropped = num_dropped
+
+    def _counting_replayed(self, apply_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`apply_loss` with the replayed experts in place of those of the live router."""
+
+        def apply(
+            probs: Tensor, scores: Tensor, live_map: Tensor, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            assert self.ids is not None
+            routing_map = torch.zeros_like(live_map, dtype=torch.bool).scatter(1, self.ids, True)
+            is_token = live_map.any(dim=1, keepdim=True)  # padding has no experts
+            return apply_loss(probs, scores, routing_map & is_token, *args, **kwargs)
+
+        return apply
+
+
+def _choosing(router: Any, around: _MegatronRouter) -> Callable[..., tuple[Tensor, Tensor]]:
     """In place of the method that asks a `RouterReplay` for experts. It replays all rows, as they
     are.
 
@@ -910,7 +1120,10 @@ def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         _check_rows_fit(rows, scores, topk)
         rows = rows.to(scores.device)
         _, own = choose(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
-        ids = torch.where((rows < 0).any(dim=1, keepdim=True), own, rows)
+        is_unknown = (rows < 0).any(dim=1, keepdim=True)
+        ids = torch.where(is_unknown, own, rows)
+        around.ids = ids
+        around.is_known = ~is_unknown
         if not is_recomputed:
             router.target_topk_idx = None  # one forward pass per microbatch
             fed[-1] = ids
@@ -941,7 +1154,7 @@ def _is_first_of(peaks: Sequence[NDArray[np.float32]], peak: NDArray[np.float32]
 
 
 def _megatron_routers(chunk: Module) -> dict[int, Any]:
-    """The `RouterReplay` of each decoder layer."""
+    """The router of each decoder layer."""
     routers: dict[int, Any] = {}
     for name, module in chunk.named_modules():
         if hasattr(module, "router_replay") and "mtp" not in name.split("."):
@@ -952,5 +1165,5 @@ def _megatron_routers(chunk: Module) -> dict[int, Any]:
                 raise ReplayError(
                     f"two routers in decoder layer {layer}: give the part of the model that has one"
                 )
-            routers[layer] = module.router_replay
+            routers[layer] = module
     return routers

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from routed_experts.protocol.collect import Routing
 from routed_experts.protocol.ranks import stage_layers
-from routed_experts.replay import MegatronReplay, ReplayError
+from routed_experts.replay import _AUXILIARY_LOSSES, MegatronReplay, ReplayError
 from tests.clients.test_replay import CHECKPOINTING, ByHand
 from tests.protocol.answers import rows_of
 
@@ -38,6 +39,8 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
+GROUPS_OF_RANKS: dict[str, Any] = dict.fromkeys(("tp", "cp", "tp_cp", "tp_dp_cp"))
+COEFFICIENT = 0.5  # of auxiliary losses
 REENTRANT = CHECKPOINTING["reentrant"]
 
 
@@ -46,9 +49,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, number: int) -> None:
         super().__init__()
-        self.router = TopKRouter(
-            config, ProcessGroupCollection(tp=None, cp=None, tp_cp=None, tp_dp_cp=None)
-        )
+        self.router = TopKRouter(config, ProcessGroupCollection(**GROUPS_OF_RANKS))
         self.router.set_layer_number(number)
         self.experts = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN))
         self.seen: list[torch.Tensor] = []
@@ -97,8 +98,12 @@ def chunk_of(numbers: list[int], recompute: dict[str, Any] | None = None, **opti
         num_attention_heads=1,
         num_moe_experts=EXPERTS,
         moe_router_topk=TOP_K,
-        moe_router_load_balancing_type="none",
-        **{"moe_enable_routing_replay": True, "init_method": torch.nn.init.normal_, **options},
+        **{
+            "moe_enable_routing_replay": True,
+            "moe_router_load_balancing_type": "none",
+            "init_method": torch.nn.init.normal_,
+            **options,
+        },
     )
     chunk = Chunk(config, numbers, recompute)
     for name, tensor in chunk.named_buffers():
@@ -329,3 +334,100 @@ def test_what_cannot_be_replayed() -> None:
     with pytest.raises(ReplayError, match="decoder layer 2 recomputed 1 of 2 microbatches"):
         run(rows, LAYER_IDS, (0, 0))
     chunk(hidden_of(0)).backward()  # as before
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The group that losses are summed over."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(
+        "tests.clients.test_megatron_replay.GROUPS_OF_RANKS",
+        dict.fromkeys(GROUPS_OF_RANKS, dist.group.WORLD),
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def plain_loss(layer: Layer, hidden: torch.Tensor, loss_type: str) -> torch.Tensor:
+    """For the experts that a layer took first, expert by expert: how often it was chosen, times its
+    mean score. Of all tokens together, or the mean over sequences."""
+    scores = layer.router.gating(hidden).flatten(0, 1).float().softmax(dim=-1)
+    tokens = torch.arange(TOKENS).reshape(-1, 2)  # [S, B]
+    groups = [tokens.flatten()] if loss_type == "aux_loss" else [tokens[:, 0], tokens[:, 1]]
+    losses = [
+        EXPERTS * layer.seen[0][group, expert].float().mean() / TOP_K * scores[group, expert].mean()
+        for group in groups
+        for expert in range(EXPERTS)
+    ]
+    return torch.stack(losses).sum() / len(groups)
+
+
+def step_with_plain_losses(chunk: Chunk, loss_type: str) -> dict[str, torch.Tensor]:
+    """Gradients of what a chunk without auxiliary losses returns, and of plain ones."""
+    inputs: list[torch.Tensor] = []
+    for layer in (*chunk.layers, *chunk.mtp):
+        layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    with MegatronReplay(chunk) as replay:
+        replay.feed(rows_for(0), LAYER_IDS)
+        loss = chunk(hidden_of(0))
+    layers = zip((*chunk.layers, *chunk.mtp), inputs, strict=True)
+    losses = [plain_loss(layer, hidden, loss_type) for layer, hidden in layers]
+    (loss + COEFFICIENT * torch.stack(losses).sum()).backward()
+    return gradients(chunk)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
+@pytest.mark.parametrize("loss_type", ["aux_loss", "seq_aux_loss"])
+def test_auxiliary_losses_count_replayed_experts(loss_type: str, kind: str) -> None:
+    """Those of the layer of multi-token prediction, which is not replayed, count its own."""
+    chunk = chunk_of(
+        [3, 4],
+        CHECKPOINTING.get(kind),
+        moe_aux_loss_coeff=COEFFICIENT,
+        moe_router_load_balancing_type=loss_type,
+    )
+    without_losses = chunk_of([3, 4])
+    without_losses.load_state_dict(chunk.state_dict())
+    expected = step_with_plain_losses(without_losses, loss_type)
+
+    def step(aux_loss: bool) -> dict[str, torch.Tensor]:
+        with MegatronReplay(chunk, aux_loss=aux_loss) as replay:
+            replay.feed(rows_for(0), LAYER_IDS)
+            chunk(hidden_of(0)).backward()
+        return gradients(chunk)
+
+    live, actual = step(aux_loss=False), step(aux_loss=True)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(actual[name], gradient, rtol=1e-3, atol=1e-5), name
+    name = "layers.0.router.weight"
+    assert (live[name] - expected[name]).abs().max() > 0.01 * expected[name].abs().max()
+    assert not vars(chunk.layers[0].router).keys() & set(_AUXILIARY_LOSSES), "something is left"
+
+
+@pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
+def test_replayed_experts_that_are_full(kind: str) -> None:
+    """They are counted once, recomputed or not, and are an error on request."""
+    chunk = chunk_of([3, 4], CHECKPOINTING.get(kind), moe_expert_capacity_factor=0.5)
+
+    def step(may_drop: bool) -> MegatronReplay:
+        with MegatronReplay(chunk, may_drop=may_drop) as replay:
+            for seed in (0, 1):
+                replay.feed(rows_for(seed), LAYER_IDS)
+                chunk(hidden_of(seed)).backward()
+        return replay
+
+    expected = 0
+    dropped = step(may_drop=True).dropped
+    for index, layer in enumerate(chunk.layers, 1):
+        maps = layer.seen if kind == "none" else layer.seen[::2]
+        for seed, routing_map in enumerate(maps):
+            for token, ids in enumerate(rows_for(seed)[:, index].tolist()):
+                expected += sum(not routing_map[token, expert] for expert in ids if expert >= 0)
+    assert dropped == expected > 0
+    with pytest.raises(ReplayError, match=f"{expected} replayed experts were full, and dropped"):
+        step(may_drop=False)
+    for layer in chunk.layers:
+        layer.router.config.moe_expert_capacity_factor = None
+    assert step(may_drop=False).dropped == 0

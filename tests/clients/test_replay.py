@@ -6,7 +6,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -292,6 +292,99 @@ def test_unknown_rows_are_not_chosen_anew_when_they_are_recomputed(
         step(model, batch())
     assert all(torch.equal(first, recomputed) for first, recomputed in seen)
     assert replay.replayed == (rows >= 0).all(dim=-1).sum()
+
+
+def plain_load_balancing(
+    logits: Sequence[torch.Tensor], ids: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """For `ids` [B, S, L, K], expert by expert: how often it was chosen, times its mean score, both
+    over the tokens of all layers together."""
+    is_token = mask.bool()
+    scores = torch.stack([of_layer.softmax(dim=-1).unflatten(0, mask.shape) for of_layer in logits])
+    scores = scores[:, is_token]  # [L, tokens, E]
+    chosen = ids[is_token]
+    shares = [
+        (chosen == expert).sum() / (len(chosen) * len(logits)) * scores[..., expert].mean()
+        for expert in range(scores.shape[-1])
+    ]
+    return len(shares) * torch.stack(shares).sum()
+
+
+@pytest.mark.parametrize("kind", ["none", "not reentrant", "selective"])
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_auxiliary_loss_of_replayed_experts(
+    kind: str, has_padding: bool, load: Callable[..., Any]
+) -> None:
+    """Of the rows, and of the router's own choice where a row is not known."""
+    model, rows, mask = load().train(), given_rows(QWEN3), torch.ones(BATCH, TOKENS)
+    if has_padding:
+        mask[1, -4:] = 0
+    inputs: dict[str, Any] = {"input_ids": batch(), "attention_mask": mask, "use_cache": False}
+    inputs["output_router_logits"] = True
+    with replayed(model, rows):
+        logits = model(**inputs).router_logits
+    own = own_choice(logits)
+    expected = plain_load_balancing(logits, torch.where(rows < 0, own, rows), mask)
+    assert not torch.isclose(plain_load_balancing(logits, own, mask), expected)
+    gate = model.model.layers[1].mlp.gate.weight
+    (gradient,) = torch.autograd.grad(expected, gate)
+    if kind != "none":
+        model.gradient_checkpointing_enable(CHECKPOINTING[kind])
+        model.enable_input_require_grads()
+    with replayed(model, rows, aux_loss=True):
+        loss = model(**inputs).aux_loss
+        loss.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    assert torch.allclose(gate.grad, gradient, rtol=1e-3, atol=1e-7)
+    live = model(**inputs)
+    expected_live = plain_load_balancing(live.router_logits, own_choice(live.router_logits), mask)
+    assert torch.allclose(live.aux_loss, expected_live), "something is left"
+
+
+def own_choice(logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[B, S, L, K]"""
+    ids = [of_layer.topk(QWEN3.top_k, dim=-1).indices for of_layer in logits]
+    return torch.stack(ids, dim=1).unflatten(0, (BATCH, TOKENS))
+
+
+def test_auxiliary_loss_of_a_reference_within_the_block(load: Callable[..., Any]) -> None:
+    """It is that of its own choice: it is not replayed."""
+    model, reference, rows = load(), load(), given_rows(QWEN3)
+    with torch.no_grad():
+        reference.model.layers[0].mlp.gate.weight.neg_()
+    inputs: dict[str, Any] = {"input_ids": batch(), "use_cache": False}
+    inputs["output_router_logits"] = True
+    alone = reference(**inputs).aux_loss
+    for is_first in (True, False):
+        with replayed(model, rows, aux_loss=True):
+            if is_first:
+                first = reference(**inputs).aux_loss
+            policy = model(**inputs).aux_loss
+            if not is_first:
+                first = reference(**inputs).aux_loss
+        assert torch.equal(first, alone)
+        assert not torch.isclose(policy, alone)
+
+
+def test_auxiliary_losses_that_cannot_be_replayed(
+    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, rows = load(), given_rows(QWEN3)
+    with (
+        pytest.raises(ReplayError, match="computed no auxiliary loss: set output_router_logits"),
+        replayed(model, rows, aux_loss=True),
+    ):
+        model(input_ids=batch(), use_cache=False)
+    shape, other = FAMILIES["deepseek_v3"], load("deepseek_v3")
+    without = pytest.raises(ReplayError, match="has no load-balancing loss of transformers")
+    with without, replayed(other, given_rows(shape), aux_loss=True):
+        pass
+    module = sys.modules[type(model).__module__]
+    original = module.load_balancing_loss_func
+    monkeypatch.setattr(module, "load_balancing_loss_func", lambda *args: 2 * original(*args))
+    changed = pytest.raises(ReplayError, match="auxiliary loss in another way than is known")
+    with changed, replayed(model, rows, aux_loss=True):
+        model(input_ids=batch(), use_cache=False, output_router_logits=True)
 
 
 def test_gradient_checkpointing_that_ends_after_the_block(load: Callable[..., Any]) -> None:
