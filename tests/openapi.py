@@ -4,6 +4,7 @@ python -m tests.openapi FILE          writes the file
 python -m tests.openapi --check FILE  fails if it is not up to date
 """
 
+import json
 import sys
 from collections import Counter
 from importlib.metadata import version
@@ -58,6 +59,9 @@ def describe() -> dict[str, Any]:
         stream = spec["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
         stream[EVENT] = {"$ref": REFERENCE.format(model=model.__name__)}
     _give_each_its_title(schemas)
+    for methods in spec["paths"].values():
+        for operation in methods.values():
+            _say_defaults_in_words(operation.get("requestBody"), schemas, set())
     spec["components"]["schemas"] = dict(sorted(schemas.items()))
     spec["components"]["securitySchemes"] = {
         "api_key": {
@@ -77,6 +81,33 @@ def _give_each_its_title(schemas: dict[str, Any]) -> None:
     for name, schema in schemas.items():
         if counts[schema.get("title")] > 1:
             schema["title"] = name.replace("-", "").replace("__", "_")
+
+
+def _say_defaults_in_words(part: Any, schemas: dict[str, Any], seen: set[str]) -> None:
+    """Moves the defaults of a request's fields, which `part` describes, into their descriptions.
+
+    A generated client sends the default of each field that its user leaves out, or requires all such
+    fields. But a server takes what is left out from its flags or from the model's configuration, and
+    of tools, left out means `auto`, where the schema's default is `none`. `seen` are the references
+    that were followed.
+    """
+    if isinstance(part, list):
+        for item in part:
+            _say_defaults_in_words(item, schemas, seen)
+    if not isinstance(part, dict):
+        return
+    reference = part.get("$ref")
+    if reference is not None and reference not in seen:
+        seen.add(reference)
+        _say_defaults_in_words(schemas[reference.rpartition("/")[2]], schemas, seen)
+    for field in part.get("properties", {}).values():
+        default = field.pop("default", None)
+        if default is not None:
+            text = field.get("description", "").rstrip(".")
+            value = f"Default: `{json.dumps(default)}`."
+            field["description"] = f"{text}. {value}" if text else value
+    for value in part.values():
+        _say_defaults_in_words(value, schemas, seen)
 
 
 class _Dumper(yaml.SafeDumper):

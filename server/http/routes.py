@@ -117,7 +117,7 @@ async def token_texts(raw_request: Request) -> TokenTexts:
     return await texts_of(raw_request, _captured(raw_request).engine)
 
 
-@router.get(ROWS_PATH + "/{id}", responses=schemas.ROWS)
+@router.get(ROWS_PATH + "/{id}", responses=schemas.ROWS, response_class=Response)
 @router.head(ROWS_PATH + "/{id}", include_in_schema=False)
 async def stored_rows(
     raw_request: Request, key: ArrayId, layers: LayerRange = None, tokens: TokenRange = None

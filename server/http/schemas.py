@@ -94,10 +94,11 @@ class RoutedCompletionResponse(CompletionResponse):
     """vLLM's completion, with routing."""
 
     choices: list[RoutedCompletionChoice]
-    prompt_routed_experts: Rows | list[Rows] | SkipJsonSchema[None] = _rows_field(
+    # Lists come first: a reader that tries the types in turn takes a list of arrays for nested lists.
+    prompt_routed_experts: list[Rows] | Rows | SkipJsonSchema[None] = _rows_field(
         _PROMPT + " For a list of prompts, a list of arrays in the same order."
     )
-    prompt_routed_expert_weights: Weights | list[Weights] | SkipJsonSchema[None] = _rows_field(
+    prompt_routed_expert_weights: list[Weights] | Weights | SkipJsonSchema[None] = _rows_field(
         _PROMPT_WEIGHTS + " For a list of prompts, a list of arrays in the same order."
     )
     prompt_routed_experts_histogram: Histogram | list[Histogram] | SkipJsonSchema[None] = (
@@ -306,8 +307,7 @@ def _generating(model: type[BaseModel], name: str) -> Any:
 
 
 def _part_errors(*codes: int) -> Responses:
-    keyless: Responses = {401: {"description": "The server has a key, and the request does not."}}
-    return keyless | {
+    return _KEYLESS | {
         code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes
     }
 
