@@ -1,6 +1,6 @@
 """Reads the code in the documentation.
 
-Each block of shell or Python has a comment above it: `<!-- run by TEST -->`, and TEST gets the
+Each block of shell, Python or JavaScript has a comment above it: `<!-- run by TEST -->`, and TEST gets the
 block's text from its fixture `documented`, or `<!-- not run: REASON -->`.
 """
 
@@ -24,7 +24,7 @@ _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 class Block:
     """Fenced code: its page and line, and the comment above it or an empty string.
 
-    `sh` and `python` are for readers to run, `json` and `text` are not.
+    `sh`, `python` and `javascript` are for readers to run, `json` and `text` are not.
     """
 
     where: str

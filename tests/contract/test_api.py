@@ -43,12 +43,16 @@ MESSAGES: dict[str, Any] = {
 SAMPLED = {"temperature": 1.0}  # which vLLM wants for several choices; here they differ anyway
 ASKS = {"return_routed_experts": True}
 MSGPACK = {"Accept": "application/msgpack"}
+ORIGIN = "https://my.example"
 
 
 @pytest.fixture(scope="module")
 def api(tiny_model: Path) -> Iterator[Server]:
     """With asynchronous scheduling, as vLLM has it; `test_scheduler` has both."""
-    with serving(tiny_model, "--max-num-batched-tokens", "64", "--enable-scale-out") as server:
+    origins = ("--allowed-origins", orjson.dumps([ORIGIN]).decode())
+    with serving(
+        tiny_model, "--max-num-batched-tokens", "64", "--enable-scale-out", *origins
+    ) as server:
         yield server
 
 
@@ -148,6 +152,33 @@ def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
         names["second"],
     )
     assert (starts[-1], third.end + 1) == (40, 58)  # as on the page
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+def test_javascript(api: Server, documented: list[str]) -> None:
+    (program,) = documented
+    program = program.replace("http://localhost:8000", api.url).replace("tiny-moe", "tiny")
+    command = ["node", "--input-type=module", "--eval", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    arrays = []
+    for line in done.stdout.splitlines():
+        start, shape, *ids = line.split()
+        assert int(start) == sum(map(len, arrays))
+        arrays.append(np.array(ids, np.int16).reshape([int(size) for size in shape.split("x")]))
+    (answer,) = both(api, prompt="Hi", max_tokens=4)
+    assert np.array_equal(np.concatenate(arrays), [*answer.prompt_rows, *answer.rows])
+
+
+def test_pages_of_an_origin_that_the_server_names_may_ask(api: Server) -> None:
+    preflight = {"Access-Control-Request-Method": "POST"}
+    for origin, allowed in ((ORIGIN, ORIGIN), ("https://another.example", None)):
+        with api.client() as client:
+            answer = client.options(COMPLETIONS, headers={"Origin": origin, **preflight})
+        assert answer.headers.get("access-control-allow-origin") == allowed
+        answer = post(api, COMPLETIONS, {"Origin": origin}, prompt="Hi", max_tokens=1)
+        assert answer.status_code == 200
+        assert answer.headers.get("access-control-allow-origin") == allowed
 
 
 @pytest.mark.parametrize(("n", "max_tokens"), [(1, 0), (1, 1), (2, 4)])

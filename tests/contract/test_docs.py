@@ -57,7 +57,7 @@ def test_links_lead_somewhere_and_the_index_has_every_page() -> None:
 def test_every_block_says_who_runs_it() -> None:
     """That test reads it by its fixture `documented`."""
     for block in BLOCKS:
-        assert block.language in ("sh", "python", "json", "text"), (
+        assert block.language in ("sh", "python", "javascript", "json", "text"), (
             f"{block.where}: name the language after the fence"
         )
         is_excused = block.mark.startswith("not run: ") and len(block.mark) > 29
