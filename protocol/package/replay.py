@@ -404,40 +404,57 @@ class _Choice:
 def _choice(router: Any, args: tuple[Any, ...], output: Any) -> _Choice:
     """Finds logits, weights and ids in a router's output, in any order."""
     parts = output if isinstance(output, tuple) else (output,)
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    floats = [part for part in tensors if part.is_floating_point()]
-    integers = [part for part in tensors if not part.is_floating_point()]
-    is_whole = len(tensors) == len(parts)
+    is_whole = all(isinstance(part, Tensor) for part in parts)
+    floats = _floats(parts)
+    integers = [part for part in parts if isinstance(part, Tensor) and not part.is_floating_point()]
     if is_whole and len(integers) == 0 and len(floats) == 2:
         return _dense_choice(router, *floats)
     if is_whole and len(integers) == 1 and len(floats) == 1:
-        # a method that gets the logits
-        floats += [part for part in args if isinstance(part, Tensor) and part.is_floating_point()][
-            -1:
-        ]
-    ids = integers[0] if len(integers) == 1 else None
-    if not is_whole or ids is None or ids.dim() < 2 or len(floats) != 2:
+        floats += _floats(args)[-1:]  # a method that gets the logits
+    if not is_whole or len(integers) != 1 or len(floats) != 2:
         raise ReplayError(_unlike(router, parts))
+    ids = integers[0]
     # if all experts are chosen, both have the shape of the ids, which the weights are beside
-    beside = floats if tensors[0] is ids else floats[::-1]
-    weights = next((part for part in beside if part.shape == ids.shape), None)
-    logits = next((part for part in floats if part is not weights), None)
-    if weights is None or logits is None or logits.dim() < 2:
+    beside = floats if parts[0] is ids else floats[::-1]
+    weights_and_logits = _weights_and_logits(beside, ids)
+    if weights_and_logits is None:
         raise ReplayError(_unlike(router, parts))
-    own_ids, own_weights = ids, weights
+    weights, logits = weights_and_logits
+    top_k = ids.shape[-1]
+    return _Choice(
+        logits.reshape(-1, logits.shape[-1]),
+        weights.reshape(-1, top_k),
+        ids.reshape(-1, top_k),
+        _writer(parts, weights, ids),
+    )
+
+
+def _floats(values: Sequence[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def _weights_and_logits(tensors: Sequence[Tensor], ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Which of two tensors is which: the first of the shape of `ids` has the weights."""
+    if ids.dim() < 2:
+        return None
+    for index, weights in enumerate(tensors):
+        logits = tensors[1 - index]
+        if weights.shape == ids.shape and logits is not weights and logits.dim() >= 2:
+            return weights, logits
+    return None
+
+
+def _writer(
+    parts: Sequence[Tensor], own_weights: Tensor, own_ids: Tensor
+) -> Callable[[Tensor, Tensor], Any]:
+    """Makes a router's output with other weights and ids in place of its own."""
 
     def write(weights: Tensor, ids: Tensor) -> Any:
         replaced = {id(own_ids): ids.reshape(own_ids.shape)}
         replaced[id(own_weights)] = weights.reshape(own_weights.shape)
         return tuple(replaced.get(id(part), part) for part in parts)
 
-    top_k = ids.shape[-1]
-    return _Choice(
-        logits.reshape(-1, logits.shape[-1]),
-        weights.reshape(-1, top_k),
-        ids.reshape(-1, top_k),
-        write,
-    )
+    return write
 
 
 def _dense_choice(router: Any, weights: Tensor, logits: Tensor) -> _Choice:
@@ -564,29 +581,44 @@ class _Candidates:
 def _candidates(router: Any) -> _Candidates:
     """Numbers of the router are read, but no tensors, which may be offloaded."""
     names, constants = _named_in_code(type(router))
-    numbers = {
-        name: float(value)
-        for name, value in vars(router).items()
-        if isinstance(value, float | int) and not isinstance(value, bool)
-    }
-    scales = [number for name, number in numbers.items() if "scal" in name]
-    if "top_k" in numbers:
-        scales.append(1 / numbers["top_k"])
+    numbers = _numbers_of(router)
     epsilons = [number for number in (*constants, *numbers.values()) if 0 < number <= 1e-3]
     formulas = [
         _Formula(score, epsilon, scale, in_logits_dtype)
         for score in sorted(_SCORES, key=lambda score: _SCORES[score] not in names)
         for epsilon in dict.fromkeys((*epsilons, _NO_DIVISION_BY_ZERO, None))
-        for scale in dict.fromkeys((*scales, 1.0))
+        for scale in dict.fromkeys((*_scales(numbers), 1.0))
         for in_logits_dtype in (False, True)
     ]
     _FORMULAS.extend(formula for formula in formulas if formula not in _FORMULAS)
-    is_one_named = len(names & set(_SCORES.values())) == 1
-    num_named = sum(_SCORES[formula.score] in names for formula in formulas) if is_one_named else 0
     return _Candidates(
         torch.tensor([_FORMULAS.index(formula) for formula in formulas], device="cpu"),
-        torch.tensor(num_named, device="cpu"),
+        torch.tensor(_num_trusted(formulas, names), device="cpu"),
     )
+
+
+def _numbers_of(router: Any) -> dict[str, float]:
+    """A router's attributes that are numbers."""
+    return {
+        name: float(value)
+        for name, value in vars(router).items()
+        if isinstance(value, float | int) and not isinstance(value, bool)
+    }
+
+
+def _scales(numbers: dict[str, float]) -> list[float]:
+    """What weights may be multiplied by."""
+    scales = [number for name, number in numbers.items() if "scal" in name]
+    if "top_k" in numbers:
+        scales.append(1 / numbers["top_k"])
+    return scales
+
+
+def _num_trusted(formulas: Sequence[_Formula], names: set[str]) -> int:
+    """How many have the function that the code names, if it names a single one."""
+    if len(names & set(_SCORES.values())) != 1:
+        return 0
+    return sum(_SCORES[formula.score] in names for formula in formulas)
 
 
 def _named_in_code(of: type[Module]) -> tuple[set[str], list[float]]:
