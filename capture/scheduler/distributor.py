@@ -92,7 +92,7 @@ class RowDistributor:
             self._rescue(request, state)
             self.requests.move(state, Phase.ALONE)
 
-    def end(self, request: Request) -> None:
+    def end_request(self, request: Request) -> None:
         """Called when a request ends, while it has its blocks."""
         state = self.requests.running.get(request.request_id)
         if state is None:

@@ -94,7 +94,7 @@ class SchedulerHooks(AuxOutputHooks):
     def request_finished(self, request: Request, *more: Any, **options: Any) -> None:
         """Called when a request ends, and when it is preempted, which restarts its prefill."""
         if request.is_finished():
-            self.distributor.end(request)
+            self.distributor.end_request(request)
             self.router_inputs.forget(request.request_id)
             self.prefill_rows.pulls.forget(request.request_id)
         else:
