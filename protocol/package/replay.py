@@ -499,9 +499,7 @@ class _Formula:
     def weigh(self, logits: Tensor, ids: Tensor, factor: Tensor | None) -> Tensor:
         """Weights [T, K] of `ids`, times the `factor` of each expert. In float32."""
         chosen = self._scores(logits, ids)
-        if self.epsilon is not None:
-            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + self.epsilon)
-        weights = chosen * self.scale
+        weights = chosen / self._divisor(chosen) * self.scale
         return (weights if factor is None else weights * factor[ids]).float()
 
     def gradients(
@@ -511,7 +509,7 @@ class _Formula:
         logits = logits.float()
         gradient = gradient.float() * self.scale
         chosen = self._scores(logits, ids)
-        total = 1.0 if self.epsilon is None else chosen.sum(dim=-1, keepdim=True) + self.epsilon
+        total = self._divisor(chosen)
         of_factor = None
         if factor is not None:
             of_factor = torch.zeros_like(factor, dtype=torch.float32)
@@ -521,6 +519,14 @@ class _Formula:
             shared = (gradient * chosen / total).sum(dim=-1, keepdim=True)
             gradient = (gradient - shared) / total
         return self._gradient_of_logits(gradient, chosen, logits, ids), of_factor
+
+    def _divisor(self, chosen: Tensor) -> Tensor | float:
+        """What the scores `chosen` are divided by. A sum that is 0 is 1, as in vLLM's kernels:
+        experts of rows, other than a router's own, may all have a score of 0."""
+        if self.epsilon is None:
+            return 1.0
+        total = chosen.sum(dim=-1, keepdim=True) + self.epsilon
+        return torch.where(total > 0, total, 1.0)
 
     def _scores(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Of the chosen experts."""
@@ -561,7 +567,6 @@ _SCORES = {
     "probabilities": "probabilities",
 }
 """What code that computes them names. Probabilities are returned in place of logits already."""
-_NO_DIVISION_BY_ZERO = 1e-20
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 _TOLERANCE_IN_16_BITS = 0.02
 _FORMULAS: list[_Formula] = []
@@ -586,7 +591,7 @@ def _candidates(router: Any) -> _Candidates:
     formulas = [
         _Formula(score, epsilon, scale, in_logits_dtype)
         for score in sorted(_SCORES, key=lambda score: _SCORES[score] not in names)
-        for epsilon in dict.fromkeys((*epsilons, _NO_DIVISION_BY_ZERO, None))
+        for epsilon in dict.fromkeys((*epsilons, 0.0, None))
         for scale in dict.fromkeys((*_scales(numbers), 1.0))
         for in_logits_dtype in (False, True)
     ]

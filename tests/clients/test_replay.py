@@ -617,6 +617,33 @@ def test_scores_that_are_almost_nothing(load: Callable[..., Any]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("logit", "weight"), [(-40.0, 1.0), (-200.0, 0.0)], ids=["1e-18", "0 in float32"]
+)
+def test_one_expert_that_the_router_would_never_choose(
+    logit: float, weight: float, load: Callable[..., Any]
+) -> None:
+    """Its weight is its score, divided by the sum of the chosen scores: by itself."""
+    model = load("qwen3_moe")
+    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    for gate in gates:
+        gate.top_k = 1
+        gate.weight.data.zero_()
+        gate.weight.data[1] = logit / gate.hidden_dim
+        gate.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]), *args[1:]))
+    seen: list[torch.Tensor] = []
+    layer_ids = FAMILIES["qwen3_moe"].layer_ids
+    model.model.layers[layer_ids[0]].mlp.experts.register_forward_pre_hook(
+        lambda module, args: seen.append(args[2])
+    )
+    rows = torch.ones(BATCH, TOKENS, len(layer_ids), 1, dtype=torch.int64)
+    with replayed(model, rows, layer_ids=layer_ids):
+        logits = model(input_ids=batch(), use_cache=False).logits
+        logits.sum().backward()
+    assert torch.equal(seen[0], torch.full((BATCH * TOKENS, 1), weight))
+    assert all(gate.weight.grad.isfinite().all() for gate in gates)
+
+
 class Adapted(torch.nn.Module):
     """As PEFT's `modules_to_save`: a copy is trained, and the original runs while adapters are
     disabled."""
