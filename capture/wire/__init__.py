@@ -11,5 +11,5 @@
 
 `Notes` has `UnknownRows` and `EngineStats`. In an engine core, `PlacedRows` are on the outputs of a
 message and `SingleRows` beside them until `pack` has put them into the envelope; in the API process,
-`Unpacker` makes `ReceivedRows` of it. Rows have one of two forms (`rows`).
+`Unpacker` takes them apart again. Rows have one of two forms (`rows`).
 """

@@ -149,15 +149,6 @@ def _take_off(outputs: Sequence[Output]) -> tuple[list[_Entry], list[Rows]]:
     return entries, arrays
 
 
-class ReceivedRows(NamedTuple):
-    """The rows that came for an output."""
-
-    output: Output
-    start: int  # position of the first row
-    # [n, L, K], with weights [n, 3L, K]; those that were packed are views of the message
-    rows: Rows
-
-
 class Unpacker:
     """Opens envelopes, of messages whose outputs come in one slice or in several."""
 
@@ -184,9 +175,10 @@ class Unpacker:
         self._num_outputs = 0
         return envelope.kv_transfer_params
 
-    def rows(self, outputs: Sequence[Output]) -> Iterator[ReceivedRows]:
-        """Takes the rows off the slice's outputs, those that have some. Rows without an envelope
-        have no position and are dropped."""
+    def rows(self, outputs: Sequence[Output]) -> Iterator[tuple[Output, int, Rows]]:
+        """Takes the rows off the slice's outputs: each output that has some, the position of its
+        first row, and its rows ([n, L, K], with weights [n, 3L, K]). Those that were packed are
+        views of the message. Rows without an envelope have no position and are dropped."""
         first = self._num_outputs
         self._num_outputs += len(outputs)
         for index, output in enumerate(outputs, first):
@@ -199,7 +191,7 @@ class Unpacker:
             if rows is None and isinstance(on_output, np.ndarray):
                 rows = on_output
             if rows is not None:
-                yield ReceivedRows(output, start, rows)
+                yield output, start, rows
 
 
 def _unpack(packed: NDArray[np.int16]) -> dict[int, tuple[int, Rows | None]]:
@@ -209,12 +201,13 @@ def _unpack(packed: NDArray[np.int16]) -> dict[int, tuple[int, Rows | None]]:
     table = packed[_INT32_WORDS:header_words].view(_INT32).reshape(count, len(_Entry._fields))
     body = packed[header_words:]
     unpacked: dict[int, tuple[int, Rows | None]] = {}
+    begin = 0  # of the entry's rows in `body`
     # a tuple for each entry: as an `_Entry` it would take twice as long
     for output, start, num_rows, height, top_k in table.tolist():
         if num_rows == _ON_OUTPUT:
             unpacked[output] = start, None
             continue
-        size = num_rows * height * top_k
-        unpacked[output] = start, body[:size].reshape(num_rows, height, top_k)
-        body = body[size:]
+        end = begin + num_rows * height * top_k
+        unpacked[output] = start, body[begin:end].reshape(num_rows, height, top_k)
+        begin = end
     return unpacked

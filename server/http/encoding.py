@@ -80,17 +80,14 @@ class Encoder:
             if UNKNOWN_BYTE not in ids and UNKNOWN_BYTE not in weights[3::4]:
                 if self._has_low_bytes:
                     ids = ids[::2]  # each is int16, with the low byte first
-                return self._fields_of_known_row(name, ids, weights, start)
+                fields = f'"{name}":{self._object(ids, 1, start, 0)},'
+                if self.weights is not None:
+                    text = self.weights._object(weights, 1, start, 0)
+                    fields += f'"{_weights_name(name)}":{text},'
+                return fields
         fields = f'"{name}":{self._text(rows, start)},'
         if self.weights is not None:
             fields += f'"{_weights_name(name)}":{self.weights._text(rows, start)},'
-        return fields
-
-    def _fields_of_known_row(self, name: str, ids: bytes, weights: bytes, start: int) -> str:
-        fields = f'"{name}":{self._object(ids, 1, start, 0)},'
-        if self.weights is not None:
-            text = self.weights._object(weights, 1, start, 0)
-            fields += f'"{_weights_name(name)}":{text},'
         return fields
 
     def _text(self, rows: Rows, start: int) -> str:

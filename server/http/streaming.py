@@ -75,6 +75,9 @@ class Choice:
     end: int  # position after the last row that the tokens so far make known
     buffer: RowBuffer  # rows that arrived and were not sent
     finish: str | None = None  # `finish_reason` of the last output
+    # Whether nothing but its rows is due before its last chunk: some of them were sent, and so were
+    # the prompt's rows and the chunks before the first tokens; and no row is to be counted.
+    has_rows_only: bool = False
     counted: list[Rows] = field(default_factory=list)  # for the histogram
 
 
@@ -169,22 +172,9 @@ class StreamedRows:
             return []
         if not rows and self._is_empty_due(choice):
             return [joined([], self._row_shape)]
+        if rows and not self._options.histogram:
+            choice.has_rows_only = True
         return rows
-
-    def take_only_row(self, choice: Choice) -> Rows | None:
-        """The short way for most chunks. Takes what `take` does, if it is one row and the choice goes
-        on; otherwise None, and nothing is taken."""
-        if choice.prompt.is_pending or choice.finish is not None or not self._options.rows:
-            return None
-        position = choice.next_row
-        row = choice.buffer.take_only_row(position, choice.end)
-        if row is None:
-            return None
-        choice.next_row = position + 1
-        if self._options.histogram:
-            row = owned_copy(row)
-            self._count(choice, [row], position)
-        return row
 
     def _count(self, choice: Choice, rows: list[Rows], first: int) -> None:
         """Keeps rows from position `first` on for the histograms."""
@@ -241,11 +231,6 @@ class DueWithTokens:
         """The choice of which something may be due; None if nothing is."""
         return self._rows.choices.get(chunk.index)
 
-    def take_only_row(self, choice: Choice) -> Rows | None:
-        """What is due with most chunks: one row, and nothing else. Otherwise None, nothing is taken,
-        and `take` says what is due."""
-        return None if self._preface_chunks > 0 else self._rows.take_only_row(choice)
-
     def take(self, choice: Choice) -> Due | None:
         """None if nothing is due."""
         prompt_rows = self._rows.take_prompt(choice.prompt) if choice.prompt.is_pending else None
@@ -273,9 +258,6 @@ class DueAtEnd:
         if choice is None or choice.finish is None:
             return None
         return choice
-
-    def take_only_row(self, choice: Choice) -> None:
-        """There is no such chunk."""
 
     def take(self, choice: Choice) -> Due:
         prompt_rows = self._rows.take_prompt(choice.prompt) if choice.prompt.is_pending else None
@@ -400,15 +382,20 @@ class SSERewriter:
         count_response(self.encoder, lost, causes)
 
     def _with_only_row(self, chunk: Chunk, choice: Choice) -> str | None:
-        """The chunk with the one row that is due with it; None if more is due, or nothing.
+        """The short way for most chunks: the chunk with the one row that is due with it. None for
+        any other, of which nothing is taken.
 
         Apart from `rewrite`, which waits for the next chunk and must not keep a view of the engine's
         message meanwhile.
         """
-        row = self._due.take_only_row(choice)
+        if not choice.has_rows_only or choice.finish is not None:
+            return None
+        position = choice.next_row
+        row = choice.buffer.take_only_row(position, choice.end)
         if row is None:
             return None
-        return chunk.with_fields(self._fields(_OWN, row, choice.next_row - 1))
+        choice.next_row = position + 1
+        return chunk.with_fields(self._fields(_OWN, row, position))
 
     async def _with_all(self, chunk: Chunk, choice: Choice) -> AsyncIterator[str]:
         """The chunk with all that is due with it. One whose arrays are stored comes later, so that
