@@ -157,15 +157,19 @@ class RowDistributor:
         """Puts a step's rows on its outputs, or into the queue. Returns single rows of outputs, by
         API process."""
         singles = {}
+        taken_alone: list[RequestRows] = []
         for client, message in messages.items():
             if self.requests.streams:
                 singles[client] = self._take_streams(step, message.outputs)
             if self.requests.alone:
-                self._take_alone(step, message.outputs)
+                taken_alone += self._take_alone(step, message.outputs)
             if self.requests.ended:
                 self._queue_last_rows(message.outputs)
         self.requests.forget_ended()
         self.queue.fill(messages)
+        # Not before: most of them waited for nothing but what this message brings.
+        for state in taken_alone:
+            self._move_on(state)
         return singles
 
     def _take_streams(self, step: Step, outputs: Sequence[EngineCoreOutput]) -> list[SingleRows]:
@@ -210,13 +214,15 @@ class RowDistributor:
         weights = np.fromiter([state.opt_in.weights for state in states], np.bool_, len(states))
         return [(ids_of(rows), is_single & ~weights), (rows, is_single & weights)]
 
-    def _take_alone(self, step: Step, outputs: Sequence[EngineCoreOutput]) -> None:
-        """Takes the outputs of requests that are looked at one by one."""
+    def _take_alone(self, step: Step, outputs: Sequence[EngineCoreOutput]) -> list[RequestRows]:
+        """Takes the outputs of requests that are looked at one by one; gives those requests."""
+        taken = []
         for output in outputs:
             state = self.requests.alone.get(output.request_id)
             if state is not None and output.new_token_ids:
                 self._take(state, step, step.starts[output.request_id], output)
-                self._move_on(state)
+                taken.append(state)
+        return taken
 
     def _take(self, state: RequestRows, step: Step, start: int, output: EngineCoreOutput) -> None:
         """Takes the rows of one output of a step that began at position `start`."""

@@ -68,3 +68,13 @@ def test_a_newer_vllm_gives_more_arguments_and_asks_for_more(is_async: bool) -> 
     more_than_is_free(core)
     with pytest.raises(AttributeError):
         _ = core.scheduler.aux_output_connector._typing_error
+
+
+def test_from_the_second_token_on_rows_come_with_those_of_other_streams(is_async: bool) -> None:
+    core = engine(is_async)
+    client = Client(core)
+    client.add("asks", tokens(20))
+    while not client.received["asks"].tokens:
+        client.steps(1)
+    assert "asks" in core.capture.distributor.requests.streams
+    client.finish()
