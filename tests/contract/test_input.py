@@ -559,7 +559,11 @@ def test_no_log_repeats_an_array(tiny_model: Path) -> None:
     handler = logging.StreamHandler(written)
     rows = rows_for(3)
     text = array_of(rows)["data"]
-    logging.getLogger("vllm").addHandler(handler)
+    loggers = [logging.getLogger(), logging.getLogger("vllm")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
     try:
         with served(tiny_model, TakesInput, *FLAGS, "--enable-log-requests") as server:
             answered(server, COMPLETIONS, **body_for(COMPLETIONS), **{REPLAY: array_of(rows)})
@@ -571,9 +575,12 @@ def test_no_log_repeats_an_array(tiny_model: Path) -> None:
             assert response.status_code == 400
             assert text[:40] not in response.text
     finally:
-        logging.getLogger("vllm").removeHandler(handler)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
     log = written.getvalue()
     assert "routing input of" in log  # requests are logged
+    assert "JSON body" in log
     assert text[:40] not in log
     assert repr(rows.tobytes())[2:40] not in log
 

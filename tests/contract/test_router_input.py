@@ -2,8 +2,9 @@
 and vLLM's own routers, whose formula must be known."""
 
 import gc
+import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from routed_experts.capture.engine.versions import UnsupportedConfig
@@ -278,13 +279,26 @@ def test_no_salt_of_a_program_is_that_of_an_input(engine: Engine) -> None:
     assert len(set(hashes)) == len(cases)
 
 
-def test_the_dump_of_a_dying_engine_does_not_print_an_input() -> None:
-    """It prints a request's sampling parameters, as the log of requests does."""
-    params = SamplingParams(extra_args=dict(routing_args(rows=rows_for(4000))))
-    request = NewRequestData("a", [1], [], params, None, ([0],), 0, None)
-    dumped = prepare_object_to_dump(request)
-    assert "<routing input of 1600" in dumped
-    assert len(dumped) < 3000
+@pytest.mark.parametrize("brought", [dict, as_in_messages], ids=["in a program", "by messages"])
+def test_the_dump_of_a_dying_engine_does_not_print_an_input(
+    engine: Engine, brought: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a step fails, vLLM prints what was scheduled, with sampling parameters."""
+    executor = engine.core.model_executor
+    execute = executor.execute_model
+    dumps: list[str] = []
+
+    def dumping(scheduled: SchedulerOutput, *args: Any, **options: Any) -> Any:
+        dumps.append(prepare_object_to_dump(scheduled))
+        return execute(scheduled, *args, **options)
+
+    monkeypatch.setattr(executor, "execute_model", dumping)
+    rows = rows_for(150)
+    client = Client(engine)
+    client.add("forced", 150, brought(routing_args(rows=rows)))
+    client.finish()
+    assert re.search(r"<routing input of \d+ bytes>", dumps[0])
+    assert all(repr(rows.tobytes())[2:40] not in dumped for dumped in dumps)
 
 
 def test_nothing_is_left_of_requests_that_ended(engine: Engine) -> None:
