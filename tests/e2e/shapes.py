@@ -400,6 +400,9 @@ SIXTEEN_BIT = (
 )
 """Run in 16 bits only."""
 
+OWN_FORMULA = {"llama4_text", "gemma4_text"}
+"""Types of models whose routers have a formula of their own: requests cannot say their experts."""
+
 SLIDING_ONLY = Shape(
     "sliding window only", "mixtral", {**_MIXTRAL, "sliding_window": 40}, (0, 1, 2, 3)
 )

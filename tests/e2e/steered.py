@@ -52,6 +52,9 @@ class Program:
         self.top_k: int = info["top_k"]
         self.num_experts: int = info["num_experts"]
         self.vocab_size: int = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        self.has_prefix_cache: bool = (
+            llm.llm_engine.vllm_config.cache_config.enable_prefix_caching or False
+        )
         self.adapter: LoRARequest | None = None
         """Of all requests."""
 

@@ -12,8 +12,8 @@ from vllm.exceptions import VLLMValidationError
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.scheduler.router_inputs import RouterInputs
 from routed_experts.protocol.routing_input import RoutingInput
-from tests.e2e.harness import prompt_of
-from tests.e2e.shapes import SHAPES, Shape, make_model
+from tests.e2e.harness import ON_GPU, prompt_of
+from tests.e2e.shapes import OWN_FORMULA, SHAPES, SIXTEEN_BIT, Shape, make_model
 from tests.e2e.steered import Program, Reference, program
 
 pytestmark = pytest.mark.e2e
@@ -27,15 +27,14 @@ NEVER, ALWAYS = -np.inf, np.inf
 _IN_EVERY_RUN = {"mixtral", "deepseek-v3, plain attention"}
 """A softmax, and a sigmoid with a correction and groups."""
 
-_REFUSED = "llama4_text"
-"""A type of models whose routers have a formula of their own."""
-
-_FAILS_IN_VLLM = "granitemoehybrid"
-"""vLLM's operator of Mamba 2 for CPUs fails with the first prompt here."""
+_FAILS_ON_CPUS = {"granitemoehybrid": "vLLM's operator of Mamba 2 for CPUs fails with the prompt"}
 
 
 def as_param(shape: Shape) -> Any:
     marks = [] if shape.name in _IN_EVERY_RUN else [pytest.mark.long]
+    reason = shape.needs_gpu or _FAILS_ON_CPUS.get(shape.model_type)
+    if reason and not ON_GPU:
+        marks.append(pytest.mark.skip(reason=reason))
     return pytest.param(shape, id=shape.name, marks=marks)
 
 
@@ -57,11 +56,8 @@ def in_this_process() -> Iterator[None]:
         yield
 
 
-FOLLOWED = [
-    shape
-    for shape in SHAPES
-    if not shape.needs_gpu and shape.model_type not in (_REFUSED, _FAILS_IN_VLLM)
-]
+FOLLOWED = [shape for shape in SHAPES if shape.model_type not in OWN_FORMULA]
+REFUSED = [shape for shape in (*SHAPES, *SIXTEEN_BIT) if shape.model_type in OWN_FORMULA]
 
 
 @pytest.fixture(scope="module", params=[as_param(shape) for shape in FOLLOWED])
@@ -182,7 +178,7 @@ def hits(running: Program, inputs: list[RoutingInput | None], seed: int) -> list
 
 
 def test_the_prefix_cache_is_shared_by_equal_inputs_only(pair: Pair) -> None:
-    if not pair.shape.prefix_cache:
+    if not pair.shape.prefix_cache or not pair.program.has_prefix_cache:
         pytest.skip("vLLM has no prefix cache for this model")
     rows = pair.program.random_rows(256)
     said = RoutingInput(rows=rows)
@@ -200,7 +196,7 @@ def test_without_the_salt_the_prefix_cache_mixes(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the test above would fail."""
-    if not pair.shape.prefix_cache:
+    if not pair.shape.prefix_cache or not pair.program.has_prefix_cache:
         pytest.skip("vLLM has no prefix cache for this model")
     monkeypatch.setattr(RouterInputs, "salt", lambda self, request: None)
     rows = pair.program.random_rows(256)
@@ -210,8 +206,13 @@ def test_without_the_salt_the_prefix_cache_mixes(
 
 
 @pytest.mark.long
-def test_a_model_whose_routers_have_their_own_formula_is_refused(tmp_path: Path) -> None:
-    (shape,) = [shape for shape in SHAPES if shape.model_type == _REFUSED]
+@pytest.mark.parametrize("shape", REFUSED, ids=lambda shape: shape.name)
+def test_a_model_whose_routers_have_their_own_formula_is_refused(
+    shape: Shape, tmp_path: Path
+) -> None:
     make_model(shape, tmp_path)
-    with pytest.raises(UnsupportedConfig, match="a formula of its own"), program(tmp_path):
+    with (
+        pytest.raises(UnsupportedConfig, match="a formula of its own"),
+        program(tmp_path, dtype="bfloat16"),
+    ):
         pass

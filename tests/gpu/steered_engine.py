@@ -65,10 +65,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 TINY = "tiny"
 
-(_LATENT,) = [shape for shape in shapes.SHAPES if shape.name == "deepseek-v3, latent attention"]
+_FOLLOWED = {
+    shape.name: shape
+    for shape in (*shapes.SHAPES, *shapes.SIXTEEN_BIT)
+    if shape.model_type not in shapes.OWN_FORMULA
+}
+LATENT = "latent attention"
+OTHERS = {name: shape for name, shape in _FOLLOWED.items() if name != f"deepseek-v3, {LATENT}"}
+"""What else can be told its experts, whether or not another shape here has the same router."""
+
 WRITTEN: dict[str, Callable[[Path], object]] = {
-    "latent attention": partial(shapes.make_model, _LATENT),
+    LATENT: partial(shapes.make_model, _FOLLOWED[f"deepseek-v3, {LATENT}"]),
     TINY: make_tiny_model,
+    **{name: partial(shapes.make_model, shape) for name, shape in OTHERS.items()},
 }
 """Models with a checkpoint. When one is loaded, vLLM computes other tensors from its weights, for
 latent attention or in 8 bits, so that `initialise` would come too late."""
@@ -136,6 +145,9 @@ def engine(shape: str, mode: str, folder: Path) -> Program:
     additional = dict(INPUT)
     if mode == "weights captured":
         additional["enable_return_routed_expert_weights"] = True
+    options: dict[str, Any] = {}
+    if shape in OTHERS:  # of which some dictate their blocks, or have no prefix cache
+        options = {"enable_prefix_caching": False, **OTHERS[shape].engine}
     llm = LLM(
         str(model),
         load_format="auto" if shape in WRITTEN else "dummy",
@@ -150,6 +162,7 @@ def engine(shape: str, mode: str, folder: Path) -> Program:
         disable_log_stats=False,
         additional_config=additional,
         **(MODES | MODES_OF_TINY)[mode],
+        **options,
     )
     if shape not in WRITTEN:
         llm.apply_model(initialise)
@@ -391,7 +404,8 @@ def claims(running: Program, mode: str) -> Iterator[tuple[str, bool]]:
         for name, holds in claims_of_prompt(running, length, has_scale_of_step=has_scale_of_step):
             yield f"{length} tokens: {name}", holds
     yield from claims_of_neighbours(running, has_scale_of_step=has_scale_of_step)
-    yield from claims_of_prefix_cache(running)
+    if running.has_prefix_cache:
+        yield from claims_of_prefix_cache(running)
     yield from claims_in_motion(running, repeats_itself=False)
     if mode == "graphs":
         yield from claims_of_graphs(running)

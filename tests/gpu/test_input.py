@@ -20,7 +20,7 @@ import torch
 from routed_experts.capture.worker.router_input.formula import Routing, rewritten
 from tests.capture.router_input import FAMILIES, LAYER, Sized, case_of
 from tests.e2e.harness import ROOT
-from tests.gpu.steered_engine import MODES, MODES_OF_TINY, SHAPES, TINY
+from tests.gpu.steered_engine import LATENT, MODES, MODES_OF_TINY, OTHERS, SHAPES, TINY
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs an NVIDIA GPU")]
@@ -94,13 +94,16 @@ class Engine:
 
 CASES = [(shape, "graphs") for shape in SHAPES]
 CASES += [(next(iter(SHAPES)), mode) for mode in MODES if mode != "graphs"]
-CASES += [("latent attention", "graphs"), (TINY, "graphs")]
+CASES += [(LATENT, "graphs"), (TINY, "graphs")]
 CASES += [(TINY, mode) for mode in MODES_OF_TINY]
+CASES += [(shape, "graphs") for shape in OTHERS]
 NEED_TWO = {"tensor parallel", "pipeline parallel", "expert load balancing"}
 
 
 def as_param(case: tuple[str, str]) -> Any:
     marks = [pytest.mark.xdist_group("engines with an input")]
+    if case[0] in OTHERS:
+        marks.append(pytest.mark.slow)
     if case[1] in NEED_TWO and GPUS < 2:
         marks.append(pytest.mark.skip(reason="needs 2 GPUs"))
     return pytest.param(case, id=", ".join(case), marks=marks)
@@ -124,6 +127,8 @@ def engines(
         log = folder / f"{number}.log"
         command = [sys.executable, "-m", "tests.gpu.steered_engine", *case]
         env = {**os.environ}
+        if case[0] in OTHERS:
+            env.update(OTHERS[case[0]].env)
         if case[1] not in NEED_TWO:
             env["CUDA_VISIBLE_DEVICES"] = str(number % GPUS)
         with log.open("wb") as out:
