@@ -7,6 +7,7 @@ figure.
 """
 
 import argparse
+import base64
 import json
 import os
 import random
@@ -27,12 +28,14 @@ from bench.http_load import Clients, Load, Request, Result
 from bench.http_server import PLAYED, PLAYED_SLOTS, PLAYED_STEP_MS, Server, start
 from bench.http_table import Run, commit_and_device, table
 from bench.shapes import QWEN3_30B_A3B, TINY, TOKEN_CHARS, kv_bytes, write_model
+from routed_experts.protocol.models import REPLAY
 from routed_experts.server.cli.console import say
 
 ROOT = Path(__file__).parent.parent
 WINDOW_S = 1.0
 """For how long the others are looked at beside a long answer: after its first event, or,
 unstreamed, around its first byte, because its rows are encoded before that."""
+LONG_ROLES = ("long", "says experts")
 MODES = ("streamed", "unstreamed")
 _ODD_SIZES = (129, 257, 385, 641, 1025, 1537, 2049, 3073, 4097, 6145, 8191)
 
@@ -52,6 +55,8 @@ class Case:
     modes: tuple[str, ...] = MODES
     # length of one more prompt, sent after `long_at` seconds; with it come short ones every `gap`
     long: int = 0
+    # whether it says the experts of all its tokens, with the variant `input`
+    says_experts: bool = False
     long_at: float = 1.0
     gap: float = 0.02
     others: int = 300
@@ -72,6 +77,7 @@ CASES = [
     Case("64-prompts", 64, 1536, 32),
     Case("n8", 8, 8192, 256, choices=8),
     Case("long", 64, 128, 384, long=32768),
+    Case("input", 64, 128, 384, modes=MODES[:1], long=32768, says_experts=True, others=0),
     Case("arrivals", 48, 1536, 128, over=6.0),
 ]
 GPU_FLAGS = ["--load-format", "dummy", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.4"]
@@ -103,6 +109,7 @@ def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
         "at_end": ("ours", "at_end"),
         "reference": ("ours", "reference"),
         "recorded": ("recorded", "none"),
+        "input": ("input", "none"),
     }
     ours = [
         Line(variant, *servers[variant], mode == "streamed", "off")
@@ -118,7 +125,9 @@ def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
     return [lines for lines in (ours, peer if "vllm" in variants else []) if lines]
 
 
-def requests_of(case: Case, line: Line, seed: int, vocab: int) -> list[Request]:
+def requests_of(
+    case: Case, line: Line, seed: int, vocab: int, routing: Routing | None = None
+) -> list[Request]:
     """The requests of one run; the same seed gives the same lengths, and prompts that no other seed
     gives."""
     rng, lengths = random.Random(seed), random.Random(1)
@@ -141,7 +150,7 @@ def requests_of(case: Case, line: Line, seed: int, vocab: int) -> list[Request]:
             prompt,
             streamed,
             Expected(prompt_len, tokens, choices, rows),
-            apart=role == "long",
+            apart=role in LONG_ROLES,
         )
 
     g = case.new_tokens
@@ -160,10 +169,24 @@ def requests_of(case: Case, line: Line, seed: int, vocab: int) -> list[Request]:
         for index, size in enumerate(sizes)
     ]
     if case.long:
-        requests.append(request("long", case.long_at, case.long, 64))
+        role = "says experts" if case.says_experts else "long"
+        long = request(role, case.long_at, case.long, 64)
+        if case.says_experts and line.variant == "input":
+            assert routing is not None
+            long = replace(long, more_fields={REPLAY: given_rows(case.long, routing)})
+        requests.append(long)
         for index in range(case.others):
             requests.append(request("other", case.long_at + index * case.gap, 16, 2, 1, True))
     return requests
+
+
+def given_rows(num_tokens: int, routing: Routing) -> dict[str, Any]:
+    """Random experts for so many tokens, as a request gives them."""
+    shape = (num_tokens, routing.layers, routing.top_k)
+    first = np.random.default_rng(0).integers(0, routing.num_experts, (*shape[:2], 1))
+    rows = (first + np.arange(routing.top_k)) % routing.num_experts
+    data = base64.b64encode(rows.astype("<i2").tobytes()).decode()
+    return {"data": data, "shape": list(shape), "dtype": "int16", "start": 0}
 
 
 def figures(load: Load, stream: bool) -> dict[str, Any]:
@@ -201,8 +224,11 @@ class Window(NamedTuple):
 
 
 def window_of(results: Sequence[Result], stream: bool) -> Window:
-    """Around the answer of the long request; the whole run without one."""
+    """Around the answer of the long request, or from when one was sent that may say experts; the
+    whole run without one."""
     for result in results:
+        if result.role == "says experts":
+            return Window(result.sent, result.answer.first, "other")
         if result.role == "long":
             low = result.answer.first - (0 if stream else WINDOW_S / 2)
             return Window(low, low + WINDOW_S, "other")
@@ -359,7 +385,8 @@ class Bench:
 
     def _once(self, case: Case, line: Line) -> dict[str, Any]:
         self._seed += 1
-        requests = requests_of(case, line, self._seed, self._config["vocab_size"])
+        vocab = self._config["vocab_size"]
+        requests = requests_of(case, line, self._seed, vocab, self._routing)
         server = self._servers[line.server]
         loaded = server.loaded_tokens()
         load = self._clients.run(server, requests, self._routing, TOKEN_CHARS)
@@ -464,7 +491,8 @@ def parse() -> argparse.Namespace:
     args.kv_cache_bytes = args.kv_cache_bytes or (
         9771050598 if args.device == "cuda" else 512 << 20
     )
-    variants = ["off", "captured", "returned", "narrow", "at_end", "reference", "recorded", "vllm"]
+    variants = ["off", "captured", "returned", "narrow", "at_end", "reference", "recorded"]
+    variants += ["input", "vllm"]
     for name, known in (("variants", variants), ("modes", MODES)):
         if set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: choose from {known}")

@@ -11,7 +11,7 @@ import multiprocessing
 import selectors
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,12 +34,13 @@ class Request:
     """One request of a run."""
 
     at: float  # when to send it, in seconds after the run's start
-    role: str  # "stream", "long" or "other": whom the figures are about
+    role: str  # "stream", "other", or one of LONG_ROLES: whom the figures are about
     prompt: list[int]
     stream: bool
     expected: Expected
     # its client process serves no "stream", whose times its answer's size could disturb
     apart: bool = False
+    more_fields: dict[str, Any] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
         """The request as it goes over the wire. The server closes the connection when the answer is
@@ -56,7 +57,7 @@ class Request:
             body |= {"n": self.expected.choices, "temperature": 1}
         if self.expected.rows in OURS:
             body |= {"return_routed_experts": True, **MORE_FIELDS.get(self.expected.rows, {})}
-        content = orjson.dumps(body)
+        content = orjson.dumps(body | self.more_fields)
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"

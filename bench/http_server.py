@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
+from routed_experts.capture.wire.rows import INPUT_FLAG
+
 MODEL_NAME = "bench"
 # in place of a model, where only the API process is measured
 PLAYED = "bench.played_executor.PlayedExecutor"
@@ -105,8 +107,9 @@ def start(
 ) -> Server:
     """Starts the server of a variant without waiting for it; all else is equal between them.
 
-    `ours` captures, `recorded` also writes the routing to files beside its log, `off` does neither;
-    `vllm` is vLLM's own command with its own capture.
+    `ours` captures, `recorded` also writes the routing to files beside its log, with `input`
+    requests may say experts, `off` does nothing of this; `vllm` is vLLM's own command with its own
+    capture.
     """
     env = dict(os.environ)
     if gpu is not None:
@@ -116,6 +119,8 @@ def start(
         flags = [*flags, "--no-enable-return-routed-experts"]
     elif variant == "recorded":
         flags = [*flags, "--routed-experts-record", str(log.with_suffix(".files"))]
+    elif variant == "input":
+        flags = [*flags, INPUT_FLAG]
     elif variant == "vllm":
         env["VLLM_PLUGINS"] = ""  # none, so that nothing of ours is in these processes
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,11 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from bench.http_server import PLAYED_SLOTS, PLAYED_STEP_MS
 from routed_experts.capture.engine.classes import is_capturing
-from routed_experts.capture.wire.transport import StepRows, attach
+from routed_experts.capture.wire.rows import takes_input
+from routed_experts.capture.wire.transport import TOLD_NOTHING, StepRows, Told, attach
+from routed_experts.capture.worker.router_input.running import Model, RunningInputs
 from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.routing_input import ONE_GROUP
 
 _TOKEN = 7
 
@@ -29,10 +33,17 @@ _TOKEN = 7
 class Player:
     """Plays the steps of a model, which it learns of from the scheduler's outputs alone."""
 
-    def __init__(self, rows: Rows, block_size: int, is_captured: bool) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        block_size: int,
+        is_captured: bool,
+        inputs: RunningInputs | None = None,
+    ) -> None:
         """`rows` [n, L, K] are repeated by position, so that the same prompt has the same rows each
-        time."""
+        time, where no request gives its own."""
         self._rows, self._block_size, self._is_captured = rows, block_size, is_captured
+        self._inputs = inputs
         self._blocks: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
 
@@ -55,6 +66,8 @@ class Player:
 
     def _follow(self, step: SchedulerOutput) -> dict[str, int]:
         """Learns of requests that begin, go on and end. Returns where each begins in this step."""
+        if self._inputs is not None:
+            self._inputs.update(step)
         for request_id in step.finished_req_ids:
             self._blocks.pop(request_id, None)
             self._lengths.pop(request_id, None)
@@ -84,7 +97,20 @@ class Player:
             slots = np.concatenate(
                 [self._slots(name, starts[name], count) for name, count in scheduled.items()]
             )
-        return StepRows(self._rows[positions % len(self._rows)], slots, offsets)
+        rows = self._rows[positions % len(self._rows)]
+        told = self._put_given(rows, list(scheduled), offsets, starts)
+        return StepRows(rows, slots, offsets, told=told)
+
+    def _put_given(
+        self, rows: Rows, ids: list[str], offsets: NDArray[np.int64], starts: dict[str, int]
+    ) -> Told:
+        """Puts the rows that requests give into those of a step."""
+        if not self._inputs:
+            return TOLD_NOTHING
+        given = self._inputs.rows_of_batch(ids, offsets, np.array([starts[name] for name in ids]))
+        for placed in given:
+            rows[placed.first : placed.first + len(placed.rows)] = placed.rows
+        return Told(num_rows=sum(len(placed.rows) for placed in given))
 
     def _slot(self, request_id: str, position: int) -> int:
         block, offset = divmod(position, self._block_size)
@@ -112,7 +138,13 @@ class PlayedExecutor(Executor):
             (count, self._num_layers, self._num_experts), dtype=np.float32
         )
         rows = np.argpartition(scores, self._top_k, axis=2)[:, :, : self._top_k].astype(np.int16)
-        self._player = Player(rows, self._block_size, is_capturing(self.parallel_config.worker_cls))
+        self._takes_input = takes_input(self.vllm_config)
+        inputs = None
+        if self._takes_input:
+            model = Model(self._num_layers, self._top_k, self._num_experts, ONE_GROUP)
+            inputs = RunningInputs(model, slice(None))
+        is_captured = is_capturing(self.parallel_config.worker_cls)
+        self._player = Player(rows, self._block_size, is_captured, inputs)
         self._answers: dict[str, Callable[..., Any]] = {
             "get_kv_cache_spec": self._kv_cache_spec,
             "execute_model": self._play,
@@ -172,6 +204,8 @@ class PlayedExecutor(Executor):
             "weights_on_input": False,
             "runner": "v1",
             "device": "cpu",
+            "input": self._takes_input,
+            "groups": list(astuple(ONE_GROUP)),
             "kv_slots": PLAYED_SLOTS,
             "device_bytes": 0,
             "pinned_bytes": 0,

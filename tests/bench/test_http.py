@@ -8,10 +8,11 @@ import numpy as np
 import orjson
 import pytest
 
-from bench.http import CASES, Case, figures, lines_of, requests_of
+from bench.http import CASES, Case, figures, given_rows, lines_of, requests_of
 from bench.http_answers import Answer, Arrivals, Expected, Routing, read
 from bench.http_load import Load, Request, Result
 from bench.http_table import table
+from routed_experts.protocol import codec
 from tests.protocol.forms import encode
 
 pytestmark = pytest.mark.release
@@ -169,9 +170,10 @@ def test_beside_a_long_answer_only_what_happens_while_it_comes_counts() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_sent(case: Case) -> None:
-    ours, _ = lines_of(["off", "captured", "returned", "vllm"], ["streamed", "unstreamed"])
+    variants = ["off", "captured", "returned", "input", "vllm"]
+    ours, _ = lines_of(variants, ["streamed", "unstreamed"])
     for line in ours:
-        requests = requests_of(case, line, 1, 100)
+        requests = requests_of(case, line, 1, 100, Routing(LAYERS, TOP_K, EXPERTS))
         streams = [request for request in requests if request.role == "stream"]
         assert len(streams) == case.streams
         assert {len(request.prompt) for request in streams} == {case.prompt_len}
@@ -180,10 +182,26 @@ def test_what_is_sent(case: Case) -> None:
         asking = [b'"return_routed_experts"' in request.encoded() for request in requests]
         assert set(asking) == {line.rows == "split"}
         assert sum(request.apart for request in requests) == (case.long > 0)
+        saying = [b'"routed_experts_replay"' in request.encoded() for request in requests]
+        assert sum(saying) == (case.says_experts and line.variant == "input")
 
         others = requests_of(case, line, 2, 100)
         assert new_tokens_of(requests) == new_tokens_of(others)
         assert not prompts_of(requests) & prompts_of(others)
+
+
+def test_given_rows_have_distinct_experts() -> None:
+    array = given_rows(50, Routing(LAYERS, TOP_K, EXPERTS))
+    rows = codec.decode(array)
+    assert rows.shape == (50, LAYERS, TOP_K)
+    assert (rows[:, :, 0] != rows[:, :, 1]).all()
+    assert 0 <= rows.min() <= rows.max() < EXPERTS
+
+
+def test_beside_a_request_that_says_experts_what_happens_until_its_first_token_counts() -> None:
+    stream = result("stream", 0.0, [0.5, 1.1, 1.4, 2.2, 3.9])
+    run = figures(Load([stream, result("says experts", 1.0, [2.0, 2.5])], 0.1, 0.3), stream=True)
+    assert run["itl_max_ms"] == pytest.approx(300)
 
 
 def new_tokens_of(requests: list[Request]) -> list[int]:
