@@ -125,9 +125,7 @@ def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
     return [lines for lines in (ours, peer if "vllm" in variants else []) if lines]
 
 
-def requests_of(
-    case: Case, line: Line, seed: int, vocab: int, routing: Routing | None = None
-) -> list[Request]:
+def requests_of(case: Case, line: Line, seed: int, vocab: int, routing: Routing) -> list[Request]:
     """The requests of one run; the same seed gives the same lengths, and prompts that no other seed
     gives."""
     rng, lengths = random.Random(seed), random.Random(1)
@@ -172,7 +170,6 @@ def requests_of(
         role = "says experts" if case.says_experts else "long"
         long = request(role, case.long_at, case.long, 64)
         if case.says_experts and line.variant == "input":
-            assert routing is not None
             long = replace(long, more_fields={REPLAY: given_rows(case.long, routing)})
         requests.append(long)
         for index in range(case.others):

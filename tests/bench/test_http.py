@@ -172,8 +172,9 @@ def test_beside_a_long_answer_only_what_happens_while_it_comes_counts() -> None:
 def test_what_is_sent(case: Case) -> None:
     variants = ["off", "captured", "returned", "input", "vllm"]
     ours, _ = lines_of(variants, ["streamed", "unstreamed"])
+    routing = Routing(LAYERS, TOP_K, EXPERTS)
     for line in ours:
-        requests = requests_of(case, line, 1, 100, Routing(LAYERS, TOP_K, EXPERTS))
+        requests = requests_of(case, line, 1, 100, routing)
         streams = [request for request in requests if request.role == "stream"]
         assert len(streams) == case.streams
         assert {len(request.prompt) for request in streams} == {case.prompt_len}
@@ -185,7 +186,7 @@ def test_what_is_sent(case: Case) -> None:
         saying = [b'"routed_experts_replay"' in request.encoded() for request in requests]
         assert sum(saying) == (case.says_experts and line.variant == "input")
 
-        others = requests_of(case, line, 2, 100)
+        others = requests_of(case, line, 2, 100, routing)
         assert new_tokens_of(requests) == new_tokens_of(others)
         assert not prompts_of(requests) & prompts_of(others)
 

@@ -10,6 +10,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -553,31 +554,40 @@ def test_memory_is_for_running_requests(small: Server, monkeypatch: pytest.Monke
         assert fits()
 
 
-def test_no_log_repeats_an_array(tiny_model: Path) -> None:
-    """Of a request that is answered, and of those that are refused, on a server that logs all."""
-    written = io.StringIO()
+@contextmanager
+def all_that_is_logged(written: io.StringIO) -> Iterator[None]:
+    """At the debug level, at which vLLM logs bodies, too."""
     handler = logging.StreamHandler(written)
-    rows = rows_for(3)
-    text = array_of(rows)["data"]
     loggers = [logging.getLogger(), logging.getLogger("vllm")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.DEBUG)
     try:
-        with served(tiny_model, TakesInput, *FLAGS, "--enable-log-requests") as server:
-            answered(server, COMPLETIONS, **body_for(COMPLETIONS), **{REPLAY: array_of(rows)})
-            for changes in ({"data": text + "!"}, {"shape": text}, {"dtype": text}):
-                body = {**body_for(COMPLETIONS), REPLAY: array_of(rows, **changes)}
-                assert text[:40] not in refused(server, COMPLETIONS, REPLAY, **body)
-            odd = {**body_for(COMPLETIONS), "temperature": "x", REPLAY: array_of(rows)}
-            response = post(server, COMPLETIONS, **odd)
-            assert response.status_code == 400
-            assert text[:40] not in response.text
+        yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
+
+
+def test_no_log_repeats_an_array(tiny_model: Path) -> None:
+    """Of a request that is answered, and of those that are refused, on a server that logs all."""
+    written = io.StringIO()
+    rows = rows_for(3)
+    text = array_of(rows)["data"]
+    with (
+        served(tiny_model, TakesInput, *FLAGS, "--enable-log-requests") as server,
+        all_that_is_logged(written),  # now, as its start may configure the loggers
+    ):
+        answered(server, COMPLETIONS, **body_for(COMPLETIONS), **{REPLAY: array_of(rows)})
+        for changes in ({"data": text + "!"}, {"shape": text}, {"dtype": text}):
+            body = {**body_for(COMPLETIONS), REPLAY: array_of(rows, **changes)}
+            assert text[:40] not in refused(server, COMPLETIONS, REPLAY, **body)
+        odd = {**body_for(COMPLETIONS), "temperature": "x", REPLAY: array_of(rows)}
+        response = post(server, COMPLETIONS, **odd)
+        assert response.status_code == 400
+        assert text[:40] not in response.text
     log = written.getvalue()
     assert "routing input of" in log  # requests are logged
     assert "JSON body" in log
