@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.fetch import fetch
+from routed_experts.protocol.routing import Routing
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.tools.saved import opened
@@ -135,6 +136,21 @@ def test_each_of_two_api_servers_returns_what_the_other_stored(in_processes: Ser
         assert all(np.array_equal(array.swapaxes(0, 1), rows) for array in arrays)
 
 
+def _process_of(file: str) -> str:
+    """Of a whole file of recorded routing."""
+    assert file.endswith(".jsonl")
+    return re.split("[-.]", Path(file).name)[1]
+
+
+def _routings_in(files: list[str]) -> list[Routing]:
+    answers = read(opened(files), ModelInfo())
+    return [routing for answer in answers for routing in answer.routings()]
+
+
+def _prompt_of(routing: Routing) -> list[int]:
+    return list(routing.prompt_token_ids or ())
+
+
 def test_what_two_api_servers_recorded(
     in_processes: Server, oracle: Oracle, documented: list[str]
 ) -> None:
@@ -148,15 +164,11 @@ def test_what_two_api_servers_recorded(
     _at_rest(server, recorded, before + 12)  # a server that stops waits for a few seconds only
     server.stop()
     files = sorted(map(str, folder.iterdir()))
-    assert all(file.endswith(".jsonl") for file in files)
-    assert len({re.split("[-.]", Path(file).name)[1] for file in files}) == len(files) == 2
-    routings = [
-        routing for answer in read(opened(files), ModelInfo()) for routing in answer.routings()
-    ]
-    own = [routing for routing in routings if list(routing.prompt_token_ids or ()) in prompts]
+    assert len(files) == len({_process_of(file) for file in files}) == 2
+    own = [routing for routing in _routings_in(files) if _prompt_of(routing) in prompts]
     assert len(own) == 12
     for routing in own:
-        tokens = [*(routing.prompt_token_ids or ()), *(routing.token_ids or ())]
+        tokens = [*_prompt_of(routing), *(routing.token_ids or ())]
         assert len(tokens) == 24
         assert oracle.wrong(routing.rows, tokens[:-1]) == []
     (block,) = [block for block in documented if "--routed-experts-record" in block]

@@ -30,6 +30,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if "VLLM_DP_RANK" in os.envir
 import cloudpickle
 import numpy as np
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.platforms import current_platform
@@ -265,82 +266,127 @@ def main(
         sys.stdin.read()
 
 
+@dataclass
+class Answered:
+    """What an engine answered, and the number of each prompt's image; 0 for none."""
+
+    outputs: list[RequestOutput]
+    images: list[int]
+
+
 def counted(
     llm: LLM, model: Path, turns: int, adapters: Sequence[str], images: int = 0
 ) -> dict[str, int]:
     """Every prompt is also asked of each of the `adapters`, whose folders these are."""
+    answered = answers_of(llm, turns, adapters, images)
+    recording: Recording
+    (pickled,) = llm.collective_rpc("recorded")
+    recording, seen = cloudpickle.loads(pickled)
+    counts: Counter[str] = Counter({"steps": recording.steps, **seen})
+    counts["asynchronous"] = int(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+    counts.update(drafts_of(llm))
+    counts["swaps of adapters"] = swaps_of_adapters(recording)
+    judged = Judged(recording, rule_of(model, recording.layer_ids), counts)
+    for output, image in zip(answered.outputs, answered.images, strict=True):
+        judged.add(output, image)
+    return dict(counts)
+
+
+def answers_of(llm: LLM, turns: int, adapters: Sequence[str], images: int) -> Answered:
     loras = [
         None,
         *(LoRARequest(path, number, path) for number, path in enumerate(adapters, start=1)),
     ]
-    dice, outputs, shown = random.Random(int(RANK or 0)), [], []
+    dice = random.Random(int(RANK or 0))
+    answered = Answered([], [])
     for turn in range(turns):
         requests = [
             (prompt, params, lora) for prompt, params in mix(dice, turn, images) for lora in loras
         ]
         prompts: Any = [prompt for prompt, _, _ in requests]
-        shown += [int(prompt.get("multi_modal_uuids", {"image": 0})["image"]) for prompt in prompts]
-        params, adapters_asked = (
+        answered.images += [
+            int(prompt.get("multi_modal_uuids", {"image": 0})["image"]) for prompt in prompts
+        ]
+        answered.outputs += llm.generate(
+            prompts,
             [params for _, params, _ in requests],
-            [lora for _, _, lora in requests],
-        )
-        outputs += llm.generate(
-            prompts, params, lora_request=adapters_asked if adapters else None, use_tqdm=False
+            lora_request=[lora for _, _, lora in requests] if adapters else None,
+            use_tqdm=False,
         )
         if turn == turns // 2:
             llm.reset_prefix_cache()
-    recording: Recording
-    (pickled,) = llm.collective_rpc("recorded")
-    recording, seen = cloudpickle.loads(pickled)
-    rule = rule_of(model, recording.layer_ids)
-    counts: Counter[str] = Counter({"steps": recording.steps, **seen})
-    counts["asynchronous"] = int(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+    return answered
+
+
+def drafts_of(llm: LLM) -> Counter[str]:
+    names = ("draft_tokens", "accepted_tokens")
+    counts: Counter[str] = Counter()
     for metric in llm.get_metrics():
-        if metric.name in (
-            "vllm:spec_decode_num_draft_tokens",
-            "vllm:spec_decode_num_accepted_tokens",
-        ):
-            counts[metric.name.split("num_")[1]] += metric.value
+        name = metric.name.removeprefix("vllm:spec_decode_num_")
+        if name in names and name != metric.name:
+            counts[name] += metric.value
+    return counts
+
+
+def swaps_of_adapters(recording: Recording) -> int:
     loaded = [
         recording.adapters[owner] for owner in recording.owners if owner in recording.adapters
     ]
-    counts["swaps of adapters"] = sum(number != before for before, number in pairwise(loaded))
-    of_base: dict[tuple[int, ...], np.ndarray] = {}
-    for output, number in zip(outputs, shown, strict=True):
+    return sum(number != before for before, number in pairwise(loaded))
+
+
+class Judged:
+    """Holds each answer against the record, and counts."""
+
+    def __init__(self, recording: Recording, rule: Rule, counts: Counter[str]) -> None:
+        self._recording = recording
+        self._rule = rule
+        self._counts = counts
+        # by prompt, what the model without an adapter chose
+        self._of_base: dict[tuple[int, ...], np.ndarray] = {}
+
+    def add(self, output: RequestOutput, image: int) -> None:
+        """An answer to a prompt with this image."""
+        recording = self._recording
         names = [recording.name_of(output.request_id, choice.index) for choice in output.outputs]
         prompt = list(output.prompt_token_ids or ())
-        prompt = [-number if number and token == PLACE[1] else token for token in prompt]
+        prompt = [-image if image and token == PLACE[1] else token for token in prompt]
         for name, choice in zip(names, output.outputs, strict=True):
             rows = choice.routed_experts
             assert rows.dtype in (np.uint8, np.uint16), "some rows are not known"
             rows = rows[:, recording.layer_ids].astype(np.int64)
             tokens = [*prompt, *choice.token_ids][:-1]
-            counts.update(judge(recording, rule, name, tokens, rows, len(prompt), names))
-            if number:
-                owners = [
-                    {recording.owners[by] for by in slots}
-                    for slots in recording.computations(name, tokens)
-                ]
-                hits = [
-                    by
-                    for token, by in zip(tokens, owners, strict=True)
-                    if token < 0 and by and name not in by
-                ]
-                counts["hits on images"] += len(hits)
-            counts.update(_if_misplaced(recording, rule, name, tokens, rows))
+            self._counts.update(
+                judge(recording, self._rule, name, tokens, rows, len(prompt), names)
+            )
+            if image:
+                self._counts["hits on images"] += self._hits_on_images(name, tokens)
+            self._counts.update(_if_misplaced(recording, self._rule, name, tokens, rows))
             if recording.handed:
                 names = [name, *(other for other in names if other != name)]
                 own = choice.routed_expert_weights[:, recording.layer_ids]
-                counts.update(judge_weights(recording, names, tokens, rows, own, len(prompt)))
-            sets = np.sort(rows[: len(prompt)], axis=2)
-            if name in recording.adapters:
-                counts["prompts' rows of adapters"] += len(sets)
-                counts["unlike the base's"] += int(
-                    (sets != of_base[tuple(prompt)]).any(axis=(1, 2)).sum()
-                )
-            else:
-                of_base[tuple(prompt)] = sets
-    return dict(counts)
+                self._counts.update(judge_weights(recording, names, tokens, rows, own, len(prompt)))
+            self._compare_with_base(name, prompt, np.sort(rows[: len(prompt)], axis=2))
+
+    def _hits_on_images(self, name: str, tokens: list[int]) -> int:
+        """How many of an image's tokens, which are negative, others have computed."""
+        owners = [
+            {self._recording.owners[by] for by in slots}
+            for slots in self._recording.computations(name, tokens)
+        ]
+        return sum(
+            token < 0 and bool(by) and name not in by
+            for token, by in zip(tokens, owners, strict=True)
+        )
+
+    def _compare_with_base(self, name: str, prompt: list[int], sets: np.ndarray) -> None:
+        """`sets` [P, L, K] are the sorted rows of a prompt."""
+        if name not in self._recording.adapters:
+            self._of_base[tuple(prompt)] = sets
+            return
+        self._counts["prompts' rows of adapters"] += len(sets)
+        is_unlike = (sets != self._of_base[tuple(prompt)]).any(axis=(1, 2))
+        self._counts["unlike the base's"] += int(is_unlike.sum())
 
 
 def _if_misplaced(
