@@ -107,10 +107,12 @@ class Player:
         """Puts the rows that requests give into those of a step."""
         if not self._inputs:
             return TOLD_NOTHING
-        given = self._inputs.rows_of_batch(ids, offsets, np.array([starts[name] for name in ids]))
-        for placed in given:
+        placed_rows = self._inputs.rows_of_batch(
+            ids, offsets, np.array([starts[name] for name in ids])
+        )
+        for placed in placed_rows:
             rows[placed.first : placed.first + len(placed.rows)] = placed.rows
-        return Told(num_rows=sum(len(placed.rows) for placed in given))
+        return Told(num_rows=sum(len(placed.rows) for placed in placed_rows))
 
     def _slot(self, request_id: str, position: int) -> int:
         block, offset = divmod(position, self._block_size)
