@@ -29,7 +29,10 @@ from routed_experts.protocol.files import open_file
 Range = tuple[int, int]
 """First index, and the index after the last."""
 
-_PIECE_BYTES = 1 << 20
+_UNSAID_BYTES = 1 << 20
+_SAID_BYTES = 1 << 30
+"""Memory that is asked for before bytes come: of a response that does not say how many it has, and of
+one that does. The system gives it when it is written to; more is asked for as bytes come."""
 
 _HEADER_BYTES = 128  # of the `.npy` object in a bucket
 _RELATIVE = re.compile(r"\w[\w/-]*", re.ASCII)
@@ -265,15 +268,15 @@ def _byte_ranges(reference: Mapping[str, Any], layers: Range, tokens: Range) -> 
 
 def _read_ranges(
     reference: Mapping[str, Any], ranges: Sequence[Range], timeout_s: float
-) -> bytes | bytearray:
+) -> bytes | memoryview:
     """Parts of an object at a signed URL, several at once. No key goes there, and no message has
     the URL: whoever knows it may read the array."""
     name = str(reference.get("uri") or reference.get("id"))
 
-    def read(part: Range) -> bytearray:
+    def read(part: Range) -> memoryview:
         first, end = part
         if first == end:
-            return bytearray()
+            return memoryview(b"")
         headers = {"Range": f"bytes={first}-{end - 1}"}
         request = urllib.request.Request(reference["url"], headers=headers)
         return _read(request, end - first, timeout_s, name)
@@ -338,7 +341,7 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
 
 
 def _as_array(
-    content: bytes | bytearray, shape: tuple[int, int, int], dtype: np.dtype[Any]
+    content: bytes | memoryview, shape: tuple[int, int, int], dtype: np.dtype[Any]
 ) -> NDArray[Any]:
     num_bytes = math.prod(shape) * dtype.itemsize
     if len(content) != num_bytes:
@@ -350,16 +353,16 @@ def _as_array(
 
 def _read(
     request: urllib.request.Request, num_bytes: int, timeout_s: float, name: str
-) -> bytearray:
+) -> memoryview:
     """The bytes in a response. They take memory as they come: neither the reference nor the header
     of the response is believed."""
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             length = response.headers.get("Content-Length")
-            is_right = length in (None, str(num_bytes))
-            content = bytearray()
-            if is_right:
-                _fill(content, response, num_bytes)
+            content = memoryview(b"")
+            if length in (None, str(num_bytes)):
+                first_bytes = _UNSAID_BYTES if length is None else _SAID_BYTES
+                content = _filled(response, num_bytes, first_bytes)
             if len(content) != num_bytes or response.read(1):
                 raise FetchError(f"{name} returned another number of bytes than {num_bytes}")
             return content
@@ -369,13 +372,20 @@ def _read(
         raise FetchError(f"{name}: {error}") from error
 
 
-def _fill(content: bytearray, response: http.client.HTTPResponse, num_bytes: int) -> None:
-    """Reads up to `num_bytes` into `content`, which is empty."""
-    while len(content) < num_bytes:
-        piece = response.read(min(_PIECE_BYTES, num_bytes - len(content)))
-        if not piece:
-            return
-        content += piece
+def _filled(response: http.client.HTTPResponse, num_bytes: int, first_bytes: int) -> memoryview:
+    """Up to `num_bytes` of a response, which are read to where they stay."""
+    content = np.empty(min(num_bytes, first_bytes), np.uint8)
+    end = 0
+    while end < num_bytes:
+        if end == len(content):
+            longer = np.empty(min(num_bytes, 2 * end), np.uint8)
+            longer[:end] = content
+            content = longer
+        count = response.readinto(content.data[end:])
+        if not count:
+            break
+        end += count
+    return content.data[:end]
 
 
 @contextmanager

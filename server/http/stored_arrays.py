@@ -33,7 +33,7 @@ _LEAST_BYTES = 64 << 10
 PATIENCE_S = 30.0
 """How long a client waits for a disk or a bucket, its turn included."""
 _ABORTED_S = 0.01
-_CHUNK_BYTES = 256 << 10
+_CHUNK_BYTES = 512 << 10
 """Read and sent at once; other requests run in between. Twice that is held for a client that reads
 slowly."""
 _BYTES = "application/octet-stream"

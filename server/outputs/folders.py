@@ -158,8 +158,12 @@ class Folder:
 
     def read(self, name: str, spans: Iterable[tuple[int, int]]) -> bytes:
         """The bytes of `spans`, each of which is the first byte and the one after the last."""
-        with FileIO(self.path / name, opener=open_private) as file:
-            return b"".join([os.pread(file.fileno(), end - first, first) for first, end in spans])
+        # each time, so that a deleted array takes no memory: half the CPU of a FileIO
+        descriptor = open_private(f"{self.path}/{name}", os.O_RDONLY)
+        try:
+            return b"".join([os.pread(descriptor, end - first, first) for first, end in spans])
+        finally:
+            os.close(descriptor)
 
     def delete(self, name: str) -> None:
         (self.path / name).unlink()
