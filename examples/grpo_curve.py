@@ -345,9 +345,9 @@ def table(file: Path) -> str:
         curves[line["noise"], line["router"], line["seed"]].append(line)
     whole = {key: curve for key, curve in curves.items() if len(curve) == num_steps}
     out = [
-        "| noise | router | mean abs. Δ log p | clipped "
-        "| reward, all steps | reward at the end | against live, by seed |",
-        "|---|---|---|---|---|---|---|",
+        "| noise | other experts | router | mean abs. Δ log p | clipped "
+        "| reward at the end | reward, all steps | to live, by seed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for noise in sorted({noise for noise, _, _ in whole}):
         seeds = [
@@ -357,27 +357,24 @@ def table(file: Path) -> str:
         ]
         for router in ROUTERS if seeds else ():
             of_seeds = [whole[noise, router, seed] for seed in seeds]
+            live = [whole[noise, LIVE, seed] for seed in seeds]
             ends = [mean_of(curve[-LAST_STEPS:], "reward") for curve in of_seeds]
-            live_ends = [
-                mean_of(whole[noise, LIVE, seed][-LAST_STEPS:], "reward") for seed in seeds
+            apart = [
+                f"{mean_of(curve, 'reward') - mean_of(live_curve, 'reward'):+.3f}"
+                for curve, live_curve in zip(of_seeds, live, strict=True)
             ]
-            apart = [f"{end - live:+.3f}" for end, live in zip(ends, live_ends, strict=True)]
+            others = mean(mean_of(curve, "other experts") for curve in live)
             cells = [
-                f"{noise:g}",
+                f"{noise:g}" if router == LIVE else "",
+                f"{others:.0%}" if router == LIVE else "",
                 router,
                 f"{mean(mean_of(curve, 'difference') for curve in of_seeds):.2e}",
                 f"{mean(mean_of(curve, 'clipped') for curve in of_seeds):.1%}",
-                f"{mean(mean_of(curve, 'reward') for curve in of_seeds):.3f}",
                 f"{mean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})",
+                f"{mean(mean_of(curve, 'reward') for curve in of_seeds):.3f}",
                 "" if router == LIVE else ", ".join(apart),
             ]
             out.append(f"| {' | '.join(cells)} |")
-        if seeds:
-            others = mean(mean_of(whole[noise, LIVE, seed], "other experts") for seed in seeds)
-            begin = mean(mean_of(whole[noise, LIVE, seed][:1], "reward") for seed in seeds)
-            out.append(
-                f"noise {noise:g}: {others:.1%} of tokens have other experts; reward in the first step {begin:.3f}"
-            )
     return "\n".join(out)
 
 
