@@ -1,6 +1,9 @@
 """How the page looks, sounds and moves: themes, widths, contrast, names and roles, speed."""
 
+import base64
 import importlib.util
+import re
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -136,3 +139,29 @@ def test_fit_keeps_layers_apart(tab: Tab, viewed: Viewed) -> None:
     for band in range(3):  # A, B and where they differ
         tab.wait(f"!{MIXED % {'tall': 26, 'top': 20 + band * (8 * 26 + 10)}}.length", 60)
     tab.console.clear()  # where the browser advises against reading pictures
+
+
+def fills_in(pdf: bytes) -> set[str]:
+    """The colours that a PDF fills with."""
+    fills = set()
+    for stream in re.findall(rb"stream\r?\n(.*?)endstream", pdf, re.DOTALL):
+        try:
+            operators = zlib.decompress(stream)
+        except zlib.error:  # a font's, or not compressed
+            continue
+        for parts in re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) rg\b", operators):
+            fills.add("#" + "".join(f"{round(255 * float(part)):02x}" for part in parts))
+    return fills
+
+
+def test_colours_are_printed(tab: Tab, viewed: Viewed) -> None:
+    """Those of the light theme, and no dark ground; the screen stays as it was."""
+    compare(tab, viewed(*two_that_part(49, 20, 30)), theme="dark")
+    tab.choose("#theme", "dark")
+    tab.wait("$('#legend i')")
+    ground = tab.js("getComputedStyle(document.body).backgroundColor")
+    printed = tab.call("Page.printToPDF", printBackground=False)
+    fills = fills_in(base64.b64decode(printed["data"]))
+    assert {"#e69f00", "#56b4e9", "#c9dbf2", "#18202c"} <= fills  # swatches, a meter, and text
+    assert not fills & {"#161c26", "#0d1117"}
+    assert tab.js("getComputedStyle(document.body).backgroundColor") == ground

@@ -514,6 +514,13 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     assert tab.is_hidden("#side-b")
 
 
+def test_two_equal_responses(tab: Tab, viewed: Viewed) -> None:
+    """Both end at one place, so that none is the shorter one."""
+    body = answer(ROWS[:20], 10, TEXTS[:21])
+    compare(tab, viewed(body, body))
+    tab.wait_for_text("#parting-text", "Tokens are equal. Experts are equal in all of 20 positions")
+
+
 def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
     """page: rows at one position are of different tokens there, so that nearly all of them
     differ."""
@@ -607,6 +614,28 @@ def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:
             )
             == []
         )
+
+
+def test_no_column_is_out_of_sight(tab: Tab, viewed: Viewed) -> None:
+    """The weights of a selected expert's tokens, which may be long, and of many layers."""
+    rows = rows_of(29, 48, 8, 128)
+    texts = [f" {'long' * 12}{i}" for i in range(30)]
+    url = viewed(answer(rows, 10, texts, weights_of(rows)))
+    for width in (1440, 1024, 390):
+        show(tab, url, width=width)
+        tab.click("#detail .chip")
+        tab.wait("$('#experts mark')")
+        assert tab.texts("#experts thead th")[-1] == "Weight"
+        assert tab.js("$$('.scroll').every(e => e.scrollWidth <= e.clientWidth)")
+
+
+def test_lines_break_where_the_text_does(tab: Tab, viewed: Viewed) -> None:
+    rows = rows_of(699, 2, 2, 8)
+    texts = ["one "] * 500 + ["two\n"] + ["three "] * 199
+    show(tab, viewed(answer(rows, 10, texts)))
+    lines = tab.js("$$('#tokens-a .block').map(block => block.innerText)")
+    assert "".join(lines).replace("\n", "") == f"{'one ' * 500}two⏎{'three ' * 199}"
+    assert [line.rstrip("\n").count("\n") for line in lines] == [0, 0]
 
 
 def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:

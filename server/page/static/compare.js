@@ -68,13 +68,21 @@ export class Comparison {
     }
   }
 
+  #tokensInWords() {
+    const { a, b, firstToken } = this;
+    if (firstToken !== null) return `Tokens differ from position ${firstToken}.`;
+    if (!this.areKnown) return "Not all tokens are known.";
+    const haveEnded = a.finished !== null && b.finished !== null;
+    if (haveEnded && a.tokens.length === b.tokens.length) return "Tokens are equal.";
+    return "Tokens are equal up to the end of the shorter response.";
+  }
+
   /** The findings as a sentence. */
   sentence() {
     if (!this.length) return "The responses have no positions in common yet.";
-    const { a, length, first, firstToken } = this;
+    const { a, length, first } = this;
     const size = `${length} positions × ${a.layers} layers`;
-    let tokens = this.areKnown ? "Tokens are equal up to the end of the shorter response." : "Not all tokens are known.";
-    if (firstToken !== null) tokens = `Tokens differ from position ${firstToken}.`;
+    const tokens = this.#tokensInWords();
     if (!first) return `${tokens} Experts are equal in all of ${size}.`;
     const share = percent(this.differing / (length * a.layers));
     const most = this.byLayer.indexOf(Math.max(...this.byLayer));

@@ -49,6 +49,14 @@ export function recolour() {
   changed();
 }
 
+/** The same at once, not in the next frame: a page that is printed has none. */
+export function repaint() {
+  recolour();
+  if (!view.a) return;
+  drawn = -Infinity;
+  draw(0);
+}
+
 /** Draws what has changed; calls `rested` if nothing is left for the next frame. */
 export function frame(now, rested) {
   if (!view.a || !$("views").clientWidth) return; // a page that is not laid out is drawn when it is

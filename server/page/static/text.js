@@ -4,8 +4,7 @@ import { tipOf } from "./detail.js";
 import { made, reveal } from "./dom.js";
 import { watchPointer } from "./tip.js";
 
-const ENOUGH = 60;
-const MOST = 240;
+const ENOUGH = 60; // tokens in a block, which ends at the next line break
 
 export class TokenText {
   constructor(element, side, view, select) {
@@ -48,10 +47,10 @@ export class TokenText {
     if (isStreaming && isMore) element.scrollTop = 1e9;
   }
 
-  /** Tokens stand in blocks, so that what cannot be seen costs nothing; a line break begins one, where there is one. */
+  /** Tokens stand in blocks, so that what cannot be seen costs nothing. Only a line break of the text ends a block. */
   #append(span) {
-    const inBlock = this.block?.childElementCount ?? Infinity;
-    if (inBlock >= MOST || (inBlock >= ENOUGH && this.block.lastChild.textContent.endsWith("\n"))) {
+    const isFull = this.block?.childElementCount >= ENOUGH;
+    if (!this.block || (isFull && this.block.lastChild.textContent.endsWith("\n"))) {
       this.block = made("div", { className: "block" });
       this.element.append(this.block);
     }
