@@ -313,6 +313,102 @@ MAP_COLOURS = (
 )
 
 
+def tints(tab: Tab) -> dict[int, str]:
+    """The colours of tokens by position."""
+    script = "$$('#tokens-a .tinted').map(e => [Number(e.dataset.i), e.style.getPropertyValue('--kind')])"
+    return dict(tab.js(script))
+
+
+def test_text_and_map_have_the_colours_of_the_selected_layer(tab: Tab, viewed: Viewed) -> None:
+    """The text comes first, and says what the colours mean."""
+    body, experts = unordered()
+    (routing,) = collect(body)
+    show(tab, viewed(body, model_info=ModelInfo(num_experts=experts)))
+    assert tab.js("$('#tokens-a').compareDocumentPosition($('#load')) & 4")  # before the load
+    for layer in (0, 2):
+        tab.click(f"#detail tbody tr:nth-child({layer + 1}) th")
+        tab.wait_for_text("#text-legend", f"Experts of MoE layer {layer}:")
+        named = dict(
+            tab.js(
+                "$$('#text-legend span').map(e => [e.textContent, e.firstChild.style.background])"
+            )
+        )
+        first = np.take_along_axis(routing.rows, order_of(routing), 2)[:, layer, 0]
+        expected = {
+            position: named.get(str(expert), named["others"])
+            for position, expert in enumerate(first)
+            if expert >= 0
+        }
+        assert {at: colour.replace(" ", "") for at, colour in tints(tab).items()} == {
+            at: css_of(colour) for at, colour in expected.items()
+        }
+
+
+def css_of(colour: str) -> str:
+    """As the page writes it: browsers write `#c3cad3` and `rgb(1 2 3)` as `rgb(1, 2, 3)`."""
+    red, green, blue = re.findall(r"\d+", colour)
+    return f"rgb({red}{green}{blue})"
+
+
+def test_the_modes_of_the_colours(tab: Tab, viewed: Viewed) -> None:
+    """Each is numpy's of the same rows, on the ramp of where experts differ."""
+    rows = rows_of(99, 3, 4, 40)
+    weights = weights_of(rows)
+    show(tab, viewed(answer(rows, 10, weights=weights), answer(rows, 10)))
+    assert tab.js("$('#mode').value") == "unusual"  # 40 experts
+    in_layer = np.bincount(rows[:, 0].ravel(), minlength=40)
+    usual = np.argsort(-in_layer, kind="stable")[:4]
+    parts = weights[:, 0] / weights[:, 0].sum(1, keepdims=True)
+    entropy = -(parts * np.log(parts)).sum(1) / np.log(4)
+    shares = {
+        "unusual": (~np.isin(rows[:, 0], usual)).mean(1),
+        "largest": weights[:, 0].max(1) / weights.max(),
+        "entropy": entropy,
+    }
+    for mode, share in shares.items():
+        tab.choose("#mode", mode)
+        tab.wait(f"document.body.dataset.mode === '{mode}'")
+        check_ramp(tab, share)
+    tab.choose("#pick-a", "1")
+    tab.wait("document.body.dataset.mode === 'unusual'")  # there are no weights
+    assert tab.js("$('#mode [value=entropy]').disabled")
+
+
+def check_ramp(tab: Tab, shares: np.ndarray) -> None:
+    """That tokens have the colours of a ramp: the same for equal shares, and darker for larger."""
+    colours = tints(tab)
+    assert sorted(colours) == [*range(len(shares))]
+    reds = [int(re.findall(r"\d+", colours[at])[1]) for at in range(len(shares))]  # green falls
+    order = np.argsort(shares, kind="stable")
+    assert (np.diff(np.array(reds)[order]) <= 1).all()
+    assert len(set(reds)) > 2
+
+
+def test_columns_of_the_load(tab: Tab, viewed: Viewed) -> None:
+    """By load the busiest expert of each layer comes first; by likeness experts stand together
+    that tokens choose together. A click and a key take what stands there."""
+    # Tokens choose 0 and 3, or 1 and 2; and the first more often.
+    pairs = np.array([[0, 3], [0, 3], [1, 2]] * 10, dtype=np.int16)[:, None]
+    rows = np.concatenate([pairs, 3 - pairs], axis=1)
+    show(tab, viewed(answer(rows[:29], 10), model_info=ModelInfo(num_experts=4)))
+    cell = tab.js("($('#load').clientWidth - 42) / 4")
+    at = [GUTTER + (column + 0.5) * cell for column in range(4)]
+    tab.choose("#columns", "likeness")
+    experts = []
+    for x in at:
+        tab.click("#load", x, 18 + 11)
+        tab.wait_for_text("#load-status", " Expert ")
+        experts.append(int(re.findall(r"Expert (\d)", tab.text("#load-status"))[0]))
+    assert experts == [0, 3, 1, 2]
+    tab.choose("#columns", "load")
+    tab.click("#load", at[0], 18 + 11)
+    tab.wait_for_text("#load-status", " Expert 0:")
+    tab.key("ArrowRight")
+    tab.wait_for_text("#load-status", " Expert 3:")
+    tab.key("ArrowRight")
+    tab.wait_for_text("#load-status", " Expert 1:")
+
+
 def test_the_load_and_its_keys(tab: Tab, viewed: Viewed) -> None:
     show(tab, viewed(answer(ROWS, 10), model_info=GIVEN))
     tab.click("#load", GUTTER + 7.5 * tab.js("($('#load').clientWidth - 42) / 32"), 18 + 4.5 * 22)
@@ -388,13 +484,13 @@ COLOURS = "[...$('#load canvas').getContext('2d').getImageData(0, %d, %d, 1).dat
 
 @pytest.mark.parametrize(
     ("theme", "ends"),
-    [("light", ["#053061", "#f7f7f7", "#67001f"]), ("dark", ["#9eb0ff", "#190c09", "#ffadad"])],
+    [("light", ["#92c5de", "#f7f7f7", "#67001f"]), ("dark", ["#20526a", "#190c09", "#ffadad"])],
 )
 def test_the_even_share_is_the_middle_of_the_scale(
     tab: Tab, viewed: Viewed, theme: str, ends: list[str]
 ) -> None:
     """Two responses, of which one uses all experts alike, and the other one only; below, where the
-    second has more."""
+    second has more. An expert that is not used is paler than the busiest one."""
     even = np.arange(40, dtype=np.int16).reshape(40, 1, 1) % 4
     compare(
         tab,
@@ -680,11 +776,16 @@ SHOWN = "$$('select, #expert, #rank, #map-status, #experts').map(e => e.id + (e.
 def test_a_link_brings_the_view_back(tab: Tab, viewed: Viewed) -> None:
     compare(tab, viewed(*two_that_part(119, 20, at=70, has_weights=True)))
     tab.wait_for_text("#parting", "119")
+    tab.choose("#columns", "likeness")
+    tab.choose("#mode", "expert")
+    tab.wait_for("#rank-label")
     tab.type("#rank", "3")
     tab.click("#detail tbody tr:nth-child(3) .chip")
     choose(tab, 90)
     tab.click("#fit")
-    tab.wait("/token=90&layer=2&expert=\\d+&rank=3&zoom=fit$/.test(location.hash)")
+    tab.wait(
+        "/token=90&layer=2&expert=\\d+&mode=expert&columns=likeness&rank=3&zoom=fit$/.test(location.hash)"
+    )
     seen, link = tab.js(SHOWN), tab.js("location.href")
     tab.open("about:blank")
     tab.open(link)

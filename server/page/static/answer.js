@@ -24,6 +24,7 @@ export class Answer {
     this.slots = new Float64Array(layers); // ids counted for each layer
     this.sums = new Float64Array(this.counts.length); // of the weights that each expert was chosen with
     this.totals = new Float64Array(layers); // of all weights of a layer
+    this.mostWeight = 0; // the largest of all
     this.missing = 0;
     this.finished = whole.finished ?? null; // finish reason, or why it broke off
   }
@@ -139,6 +140,7 @@ export class Answer {
         counts[place]++;
         slots[layer]++;
         if (!weights || Number.isNaN(weights[at])) continue;
+        if (weights[at] > this.mostWeight) this.mostWeight = weights[at];
         sums[place] += weights[at];
         totals[layer] += weights[at];
       } else if (Math.floor(at / size) !== lastMissing) {

@@ -7,6 +7,9 @@ const RD_BU = "#053061 #2166ac #4393c3 #92c5de #d1e5f0 #f7f7f7 #fddbc7 #f4a582 #
 // Crameri, "Scientific colour maps" (2018), berlin: black in the middle.
 const BERLIN = "#9eb0ff #62a6e0 #3280a6 #20526a #112732 #190c09 #371000 #61200b #964a36 #ca7b71 #ffadad".split(" ");
 
+// For loads below the even share: what is hardly used must not be louder than what is used most.
+const QUIET = { light: RD_BU.slice(3, 5), dark: BERLIN.slice(3, 5) };
+
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const pixel = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 
@@ -36,12 +39,15 @@ export function forgetTheme() {
   inks = new Map();
 }
 
-/** The colours of the theme: `kinds`, the last for all experts without their own; `diverging`; `differs`, from none to all. */
+/** The colours of the theme: `kinds`, the last for all experts without their own; `load`, quiet below its middle; `diverging`; `differs`, from none to all. */
 export const ramps = () => (known ??= makeRamps());
 
 function makeRamps() {
   const stops = isDark() ? BERLIN : RD_BU;
+  const below = pixels([...(isDark() ? QUIET.dark : QUIET.light), stops[5]]).filter((_, i) => i % 2 === 0);
+  const above = pixels(stops.slice(5)).filter((_, i) => i % 2 === 0);
   return {
+    load: Uint32Array.of(...below, ...above.subarray(1)),
     kinds: Uint32Array.from([...KINDS, ink("rest")], (hex) => pixel(rgb(hex))),
     diverging: pixels(stops),
     differs: pixels(stops.slice(5)),
@@ -49,7 +55,9 @@ function makeRamps() {
 }
 
 /** The colour of a ramp for -1 to 1, or for 0 to 1 where it has one direction. */
-export const diverging = (value) => ramps().diverging[128 + Math.round(128 * Math.min(Math.max(value, -1), 1))];
+const onBothSides = (ramp, value) => ramp[128 + Math.round(128 * Math.min(Math.max(value, -1), 1))];
+export const diverging = (value) => onBothSides(ramps().diverging, value);
+export const ofLoad = (value) => onBothSides(ramps().load, value);
 export const differs = (share) => ramps().differs[Math.round(256 * share)];
 
 /** A colour of the style sheet. */
@@ -58,20 +66,30 @@ export function ink(name) {
   return inks.get(name);
 }
 
-/** Which experts have a colour of their own: the busiest of each layer. */
+let counted = 0;
+
+/** Which experts have a colour of their own: the busiest of each layer. And which are usual: the K that it chose most. */
 export class Busiest {
   /** Counts what there is of the answers that are shown. */
   constructor(answers) {
+    this.number = ++counted; // of all such counts
     this.experts = Math.max(...answers.map(({ experts }) => experts));
     this.rows = answers.reduce((sum, { length }) => sum + length, 0);
     const count = (layer, expert) => answers.reduce((sum, answer) => sum + answer.count(layer, expert), 0);
-    this.ofLayer = answers[0].layerIds.map((_, layer) => {
+    const chosen = answers[0].layerIds.map((_, layer) => {
       const counts = Array.from({ length: this.experts }, (_, expert) => [expert, count(layer, expert)]);
-      const chosen = counts.filter(([, count]) => count).sort(([, one], [, other]) => other - one);
-      return chosen.slice(0, KINDS.length).map(([expert]) => expert);
+      const most = counts.filter(([, count]) => count).sort(([, one], [, other]) => other - one);
+      return most.map(([expert]) => expert);
     });
+    this.ofLayer = chosen.map((experts) => experts.slice(0, KINDS.length));
+    this.usual = chosen.map((experts) => new Set(experts.slice(0, answers[0].topK)));
     this.places = new Uint8Array(this.ofLayer.length * this.experts).fill(KINDS.length); // in the palette, by layer and expert
     this.ofLayer.forEach((busiest, layer) => busiest.forEach((expert, i) => (this.places[layer * this.experts + expert] = i)));
+  }
+
+  /** Whether an expert is one of the K that its layer chose most. */
+  isUsual(layer, expert) {
+    return this.usual[layer].has(expert);
   }
 
   /**

@@ -1,18 +1,19 @@
 // The parts of the page, and one drawing of them a frame.
 
-import { Busiest, forgetTheme } from "./colours.js";
+import { Busiest, forgetTheme, ink } from "./colours.js";
 import { loadsInWords } from "./compare.js";
 import { Detail } from "./detail.js";
 import { $, write } from "./dom.js";
 import { Experts } from "./expert.js";
 import { LoadMap } from "./load.js";
 import { TokenMap } from "./map.js";
+import { colouring, explain, modeOf, needsWeights } from "./modes.js";
 import { TokenText } from "./text.js";
 import { changed, hasRanks, select, view } from "./view.js";
 import { cellInWords, describeSelected, expertTitle, loadInWords, summary } from "./words.js";
 
 export const map = new TokenMap($("map"), view, select);
-const load = new LoadMap($("load"), view, select);
+export const load = new LoadMap($("load"), view, select);
 export const experts = new Experts($("experts"), view, select);
 const detail = new Detail($("detail"), select);
 const texts = ["a", "b"].map((side) => new TokenText($(`tokens-${side}`), side, view, select));
@@ -34,7 +35,6 @@ export function build() {
   document.body.classList.toggle("two", Boolean(b));
   document.body.classList.toggle("ranked", hasRanks());
   $("rank").max = a.topK;
-  $("rank-label").hidden = !hasRanks();
   $("expert").max = a.experts - 1;
   $("views").hidden = false;
   $("empty").hidden = true;
@@ -80,6 +80,26 @@ function compare() {
   view.comparison = null;
 }
 
+/** Says what the colours of tokens mean, and which other meanings there are. */
+function drawMode() {
+  const mode = modeOf(view);
+  for (const option of $("mode").options) option.hidden = option.disabled = needsWeights(option.value) && !hasRanks();
+  $("mode").value = mode;
+  $("rank-label").hidden = mode !== "expert" || !hasRanks();
+  document.body.dataset.mode = mode;
+  for (const id of ["legend", "text-legend"]) explain($(id), view);
+}
+
+/** Colours the tokens by the selected layer, as the map does; those of a selected expert are shaded instead. */
+function tintText(text, answer) {
+  const { layer, expert, rank, busiest } = view;
+  const colourOf = colouring(view);
+  const isShaded = expert !== null;
+  const shows = [modeOf(view), layer, rank, isShaded, expert, busiest.number, busiest.colour(0, 0), ink("surface")].join();
+  const isKnown = (position) => position >= answer.start && position < answer.end;
+  text.tint(shows, (position) => (isShaded || !isKnown(position) ? 0 : colourOf(answer, layer, position, position + 1)));
+}
+
 /** Draws everything; whether some is left for the next frame. */
 function draw(now) {
   const { a, b, comparison, token } = view;
@@ -88,7 +108,8 @@ function draw(now) {
   drawn = now;
   const rows = shown().reduce((sum, { length }) => sum + length, 0);
   if (rows > view.busiest.rows * (view.growing ? 1.1 : 1)) view.busiest = new Busiest(shown());
-  map.legend($("legend"), $("differ-scale"));
+  map.legend($("differ-scale"));
+  drawMode();
   load.draw();
   detail.draw(view);
   experts.draw();
@@ -97,6 +118,7 @@ function draw(now) {
     const isStreaming = answer.finished === null && !view.isPinned;
     texts[i].draw(i && !comparison ? null : token, { isStreaming, firstToken: comparison?.firstToken ?? null });
     texts[i].highlight(view.layer, view.expert);
+    tintText(texts[i], answer);
     if (!view.isRevealed && (!i || comparison)) texts[i].reveal(token);
   });
   view.isRevealed = true;

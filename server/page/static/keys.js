@@ -1,7 +1,7 @@
 // What the arrow keys do on the map, the texts and the load.
 
 import { $ } from "./dom.js";
-import { map } from "./drawing.js";
+import { load, map } from "./drawing.js";
 import { say } from "./messages.js";
 import { select, view } from "./view.js";
 import { cellInWords, loadInWords } from "./words.js";
@@ -16,7 +16,7 @@ const ALONG = {
   Home: () => ({ token: 0 }),
   End: () => ({ token: Infinity }),
 };
-const expertBy = (by) => ({ a, layer, expert }) => ({ layer, expert: expert === null ? 0 : Math.min(Math.max(expert + by, 0), a.experts - 1) });
+const expertBy = (by) => ({ layer, expert }) => ({ layer, expert: load.beside(layer, expert, by) });
 const sameExpert = (by) => ({ layer, expert }) => ({ layer: layer + by, expert: expert ?? 0 });
 const OF_LOAD = {
   ArrowLeft: expertBy(-1),

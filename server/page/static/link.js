@@ -3,10 +3,12 @@
 import { $ } from "./dom.js";
 import { map } from "./drawing.js";
 import { notify } from "./messages.js";
+import { isMode } from "./modes.js";
 import { EXAMPLE, hasExample, openExample, responseOf, show } from "./responses.js";
 import { select, view } from "./view.js";
 
 const REST = 300; // milliseconds: browsers refuse to have the address changed often
+const ORDERS = ["number", "load", "likeness"];
 const UNSAVED = "a response that was not saved";
 
 let waiting = null;
@@ -33,9 +35,9 @@ export function writeLink() {
 /** The view in words of a link; only responses from files can be named. */
 function linkFields() {
   if (link) return { ...link };
-  const { a, b, layer, token, expert, rank, byWeight } = view;
+  const { a, b, layer, token, expert, mode, columns, rank, byWeight } = view;
   const name = (answer) => answer && (answer.file ? answer.name : UNSAVED);
-  const fields = { a: name(a), b: name(b), token, layer: a.layerIds[layer], expert };
+  const fields = { a: name(a), b: name(b), token, layer: a.layerIds[layer], expert, mode, columns: columns === "number" ? null : columns };
   return { ...fields, rank: rank > 1 ? rank : null, by: byWeight ? "weights" : null, zoom: map.zoom };
 }
 
@@ -64,7 +66,8 @@ export async function followLink() {
   notify(names.length ? `This link shows ${names.join(" and ")}: open ${names.length > 1 ? "these files" : "this file"} to see it.` : "");
   if (names.length || !view.a) return;
   link = null;
-  const controls = { rank: numberIn(fields.rank) ?? 1, by: fields.by === "weights" ? "weights" : "choices" };
+  view.mode = isMode(fields.mode) ? fields.mode : null;
+  const controls = { rank: numberIn(fields.rank) ?? 1, by: fields.by === "weights" ? "weights" : "choices", columns: ORDERS.includes(fields.columns) ? fields.columns : "number" };
   for (const [id, value] of Object.entries(controls)) {
     $(id).value = value;
     $(id).dispatchEvent(new Event("input"));

@@ -1,13 +1,15 @@
 // The load of every expert in every layer: of one answer, or of two and what lies between them.
 
 import { GUTTER, layerNumbers, outline, paint, scale, sized, ticks } from "./canvas.js";
-import { diverging, ink, ramps } from "./colours.js";
+import { diverging, ink, ofLoad, ramps } from "./colours.js";
+import { Order } from "./order.js";
 import { loadsByWeight } from "./view.js";
 import { watchPointer } from "./tip.js";
 import { expertInWords } from "./words.js";
 
 const EDGE = 18; // above a band, for its name
 const AXIS = 18; // below, for the experts' numbers
+const TITLES = { number: "expert", load: "place", likeness: "alike: beside each other" };
 const MOST = 4; // times the even share, at the scale's end
 
 /** From -1 to 1 for a multiple of the even share: 0 for the even share itself. */
@@ -42,33 +44,56 @@ export class LoadMap {
     return Math.max(this.view.a.experts, this.view.b?.experts ?? 0);
   }
 
+  /** Of the columns; found anew when more has come. */
+  get #order() {
+    const { a, b, columns } = this.view;
+    const key = [columns, a.length, b?.length, loadsByWeight()].join();
+    if (this.ordered?.key !== key || this.ordered.a !== a || this.ordered.b !== b) {
+      const load = (answer, layer, expert) => answer.load(layer, expert, loadsByWeight());
+      this.ordered = { key, a, b, order: new Order(columns, [a, b].filter(Boolean), load) };
+    }
+    return this.ordered.order;
+  }
+
+  /** The expert some columns to the right of another; the first one if there is none. */
+  beside(layer, expert, by) {
+    const order = this.#order;
+    const column = expert === null ? 0 : order.columnOf(layer, expert) + by;
+    return order.expertAt(layer, Math.min(Math.max(column, 0), this.view.a.experts - 1));
+  }
+
   #at(event) {
     const box = this.element.getBoundingClientRect();
     const experts = this.#experts;
     const tall = this.#layerHeight;
-    const expert = Math.floor(((event.clientX - box.left - GUTTER) / this.#width) * experts);
+    const column = Math.floor(((event.clientX - box.left - GUTTER) / this.#width) * experts);
     const layer = Math.floor(((event.clientY - box.top - EDGE) % (this.view.a.layers * tall + EDGE)) / tall);
-    return expert < 0 || expert >= experts || layer < 0 || layer >= this.view.a.layers ? null : { expert, layer };
+    if (column < 0 || column >= experts || layer < 0 || layer >= this.view.a.layers) return null;
+    return { expert: this.#order.expertAt(layer, column), layer };
   }
 
-  /** What is drawn one below the other: a name, and the place on the scale of an expert, or of the highest of several. */
+  /** What is drawn one below the other: a name, and the colour of a column, or of the highest of several. */
   get #bands() {
     const { a, b } = this.view;
     const byWeight = loadsByWeight();
+    const order = this.#order;
     const highest = (value) => (layer, first, end) => {
-      let most = value(layer, first);
-      for (let expert = first + 1; expert < end; expert++) most = Math.max(most, value(layer, expert));
+      let most = -Infinity;
+      for (let column = first; column < end; column++) most = Math.max(most, value(layer, order.expertAt(layer, column)));
       return most;
     };
-    const of = (answer) => highest((layer, expert) => place(answer.load(layer, expert, byWeight)));
+    const of = (answer) => {
+      const value = highest((layer, expert) => place(answer.load(layer, expert, byWeight)));
+      return (...cell) => ofLoad(value(...cell));
+    };
     if (!b) return [["", of(a)]];
-    const between = (layer, expert) => b.load(layer, expert, byWeight) - a.load(layer, expert, byWeight);
-    return [["A", of(a)], ["B", of(b)], ["B − A", highest(between)]];
+    const between = highest((layer, expert) => b.load(layer, expert, byWeight) - a.load(layer, expert, byWeight));
+    return [["A", of(a)], ["B", of(b)], ["B − A", (...cell) => diverging(between(...cell))]];
   }
 
   draw() {
-    const { a, b, layer, expert } = this.view;
-    const shows = [a.length, b?.length, layer, expert, loadsByWeight(), this.element.clientWidth].join();
+    const { a, b, layer, expert, columns } = this.view;
+    const shows = [a.length, b?.length, layer, expert, columns, loadsByWeight(), this.element.clientWidth].join();
     if (shows === this.shows && a === this.of) return;
     Object.assign(this, { shows, of: a });
     const tall = this.#layerHeight;
@@ -76,7 +101,7 @@ export class LoadMap {
     const [width, height] = [this.#width, a.layers * tall];
     const context = sized(this.canvas, this.element.clientWidth, bands.length * (EDGE + height) + AXIS);
     const cell = width / this.#experts;
-    for (const [name, value] of bands) {
+    for (const [name, colour] of bands) {
       context.translate(0, EDGE);
       context.textBaseline = "middle";
       context.textAlign = "left";
@@ -88,28 +113,30 @@ export class LoadMap {
       layerNumbers(context, a, layer, 0, tall);
       context.save();
       context.translate(GUTTER, 0);
-      paint(context, 0, this.#experts, cell, a.layers, tall, (...cell) => diverging(value(...cell)));
+      paint(context, 0, this.#experts, cell, a.layers, tall, colour);
       outline(context, [-1, layer * tall, width + 2, tall], ink("text"), 1.5);
-      if (expert !== null) outline(context, [expert * cell, layer * tall, Math.max(cell, 2), tall], ink("text"), 3);
+      if (expert !== null) outline(context, [this.#order.columnOf(layer, expert) * cell, layer * tall, Math.max(cell, 2), tall], ink("text"), 3);
       context.restore();
       context.translate(0, height);
     }
     this.#axis(context, cell, 4);
   }
 
+  /** Numbers of experts; in another order a column is another expert in each layer. */
   #axis(context, cell, top) {
     context.fillStyle = ink("muted");
-    context.textAlign = "center";
-    context.textBaseline = "top";
-    for (const at of ticks(0, this.#experts - 1, this.#width / 50)) context.fillText(String(at), GUTTER + Math.max((at + 0.5) * cell, 6), top); // beside the name
     context.textAlign = "left";
-    context.fillText("expert", 1, top);
+    context.textBaseline = "top";
+    context.fillText(TITLES[this.view.columns], 1, top);
+    if (this.view.columns === "likeness") return;
+    context.textAlign = "center";
+    for (const at of ticks(0, this.#experts - 1, this.#width / 50)) context.fillText(String(at), GUTTER + Math.max((at + 0.5) * cell, 6), top); // beside the title
   }
 
   /** Draws the legends; what is added up can be chosen where there are weights. */
   legend(loads, between, choice) {
     const { a, b } = this.view;
-    scale(loads, ramps().diverging, ["0", "½", "1 ×", "2", `≥ ${MOST}`]);
+    scale(loads, ramps().load, ["0", "½", "1 ×", "2", `≥ ${MOST}`]);
     between.parentElement.hidden = !b;
     scale(between, ramps().diverging, ["≤ −1", "−½", "0", "+½", "≥ 1"]);
     choice.hidden = !a.hasWeights || b?.hasWeights === false;

@@ -77,6 +77,10 @@ on("expert", "input", () => {
   const expert = numberIn($("expert").value);
   if (view.a) select({ layer: view.layer, expert: expert !== null && expert < view.a.experts ? expert : null });
 });
+on("mode", "input", () => {
+  view.mode = $("mode").value;
+  recolour();
+});
 on("rank", "input", () => {
   view.rank = Math.max(Number($("rank").value) || 1, 1);
   recolour();
@@ -84,6 +88,10 @@ on("rank", "input", () => {
 on("by", "input", () => {
   view.byWeight = $("by").value === "weights";
   recolour();
+});
+on("columns", "input", () => {
+  view.columns = $("columns").value;
+  changed();
 });
 on("zoom", "input", () => map.setZoom(2 ** Number($("zoom").value)));
 watchKeys();

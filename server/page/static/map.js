@@ -1,12 +1,12 @@
 // The map of tokens and layers: a band for an answer, or three for two of them and where they differ.
 
 import { GUTTER, layerNumbers, outline, paint, scale, sized, ticks } from "./canvas.js";
-import { css, differs, ink, ramps } from "./colours.js";
+import { differs, ink, ramps } from "./colours.js";
 import { tipOf } from "./detail.js";
-import { $, made } from "./dom.js";
+import { $ } from "./dom.js";
+import { colouring } from "./modes.js";
 import { watchPointer } from "./tip.js";
 import { visible } from "./tokens.js";
-import { hasRanks } from "./view.js";
 
 const AXIS = 20;
 const GAP = 10;
@@ -56,17 +56,11 @@ export class TokenMap {
 
   /** What is drawn one below the other: each answer, and where they differ. */
   get #bands() {
-    const { a, b, busiest, comparison, rank } = this.view;
-    const isRanked = hasRanks();
+    const { a, b, comparison } = this.view;
+    const colourOf = colouring(this.view);
     const bands = [a, b].filter(Boolean).map((answer, i) => {
-      const { start, end, topK } = answer;
-      const ofRank = (layer, position) => answer.expertOfRank(position, layer, Math.min(rank, topK));
-      const ofColoured = (layer, position) => busiest.among(layer, answer.cell(position, layer));
-      const expert = isRanked ? ofRank : ofColoured;
-      const colour = (layer, position) => {
-        const id = expert(layer, position);
-        return id < 0 ? 0 : busiest.colour(layer, id);
-      };
+      const { start, end } = answer;
+      const colour = (layer, first, until) => colourOf(answer, layer, Math.max(first, start), Math.min(until, end));
       return { name: "AB"[i], answer, start, end, colour };
     });
     if (!comparison) return bands;
@@ -251,17 +245,9 @@ export class TokenMap {
     outline(context, [left, layer * tall, Math.max(cell, 3), tall], colour, 1.5);
   }
 
-  /** Says what the colours mean: of the selected layer's busiest experts, and of experts that differ. */
-  legend(element, differ) {
-    const { a, b, busiest, comparison, layer } = this.view;
-    const isAnyUnknown = Boolean(a.missing || b?.missing);
-    const shows = [a.name, layer, busiest.ofLayer[layer], Boolean(comparison), isAnyUnknown, ink("surface")].join();
-    if (shows === this.explains) return;
-    this.explains = shows;
-    const kinds = busiest.ofLayer[layer].map((expert) => [expert, css(busiest.colour(layer, expert))]);
-    const all = [...kinds, ["others", ink("rest")], ...(isAnyUnknown ? [["unknown", ink("empty")]] : [])];
-    const swatches = all.map(([name, colour]) => made("span", {}, made("i", { style: `background: ${colour}` }), String(name)));
-    element.replaceChildren(`Experts of ${a.layerName(layer)}:`, ...swatches);
+  /** Draws the scale of experts that differ. */
+  legend(differ) {
+    const { a, comparison } = this.view;
     differ.parentElement.hidden = !comparison;
     scale(differ, ramps().differs, ["0", `${a.topK} of ${a.topK}`]);
   }

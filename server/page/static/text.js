@@ -1,5 +1,6 @@
 // The tokens as text, one of them selected.
 
+import { css } from "./colours.js";
 import { tipOf } from "./detail.js";
 import { made, reveal } from "./dom.js";
 import { watchPointer } from "./tip.js";
@@ -29,6 +30,8 @@ export class TokenText {
     this.block = null;
     this.parted = null;
     this.chosen = ""; // what is marked
+    this.tints = []; // pixels of tokens, 0 for none
+    this.tinted = ""; // what the tints show
     this.element.replaceChildren();
   }
 
@@ -96,6 +99,20 @@ export class TokenText {
       const choice = expert === null ? undefined : this.answer.choiceOf(i, layer, expert);
       span.classList.toggle("chosen", Boolean(choice));
       if (choice) span.style.setProperty("--shade", 1 - ((choice.rank ?? 1) - 1) / this.answer.topK);
+    });
+  }
+
+  /** Colours tokens: `colourOf(position)` gives a pixel, 0 for none. `shows` says what colours depend on, besides what has come. */
+  tint(shows, colourOf) {
+    const key = [shows, this.shown.length, this.answer.length].join();
+    if (key === this.tinted) return;
+    this.tinted = key;
+    this.shown.forEach((span, i) => {
+      const pixel = colourOf(i);
+      if (pixel === (this.tints[i] ?? 0)) return;
+      this.tints[i] = pixel;
+      span.classList.toggle("tinted", Boolean(pixel));
+      if (pixel) span.style.setProperty("--kind", css(pixel));
     });
   }
 

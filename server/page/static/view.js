@@ -8,7 +8,9 @@ export const view = {
   token: 0,
   layer: 0,
   expert: null,
-  rank: 1, // of the choice that the map has colours for, where there are weights
+  mode: null, // what colours of tokens mean (modes.js); null: as the responses have it
+  rank: 1, // of the choice whose expert has a colour, where there are weights
+  columns: "number", // how the load orders the experts of each layer (order.js)
   byWeight: false, // what the load adds up, where there are weights
   busiest: null, // which experts have a colour
   growing: false,
