@@ -12,7 +12,7 @@ import pytest
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab
 from tests.page.conftest import Viewed
-from tests.page.seen import GUTTER, compare
+from tests.page.seen import GUTTER, compare, show
 
 pytestmark = pytest.mark.e2e
 
@@ -139,6 +139,17 @@ def test_fit_keeps_layers_apart(tab: Tab, viewed: Viewed) -> None:
     for band in range(3):  # A, B and where they differ
         tab.wait(f"!{MIXED % {'tall': 26, 'top': 20 + band * (8 * 26 + 10)}}.length", 60)
     tab.console.clear()  # where the browser advises against reading pictures
+
+
+def test_help_is_folded_from_the_second_visit_on(tab: Tab, viewed: Viewed) -> None:
+    url = viewed(answer(rows_of(9, 2, 2, 8), 3))
+    is_open = "$$('details.how').map(e => e.open)"
+    show(tab, url)
+    assert set(tab.js(is_open)) == {True}
+    show(tab, f"{url}?again")
+    assert set(tab.js(is_open)) == {False}
+    tab.click("details.how summary")
+    assert tab.js("$('details.how p').checkVisibility()")
 
 
 def fills_in(pdf: bytes) -> set[str]:

@@ -5,6 +5,7 @@ import { $ } from "./dom.js";
 import { loadTable, saveCsv } from "./download.js";
 import { experts, frame, map, recolour, repaint } from "./drawing.js";
 import { droppedFiles, pickedFiles } from "./files.js";
+import { foldHelp } from "./help.js";
 import { watchKeys } from "./keys.js";
 import { followAddress, followLink, forgetLink, numberIn, writeLink } from "./link.js";
 import { notify, say } from "./messages.js";
@@ -95,6 +96,7 @@ on("columns", "input", () => {
 });
 on("zoom", "input", () => map.setZoom(2 ** Number($("zoom").value)));
 watchKeys();
+foldHelp();
 view.draw = (now) => frame(now, writeLink);
 new ResizeObserver(changed).observe($("views"));
 watchTheme($("theme"), recolour);
