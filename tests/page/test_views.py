@@ -3,6 +3,7 @@ what they say."""
 
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -666,6 +667,66 @@ def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
     tab.wait_for_text(
         "#parting-text", "Not all tokens are known. Experts are equal in all of 49 positions"
     )
+
+
+def distance_of(one: np.ndarray, other: np.ndarray) -> float:
+    """The share of choices that go to other experts, over all layers, of rows [n, L, K]."""
+    shares = [counts_of(rows, 32) / (len(rows) * rows.shape[2]) for rows in (one, other)]
+    return float(abs(shares[0] - shares[1]).sum(1).mean() / 2)
+
+
+def test_folders_are_compared_as_groups(tab: Tab, viewed: Viewed) -> None:
+    """By load, beside what it would be if chance dealt the responses to the two."""
+    rows = [rows_of(39 + i, 3, 4, 32, seed=i) for i in range(6)]
+    rows[3:] = [(ids + 1) % 32 for ids in rows[3:]]
+    names = [f"{'code' if i < 3 else 'prose'}/{i}.json" for i in range(6)]
+    texts = {name: json.dumps(answer(ids, 10)) for name, ids in zip(names, rows, strict=True)}
+    show(tab, viewed(texts=texts))
+    tab.wait("$$('#pick-a optgroup option').length === 2")
+    assert tab.texts("#pick-a optgroup option") == ["code/ (3 responses)", "prose/ (3 responses)"]
+    tab.choose("#pick-a", "group 0")
+    tab.choose("#pick-b", "group 1")
+    tab.wait_for_text("#parting-text", "If chance dealt")
+    together = [np.concatenate(rows[:3]), np.concatenate(rows[3:])]
+    assert f"A: code/ (3 responses), {len(together[0])} tokens with experts of" in tab.text(
+        "#summary"
+    )
+    apart = distance_of(*together)
+    deals = [
+        distance_of(
+            np.concatenate([rows[i] for i in first]),
+            np.concatenate([rows[i] for i in range(6) if i not in first]),
+        )
+        for first in itertools.combinations(range(6), 3)
+    ]
+    shown = re.findall(r"([\d.]+) %", tab.text("#parting-text"))
+    assert float(shown[0]) == pytest.approx(100 * apart, abs=0.051)
+    assert float(shown[2]) == pytest.approx(100 * np.mean(deals), rel=0.1)
+    assert float(shown[3]) == pytest.approx(100 * max(deals), rel=0.1)
+    assert tab.is_hidden("#go")
+
+
+def test_some_tokens_are_compared_with_all(tab: Tab, viewed: Viewed) -> None:
+    """Those that contain a text, and those of a range."""
+    show(tab, viewed(answer(ROWS, 10, TEXTS), model_info=GIVEN))
+    tab.click("details.find summary")
+    tab.type("#find", "expert")
+    having = [position for position, text in enumerate(TEXTS) if "expert" in text]
+    tab.wait_for_text("#found", f"{len(having)} of 100 tokens")
+    assert tab.js("$$('#tokens-a .found').map(e => Number(e.dataset.i))") == having
+    tab.click("#next-found")
+    selected(tab, next(position for position in having if position > 10))
+    tab.click("#compare-found")
+    tab.wait_for_text("#name-b", "B: Tokens with \u201cexpert\u201d of answers.jsonl, line 1")
+    known = [position for position in having if position < 99]
+    tab.wait_for_text("#parting-text", f"Load: {100 * distance_of(ROWS, ROWS[known]):.1f} % of")
+    assert "For as many tokens of A, drawn at random, it would be" in tab.text("#parting-text")
+    tab.type("#range-first", "20")
+    tab.type("#range-last", "39")
+    tab.click("#range button")
+    tab.wait_for_text("#name-b", "B: Tokens 20 to 39 of")
+    tab.wait_for_text("#parting-text", f"Load: {100 * distance_of(ROWS, ROWS[20:40]):.1f} % of")
+    assert [text.replace("⏎", "") for text in tab.texts("#tokens-b .token")] == TEXTS[20:40]
 
 
 def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:

@@ -27,11 +27,19 @@ export class Answer {
     this.mostWeight = 0; // the largest of all
     this.missing = 0;
     this.finished = whole.finished ?? null; // finish reason, or why it broke off
+    this.begins = new Set(); // of a sample (samples.js): the positions where those of another response begin
+    this.members = null; // of a group: its responses
+    this.whole = null; // of some tokens of a response: that response
   }
 
   /** The position after the last row. */
   get end() {
     return this.start + this.length;
+  }
+
+  /** Whether it is no response, but tokens of some. */
+  get isSample() {
+    return Boolean(this.members || this.whole);
   }
 
   /** Appends whole rows, an Int16Array, and their weights, a Float32Array, if it has them; ids out of range are an error. */

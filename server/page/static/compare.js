@@ -1,6 +1,7 @@
 // Two answers side by side: where they part.
 
 import { grown } from "./arrays.js";
+import { byChance } from "./chance.js";
 
 export class Comparison {
   constructor(a, b) {
@@ -100,7 +101,7 @@ export const differing = (ids, others) => ids.filter((id) => id >= 0 && !others.
 const isSame = (one, other) => (one === null || other === null ? null : one === other);
 
 /** Raises an Error where the rows of two answers mean different things. */
-function checkSameModel(a, b) {
+export function checkSameModel(a, b) {
   if (a.layers !== b.layers || a.topK !== b.topK) {
     throw new Error("The responses are from different models: their rows have different shapes.");
   }
@@ -118,9 +119,28 @@ function distance(a, b, layer) {
   return sum / 2;
 }
 
-/** How far the loads of two answers are apart, as a sentence. */
+/** The mean over all layers. */
+function meanDistance(a, b) {
+  let sum = 0;
+  for (let layer = 0; layer < a.layers; layer++) sum += distance(a, b, layer);
+  return sum / a.layers;
+}
+
+let chance = {}; // {shows, a, b, words} of the last two: it takes a while
+
+/** How far the loads of two answers are apart, as a sentence, and how far they would be by chance. */
 export function loadsInWords(a, b) {
   const by = a.layerIds.map((_, layer) => distance(a, b, layer));
   const most = by.indexOf(Math.max(...by));
-  return `Load: ${percent(by.reduce((sum, share) => sum + share, 0) / by.length)} of the choices go to other experts in B than in A, most in ${a.layerName(most)} (${percent(by[most])}).`;
+  const load = `Load: ${percent(meanDistance(a, b))} of the choices go to other experts in B than in A, most in ${a.layerName(most)} (${percent(by[most])}).`;
+  const shows = [a.length, b.length].join();
+  if (chance.a !== a || chance.b !== b || chance.shows !== shows) chance = { a, b, shows, words: chanceInWords(a, b) };
+  return load + chance.words;
+}
+
+function chanceInWords(a, b) {
+  const found = byChance(a, b, meanDistance);
+  if (!found) return "";
+  const dealt = b.whole ? "For as many tokens of A, drawn at random" : "If chance dealt the responses to A and B";
+  return ` ${dealt}, it would be ${percent(found.mean)} (in 95 % of ${b.whole ? "draws" : "deals"} at most ${percent(found.most)}).`;
 }

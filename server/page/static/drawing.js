@@ -42,6 +42,11 @@ export function build() {
   recolour();
 }
 
+/** Marks tokens of the first response in the text. */
+export function markFound(positions) {
+  texts[0].find(new Set(positions));
+}
+
 /** Paints with other colours, or colours for something else. */
 export function recolour() {
   forgetTheme();

@@ -5,6 +5,7 @@ import { $ } from "./dom.js";
 import { loadTable, saveCsv } from "./download.js";
 import { experts, frame, map, recolour, repaint } from "./drawing.js";
 import { droppedFiles, pickedFiles } from "./files.js";
+import { watchFinding } from "./find.js";
 import { foldHelp } from "./help.js";
 import { watchKeys } from "./keys.js";
 import { followAddress, followLink, forgetLink, numberIn, writeLink } from "./link.js";
@@ -96,6 +97,7 @@ on("columns", "input", () => {
 });
 on("zoom", "input", () => map.setZoom(2 ** Number($("zoom").value)));
 watchKeys();
+watchFinding();
 foldHelp();
 view.draw = (now) => frame(now, writeLink);
 new ResizeObserver(changed).observe($("views"));

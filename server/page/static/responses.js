@@ -1,12 +1,13 @@
 // The responses that there are, and which of them are shown.
 
 import { Answer } from "./answer.js";
-import { Comparison } from "./compare.js";
+import { checkSameModel, Comparison } from "./compare.js";
 import { $, made } from "./dom.js";
 import { save as saveFile } from "./download.js";
 import { build } from "./drawing.js";
 import { hideError, notify, say, showError } from "./messages.js";
 import { name as nameToken } from "./names.js";
+import { groupOf, groupsIn, partOf } from "./samples.js";
 import { line, read } from "./saved.js";
 import { failed, server } from "./server.js";
 import { request } from "./stream.js";
@@ -14,10 +15,12 @@ import { changed, stayWithin, view } from "./view.js";
 
 export const EXAMPLE = "example.json";
 const AT_FIRST = 32 << 20; // bytes of files that are opened at once
+const GROUP = "group "; // before the place of a group, as an option's value
 const UNOPENED = "unopened "; // before the place of such a file, as an option's value
 
 const responses = []; // Answers
 let viewed = []; // the files of `routed-experts view`: {name, place}; large ones are opened when they are picked
+let groups = []; // of responses that can be shown as one: {name, members}
 let picked = null; // the response that was chosen to compare with
 
 /** The response that a link names. */
@@ -30,24 +33,54 @@ function add(...added) {
     const options = responses.map(({ name }, i) => new Option(name, String(i)));
     const unopened = viewed.filter(({ name }) => !responses.some(({ file }) => file === name));
     const rest = made("optgroup", { label: "Not opened yet" }, ...unopened.map(({ name, place }) => new Option(name, `${UNOPENED}${place}`)));
-    pick.replaceChildren(pick.options[0], ...options, ...(unopened.length ? [rest] : []));
+    groups = groupsIn(responses);
+    const together = made("optgroup", { label: "Several as one" }, ...groups.map(({ name }, i) => new Option(name, `${GROUP}${i}`)));
+    pick.replaceChildren(pick.options[0], ...options, ...(groups.length ? [together] : []), ...(unopened.length ? [rest] : []));
   }
   $("pick-a").options[0].hidden = true;
 }
 
-/** Shows one or two responses. */
+/** Shows one or two responses; samples are compared by load. */
 export function show(a, b) {
   Object.assign(view, { a, b: null, comparison: null, parting: "", expert: null, isRevealed: false });
   try {
-    if (b) Object.assign(view, { comparison: new Comparison(a, b), b });
+    if (b) {
+      checkSameModel(a, b);
+      Object.assign(view, { comparison: a.isSample || b.isSample ? null : new Comparison(a, b), b });
+    }
   } catch (error) {
     showError(error);
   }
   stayWithin();
-  $("pick-a").value = String(responses.indexOf(a));
-  $("pick-b").value = view.b ? String(responses.indexOf(view.b)) : "";
+  $("pick-a").value = valueOf(a);
+  $("pick-b").value = view.b ? valueOf(view.b) : "";
   notify("");
   build();
+}
+
+/** What a list has as the value of an answer's option. */
+function valueOf(answer) {
+  const group = groups.findIndex(({ joined }) => joined === answer);
+  return group < 0 ? String(responses.indexOf(answer)) : `${GROUP}${group}`;
+}
+
+/** The answer of an option: a response, or several as one, which are joined once they are chosen. */
+function chosenIn({ value }) {
+  if (value === "") return null;
+  if (!value.startsWith(GROUP)) return responses[value];
+  const group = groups[Number(value.slice(GROUP.length))];
+  group.joined ??= groupOf(group.name, group.members);
+  return group.joined;
+}
+
+/** Compares some tokens of the first response with all of it. */
+export function comparePart(name, positions) {
+  const { a } = view;
+  const known = positions.filter((position) => position >= a.start && position < a.end);
+  if (!known.length) return notify("None of these tokens has experts.");
+  const part = partOf(`${name} of ${a.name}`, a, known);
+  add(part);
+  show(a, part);
 }
 
 /** Whether what is chosen in a list needs no file to be opened. */
@@ -65,9 +98,8 @@ export async function pick() {
     view.token = token;
     return show(before, picked);
   }
-  const chosen = ({ value }) => (value === "" ? null : responses[value]);
-  picked = chosen($("pick-b"));
-  show(chosen($("pick-a")) ?? view.a, picked);
+  picked = chosenIn($("pick-b"));
+  show(chosenIn($("pick-a")) ?? view.a, picked);
 }
 
 /** Shows an answer that begins to come, beside what was chosen to compare with. */

@@ -53,8 +53,9 @@ export class TokenText {
   /** Tokens stand in blocks, so that what cannot be seen costs nothing. Only a line break of the text ends a block. */
   #append(span) {
     const isFull = this.block?.childElementCount >= ENOUGH;
-    if (!this.block || (isFull && this.block.lastChild.textContent.endsWith("\n"))) {
-      this.block = made("div", { className: "block" });
+    const isOther = this.answer.begins.has(Number(span.dataset.i)); // of another response
+    if (!this.block || isOther || (isFull && this.block.lastChild.textContent.endsWith("\n"))) {
+      this.block = made("div", { className: isOther ? "block begins" : "block" });
       this.element.append(this.block);
     }
     this.block.append(span);
@@ -114,6 +115,11 @@ export class TokenText {
       span.classList.toggle("tinted", Boolean(pixel));
       if (pixel) span.style.setProperty("--kind", css(pixel));
     });
+  }
+
+  /** Marks the tokens at some positions, a Set. */
+  find(positions) {
+    this.shown.forEach((span, i) => span.classList.toggle("found", positions.has(i)));
   }
 
   /** Scrolls so that a token can be seen; again when the blocks that come into sight have their own height. */

@@ -18,6 +18,7 @@ export const describeSelected = ({ a, b, comparison, token }) => (b && !comparis
 export function summary(answer, name) {
   const { tokens, promptLength, length, missing, layers, topK, experts, finished } = answer;
   const parts = promptLength === null ? `${tokens.length} tokens` : `${promptLength} prompt and ${tokens.length - promptLength} generated tokens`;
+  if (answer.isSample) return `${name}${answer.name}, ${length} tokens with experts of ${layers} layers × ${topK} of ${experts} experts.`;
   const end = finished === null ? "streaming" : finished === UNFINISHED ? UNFINISHED : `finish reason: ${finished}`;
   return `${name}${parts}, ${length} rows${missing ? ` (${missing} unknown)` : ""} of ${layers} layers × ${topK} of ${experts} experts, ${end}.`;
 }
