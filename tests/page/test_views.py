@@ -1,6 +1,7 @@
 """Each view of a response: its numbers are numpy's of the same rows, and clicks and keys select
 what they say."""
 
+import base64
 import csv
 import io
 import itertools
@@ -10,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.saved import ModelInfo
@@ -829,6 +832,25 @@ def test_downloads(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
     assert {(int(row["position"]), json.loads(row["token"])) for row in table("expert")} == {
         (position, TEXTS[position]) for position in positions.tolist()
     }
+
+
+@pytest.mark.parametrize("figure", ["load", "map"])
+def test_figures_are_saved(tab: Tab, viewed: Viewed, tmp_path: Path, figure: str) -> None:
+    """As SVG and PNG, with what their colours mean."""
+    show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), model_info=GIVEN))
+    svg = ElementTree.fromstring(download(tab, f"#{figure}-svg", f"{figure}.svg", tmp_path))
+    texts = ["".join(text.itertext()) for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    meaning = "Multiple of the even share" if figure == "load" else "Experts of MoE layer 0:"
+    assert {meaning, *map(str, range(6))} <= {*texts}
+    assert "answers.jsonl, line 1" in (svg[0].text or "")
+    (image,) = svg.iter("{http://www.w3.org/2000/svg}image")
+    with Image.open(io.BytesIO(base64.b64decode(image.attrib["href"].partition(",")[2]))) as cells:
+        assert cells.size == ((32, 6) if figure == "load" else (99, 6))
+    png = download(tab, f"#{figure}-png", f"{figure}.png", tmp_path)
+    with Image.open(io.BytesIO(png)) as picture:
+        assert picture.size == (3 * int(svg.attrib["width"]), 3 * int(svg.attrib["height"]))
+        assert picture.convert("RGB").getpixel((2, 2)) == (255, 255, 255)
+    assert tab.js(f"$('#{figure} canvas').clientWidth") == tab.js(f"$('#{figure}').clientWidth")
 
 
 SHOWN = "$$('select, #expert, #rank, #map-status, #experts').map(e => e.id + (e.value ?? e.textContent))"

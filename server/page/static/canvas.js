@@ -5,9 +5,14 @@ import { made } from "./dom.js";
 
 export const GUTTER = 40; // where the layers' numbers stand
 
-/** Fits a canvas to `width` × `height` CSS pixels at the screen's resolution; its context, cleared. */
-export function sized(canvas, width, height) {
-  const ratio = devicePixelRatio || 1;
+/**
+ * Fits a canvas to `width` × `height` CSS pixels at the screen's resolution; its context, cleared. That of a file
+ * (figure.js) has a `resolution` of its own, room `below`, and a ground.
+ */
+export function sized(canvas, width, high) {
+  const isFile = canvas.below !== undefined;
+  const ratio = isFile ? (canvas.resolution ?? 1) : devicePixelRatio || 1;
+  const height = high + (canvas.below ?? 0);
   const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== w || canvas.height !== h) {
     canvas.width = w;
@@ -18,6 +23,10 @@ export function sized(canvas, width, height) {
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
+  if (isFile) {
+    context.fillStyle = ink("surface");
+    context.fillRect(0, 0, width, height);
+  }
   context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
   return context;
 }

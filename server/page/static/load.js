@@ -133,12 +133,20 @@ export class LoadMap {
     for (const at of ticks(0, this.#experts - 1, this.#width / 50)) context.fillText(String(at), GUTTER + Math.max((at + 0.5) * cell, 6), top); // beside the title
   }
 
+  /** What the colours mean; of two answers also those of what lies between them. */
+  legends() {
+    const loads = { title: "Multiple of the even share", ramp: ramps().load, marks: ["0", "½", "1 ×", "2", `≥ ${MOST}`] };
+    const between = { title: "B − A, in even shares", ramp: ramps().diverging, marks: ["≤ −1", "−½", "0", "+½", "≥ 1"] };
+    return this.view.b ? [loads, between] : [loads];
+  }
+
   /** Draws the legends; what is added up can be chosen where there are weights. */
   legend(loads, between, choice) {
     const { a, b } = this.view;
-    scale(loads, ramps().load, ["0", "½", "1 ×", "2", `≥ ${MOST}`]);
-    between.parentElement.hidden = !b;
-    scale(between, ramps().diverging, ["≤ −1", "−½", "0", "+½", "≥ 1"]);
+    const [ofLoads, ofBetween] = this.legends();
+    scale(loads, ofLoads.ramp, ofLoads.marks);
+    between.parentElement.hidden = !ofBetween;
+    if (ofBetween) scale(between, ofBetween.ramp, ofBetween.marks);
     choice.hidden = !a.hasWeights || b?.hasWeights === false;
     this.shows = null;
   }

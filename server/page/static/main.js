@@ -3,7 +3,8 @@
 import { send, stop } from "./ask.js";
 import { $ } from "./dom.js";
 import { loadTable, saveCsv } from "./download.js";
-import { experts, frame, map, recolour, repaint } from "./drawing.js";
+import { experts, frame, load, map, recolour, repaint } from "./drawing.js";
+import { savePng, saveSvg } from "./figure.js";
 import { droppedFiles, pickedFiles } from "./files.js";
 import { watchFinding } from "./find.js";
 import { foldHelp } from "./help.js";
@@ -58,6 +59,8 @@ document.addEventListener("drop", (event) => {
 });
 addEventListener("hashchange", followAddress);
 
+const namesOf = ({ a, b }) => (b ? `A: ${a.name}; B: ${b.name}` : a.name);
+
 const CLICKS = {
   stop,
   save,
@@ -70,6 +73,10 @@ const CLICKS = {
   },
   fit: () => map.setZoom("fit"),
   "save-load": () => saveCsv(...loadTable(view.a), "load.csv"),
+  "load-svg": () => saveSvg(load, load.legends(), `Expert load of ${namesOf(view)}`, "load"),
+  "load-png": () => savePng(load, load.legends(), "load"),
+  "map-svg": () => saveSvg(map, map.legends(), `Tokens by layer of ${namesOf(view)}`, "map"),
+  "map-png": () => savePng(map, map.legends(), "map"),
   "save-expert": () => experts.saveCsv("expert.csv"),
   "all-experts": () => select({ layer: view.layer, expert: null }),
 };

@@ -4,7 +4,7 @@ import { GUTTER, layerNumbers, outline, paint, scale, sized, ticks } from "./can
 import { differs, ink, ramps } from "./colours.js";
 import { tipOf } from "./detail.js";
 import { $ } from "./dom.js";
-import { colouring } from "./modes.js";
+import { colouring, meaningOf } from "./modes.js";
 import { watchPointer } from "./tip.js";
 import { visible } from "./tokens.js";
 
@@ -163,7 +163,8 @@ export class TokenMap {
     const { clientWidth: width, scrollLeft } = this.element;
     const [cell, tall] = [this.cellWidth, this.#layerHeight];
     const height = a.layers * tall;
-    const context = sized(this.canvas, width, parseFloat(this.spacer.style.height));
+    const whole = parseFloat(this.spacer.style.height);
+    const context = sized(this.canvas, width, whole);
     const [from, to] = this.#inSight;
     this.#axis(context, from, to, cell);
     this.#bands.forEach(({ name, answer, start, end, colour }, i) => {
@@ -185,16 +186,16 @@ export class TokenMap {
       if (comparison || answer === a) this.#cross(context, token, layer, cell, tall);
       context.restore();
     });
-    if (this.#hasStrip) this.#strip(context, from, to);
+    if (this.#hasStrip) this.#strip(context, from, to, whole - STRIP);
     $("zoom").value = Math.log2(cell);
   }
 
   /** The selected layer of the whole answer, or where it differs from the other, and a frame around what is in sight. */
-  #strip(context, from, to) {
+  #strip(context, from, to, top) {
     const { layer, comparison } = this.view;
     const { start, end, colour } = this.#bands.at(comparison ? -1 : 0);
     const cell = this.#room / this.#length;
-    context.translate(GUTTER, this.canvas.clientHeight - STRIP);
+    context.translate(GUTTER, top);
     paint(context, start, end, cell, 1, STRIP - 2, (_, first, end) => colour(layer, first, end));
     outline(context, [from * cell + 1, 1, Math.max((to - from) * cell - 2, 4), STRIP - 4], ink("text"), 2);
   }
@@ -247,8 +248,18 @@ export class TokenMap {
 
   /** Draws the scale of experts that differ. */
   legend(differ) {
-    const { a, comparison } = this.view;
+    const { comparison } = this.view;
     differ.parentElement.hidden = !comparison;
-    scale(differ, ramps().differs, ["0", `${a.topK} of ${a.topK}`]);
+    if (comparison) scale(differ, ramps().differs, this.#differing().marks);
+  }
+
+  #differing() {
+    const { topK } = this.view.a;
+    return { title: "≠: experts that differ", ramp: ramps().differs, marks: ["0", `${topK} of ${topK}`] };
+  }
+
+  /** What a file says below the figure. */
+  legends() {
+    return [meaningOf(this.view), ...(this.view.comparison ? [this.#differing()] : [])];
   }
 }

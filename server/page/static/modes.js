@@ -123,26 +123,33 @@ function shareOfUnusual({ busiest }, answer, layer, position) {
   return unusual / ids.length;
 }
 
-/** Says what the colours of the selected layer mean. */
-export function explain(element, view) {
-  const { a, b, busiest, layer, expert } = view;
+/** What the colours of the selected layer mean: {title, ramp, marks}, or {title, swatches: [[name, colour]]}. */
+export function meaningOf(view) {
+  const { a, layer, expert } = view;
   const mode = modeOf(view);
-  const isAnyUnknown = Boolean(a.missing || b?.missing);
-  const { marks } = MODES[mode];
-  const meaning = marks ? marks(view) : busiest.ofLayer[layer];
-  const shows = [a.name, mode, layer, expert, meaning, isAnyUnknown, ink("surface")].join();
-  if (shows === element.dataset.shows) return;
-  element.dataset.shows = shows;
-  if (!marks) return element.replaceChildren(`Experts of ${a.layerName(layer)}:`, ...swatchesOf(view, isAnyUnknown));
-  if (mode === "chosen" && expert === null) return element.replaceChildren("Select an expert, to see which tokens chose it.");
-  const place = mode === "chosen" ? a.layerName(layer) : "";
-  const bar = made("span", { className: "scale" }, made("canvas", { ariaHidden: "true" }), made("span"));
-  element.replaceChildren(`${TITLES[mode]}${place && ` in ${place}`}`, bar);
-  scale(bar, ramps().differs, meaning);
+  if (mode === "expert") return { title: `Experts of ${a.layerName(layer)}:`, swatches: swatchesOf(view) };
+  if (mode === "chosen" && expert === null) return { title: "Select an expert, to see which tokens chose it.", swatches: [] };
+  const place = mode === "chosen" ? ` in ${a.layerName(layer)}` : "";
+  return { title: TITLES[mode] + place, ramp: ramps().differs, marks: MODES[mode].marks(view) };
 }
 
-function swatchesOf({ busiest, layer }, isAnyUnknown) {
+function swatchesOf({ a, b, busiest, layer }) {
   const kinds = busiest.ofLayer[layer].map((expert) => [expert, css(busiest.colour(layer, expert))]);
-  const all = [...kinds, ["others", ink("rest")], ...(isAnyUnknown ? [["unknown", ink("empty")]] : [])];
-  return all.map(([name, colour]) => made("span", {}, made("i", { style: `background: ${colour}` }), String(name)));
+  const isAnyUnknown = Boolean(a.missing || b?.missing);
+  return [...kinds, ["others", ink("rest")], ...(isAnyUnknown ? [["unknown", ink("empty")]] : [])];
+}
+
+/** Says it on the page. */
+export function explain(element, view) {
+  const { title, ramp, marks, swatches } = meaningOf(view);
+  const shows = [title, marks, swatches, ink("surface")].join();
+  if (shows === element.dataset.shows) return;
+  element.dataset.shows = shows;
+  if (swatches) {
+    const spans = swatches.map(([name, colour]) => made("span", {}, made("i", { style: `background: ${colour}` }), String(name)));
+    return element.replaceChildren(title, ...spans);
+  }
+  const bar = made("span", { className: "scale" }, made("canvas", { ariaHidden: "true" }), made("span"));
+  element.replaceChildren(title, bar);
+  scale(bar, ramp, marks);
 }
