@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
 from tempfile import NamedTemporaryFile, SpooledTemporaryFile
 from threading import Lock
@@ -28,7 +29,15 @@ from routed_experts.server.page import (
     page_file,
     read_saved,
 )
-from routed_experts.server.tools.saved import STDIN, add_flags, files_in, info_of, open_text
+from routed_experts.server.page.one_file import page_with
+from routed_experts.server.tools.saved import (
+    STDIN,
+    add_flags,
+    atomic_file,
+    files_in,
+    info_of,
+    open_text,
+)
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
 HOST = "127.0.0.1"
@@ -195,9 +204,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "the page has an example",
     )
     parser.add_argument("--port", type=int, default=0, help="local port (default: any free port)")
+    parser.add_argument(
+        "--output",
+        "-o",
+        type=Path,
+        help="write the page with these responses to an HTML file that needs no server, and end",
+    )
     parser.add_argument("--no-browser", action="store_true", help="only print the URL")
     add_flags(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.output and not args.file:
+        parser.error("--output needs files with responses")
+    return args
+
+
+def write_page(viewed: Sequence[ViewedFile], model_info: ModelInfo, output: Path) -> None:
+    """Writes the page with all responses to one file."""
+    lines = chain.from_iterable(file.lines(model_info) for file in viewed)
+    title = viewed[0].name if len(viewed) == 1 else f"{viewed[0].name} and {len(viewed) - 1} more"
+    with atomic_file(output, "--output") as path:
+        try:
+            path.write_text(page_with(lines, title), encoding="utf-8")
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+    print(f"Wrote {output}.")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -206,6 +236,9 @@ def main(argv: Sequence[str]) -> int:
     model_info = info_of(args)
     with ExitStack() as stack:
         viewed = viewed_files(args.file, model_info, stack)
+        if args.output:
+            write_page(viewed, model_info, args.output)
+            return 0
         try:
             server = ViewServer(viewed, args.port, model_info)
         except (OSError, OverflowError) as error:

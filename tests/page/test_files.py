@@ -22,7 +22,7 @@ from routed_experts.protocol.codec import decode
 from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.main import main
-from routed_experts.server.page import MAX_BYTES, page_files
+from routed_experts.server.page import MAX_BYTES, one_file, page_files
 from routed_experts.server.tools import view
 from tests.contract.served import serving
 from tests.e2e.harness import Server
@@ -133,19 +133,21 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.e2e
 def test_the_documented_commands(saved: Path, documented: list[str]) -> None:
-    """All but the second open a browser, which says here what it would open."""
+    """The first and the third open a browser, which says here what it would open; the last writes
+    a file."""
     for folder in ("code", "prose"):
         (saved.parent / folder).mkdir()
         shutil.copy(saved, saved.parent / folder)
     (text,) = documented
-    said = [
-        said_by(command, saved.parent)
-        for command in map(partial(shlex.split, comments=True), text.splitlines())
-    ]
+    *serving_commands, writing = map(partial(shlex.split, comments=True), text.splitlines())
+    said = [said_by(command, saved.parent) for command in serving_commands]
     assert [len(lines) for lines in said] == [2, 1, 2]
     for line in itertools.chain(*said):
         assert re.search(r"http://127\.0\.0\.1:\d+/routed_experts\b", line)
     assert said[0][1].startswith("opened ")
+    command = [sys.executable, "-m", "routed_experts.server.cli", *writing[1:]]
+    assert subprocess.check_output(command, cwd=saved.parent, text=True) == "Wrote page.html.\n"
+    assert "<html data-one-file" in (saved.parent / "page.html").read_text()
 
 
 def said_by(command: list[str], folder: Path) -> list[str]:
@@ -180,6 +182,19 @@ def test_view_needs_a_free_port(
     (sentence,) = capsys.readouterr().err.splitlines()
     assert f"Port {port} cannot be used" in sentence
     assert "--port" in sentence
+
+
+def test_a_page_in_one_file_must_have_responses_that_fit(
+    capsys: pytest.CaptureFixture[str], saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = saved.with_name("page.html")
+    monkeypatch.setattr(one_file, "MAX_FILE_BYTES", 100)
+    assert main(["view", str(saved), "--output", str(output)]) == 2
+    assert "choose fewer" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["view", "--output", str(output)])
+    assert "--output needs files with responses" in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_view_reads_folders(tmp_path: Path, saved: Path) -> None:

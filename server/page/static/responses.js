@@ -168,6 +168,9 @@ export async function openSaved(files) {
 
 const openViewed = (files) => open(() => Promise.all(files.map(({ place }) => request(`routed_experts/saved/${place}`))));
 
+/** Opens the lines that a page in one file has in itself. */
+export const openLines = (lines) => open(async () => [new Response(lines)]);
+
 /** Responses of the tiny model to two prompts. */
 export const openExample = () => open(() => Promise.all([request(`routed_experts/${EXAMPLE}`)]));
 
