@@ -6,13 +6,13 @@ import { made } from "./dom.js";
 export const GUTTER = 40; // where the layers' numbers stand
 
 /**
- * Fits a canvas to `width` × `height` CSS pixels at the screen's resolution; its context, cleared. That of a file
- * (figure.js) has a `resolution` of its own, room `below`, and a ground.
+ * Fits a canvas to a drawing of `width` × `ownHeight` CSS pixels, at the screen's resolution; its context, cleared. That
+ * of a file (figure.js) has a `resolution` of its own, room `below`, and a ground.
  */
-export function sized(canvas, width, high) {
+export function sized(canvas, width, ownHeight) {
   const isFile = canvas.below !== undefined;
   const ratio = isFile ? (canvas.resolution ?? 1) : devicePixelRatio || 1;
-  const height = high + (canvas.below ?? 0);
+  const height = ownHeight + (canvas.below ?? 0);
   const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== w || canvas.height !== h) {
     canvas.width = w;

@@ -16,17 +16,36 @@ const MANY = 32; // experts, from which on seven colours say little
  */
 const MODES = {
   expert: { needsWeights: false, expert: expertOf },
-  chosen: { needsWeights: false, share: shareOfSelected, dependsOn: ({ expert, layer }) => [expert, layer], marks: ({ expert }) => ["not chosen", `expert ${expert}`] },
-  largest: { needsWeights: true, share: shareOfLargest, dependsOn: mostOf, marks: (view) => ["0", weightText(mostOf(view))] },
-  entropy: { needsWeights: true, share: entropyOf, dependsOn: () => "", marks: () => ["one expert has all", "all equal"] },
-  unusual: { needsWeights: false, share: shareOfUnusual, dependsOn: ({ busiest }) => busiest.number, marks: ({ a }) => ["0", `${a.topK} of ${a.topK} experts`] },
+  unusual: {
+    needsWeights: false,
+    share: shareOfUnusual,
+    dependsOn: ({ busiest }) => busiest.number,
+    marks: ({ a }) => ["0", `${a.topK} of ${a.topK}`],
+  },
+  chosen: {
+    needsWeights: false,
+    share: shareOfSelected,
+    dependsOn: ({ expert, layer }) => [expert, layer],
+    marks: () => ["not chosen", "chosen"],
+  },
+  largest: {
+    needsWeights: true,
+    share: shareOfLargest,
+    dependsOn: mostOf,
+    marks: (view) => ["0", weightText(mostOf(view))],
+  },
+  entropy: {
+    needsWeights: true,
+    share: entropyOf,
+    dependsOn: () => "",
+    marks: () => ["0: one has all", "1: all equal"],
+  },
 };
 
 const TITLES = {
-  chosen: "The selected expert",
   largest: "Largest weight",
   entropy: "Entropy of the weights",
-  unusual: "Experts that are not the layer’s usual",
+  unusual: "Experts that are not usual in their layer",
 };
 
 /** The mode that is chosen, if the responses have what it needs; else one that tells tokens apart. */
@@ -129,8 +148,8 @@ export function meaningOf(view) {
   const mode = modeOf(view);
   if (mode === "expert") return { title: `Experts of ${a.layerName(layer)}:`, swatches: swatchesOf(view) };
   if (mode === "chosen" && expert === null) return { title: "Select an expert, to see which tokens chose it.", swatches: [] };
-  const place = mode === "chosen" ? ` in ${a.layerName(layer)}` : "";
-  return { title: TITLES[mode] + place, ramp: ramps().differs, marks: MODES[mode].marks(view) };
+  const title = mode === "chosen" ? `Expert ${expert} of ${a.layerName(layer)}` : TITLES[mode];
+  return { title, ramp: ramps().differs, marks: MODES[mode].marks(view) };
 }
 
 function swatchesOf({ a, b, busiest, layer }) {

@@ -53,7 +53,11 @@ export function groupsIn(answers) {
 /** A file and its folders: `a/`, `a/b/` and `a/b/c.jsonl`. */
 function placesOf(file) {
   const folders = file.split("/").slice(0, -1);
-  return [...folders.map((_, i) => `${folders.slice(0, i + 1).join("/")}/`).filter((place) => place !== "/"), file];
+  const places = folders.map((_, i) => `${folders.slice(0, i + 1).join("/")}/`);
+  return [...places.filter((place) => place !== "/"), file];
 }
 
-const areOfOneModel = ([first, ...others]) => others.every(({ layers, topK, layerIds }) => layers === first.layers && topK === first.topK && String(layerIds) === String(first.layerIds));
+function areOfOneModel([first, ...others]) {
+  const isLikeFirst = ({ layers, topK, layerIds }) => layers === first.layers && topK === first.topK && String(layerIds) === String(first.layerIds);
+  return others.every(isLikeFirst);
+}
