@@ -67,8 +67,11 @@ export function colouring(view) {
     };
   }
   const key = [modeOf(view), dependsOn(view)].join();
+  let last = null; // answer
+  let shares = null; // its shares
   return (answer, layer, first, end) => {
-    const shares = sharesOf(answer, key);
+    if (answer !== last) shares = sharesOf(answer, key);
+    last = answer;
     let sum = 0;
     let count = 0;
     for (let position = first; position < end; position++) {
