@@ -66,9 +66,24 @@ export function ink(name) {
   return inks.get(name);
 }
 
+const USUAL = 3 / 4; // of all choices are those of a layer's usual experts
+
+/** Of experts, the busiest first, as many as have that share together. */
+function usualOf(experts, count) {
+  const all = experts.reduce((sum, expert) => sum + count(expert), 0);
+  const usual = new Set();
+  let sum = 0;
+  for (const expert of experts) {
+    if (sum >= USUAL * all) break;
+    usual.add(expert);
+    sum += count(expert);
+  }
+  return usual;
+}
+
 let counted = 0;
 
-/** Which experts have a colour of their own: the busiest of each layer. And which are usual: the K that it chose most. */
+/** Which experts have a colour of their own: the busiest of each layer. And which are usual. */
 export class Busiest {
   /** Counts what there is of the answers that are shown. */
   constructor(answers) {
@@ -82,12 +97,12 @@ export class Busiest {
       return most.map(([expert]) => expert);
     });
     this.ofLayer = chosen.map((experts) => experts.slice(0, KINDS.length));
-    this.usual = chosen.map((experts) => new Set(experts.slice(0, answers[0].topK)));
+    this.usual = chosen.map((experts, layer) => usualOf(experts, (expert) => count(layer, expert)));
     this.places = new Uint8Array(this.ofLayer.length * this.experts).fill(KINDS.length); // in the palette, by layer and expert
     this.ofLayer.forEach((busiest, layer) => busiest.forEach((expert, i) => (this.places[layer * this.experts + expert] = i)));
   }
 
-  /** Whether an expert is one of the K that its layer chose most. */
+  /** Whether an expert is one of the busiest that have most of their layer's choices together. */
   isUsual(layer, expert) {
     return this.usual[layer].has(expert);
   }

@@ -136,7 +136,7 @@ function entropyOf(_, answer, layer, position) {
   return -parts.reduce((total, part) => total + part * Math.log(part), 0) / Math.log(weights.length);
 }
 
-/** How many of the experts are not among the K that the layer chose most. */
+/** How many of the experts are not among those that the layer usually chooses. */
 function shareOfUnusual({ busiest }, answer, layer, position) {
   if (!isKnown(answer, layer, position)) return UNKNOWN;
   const ids = answer.cell(position, layer);
