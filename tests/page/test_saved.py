@@ -91,7 +91,7 @@ def test_a_page_in_one_file(tab: Tab, tmp_path: Path, capsys: pytest.CaptureFixt
     tab.wait("location.hash.includes('token=20')")
     assert [url for url in tab.requested if not url.startswith(("file:", "data:"))] == []
     tab.choose("#pick-b", "1")
-    tab.wait_for_text("#parting-text", "Experts differ")
+    tab.wait_for_text("#parting-text", "The prompts differ from position 0. Load: ")
 
 
 def test_weights_are_saved(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
