@@ -43,6 +43,7 @@ class Player:
         """`rows` [n, L, K] are repeated by position, so that the same prompt has the same rows each
         time, where no request gives its own."""
         self._rows, self._block_size, self._is_captured = rows, block_size, is_captured
+        self._layer_ids = tuple(range(rows.shape[1]))  # all have experts
         self._inputs = inputs
         self._blocks: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -99,7 +100,7 @@ class Player:
             )
         rows = self._rows[positions % len(self._rows)]
         told = self._put_given(rows, list(scheduled), offsets, starts)
-        return StepRows(rows, slots, offsets, told=told)
+        return StepRows(rows, slots, offsets, told=told, layer_ids=self._layer_ids)
 
     def _put_given(
         self, rows: Rows, ids: list[str], offsets: NDArray[np.int64], starts: dict[str, int]
@@ -201,6 +202,7 @@ class PlayedExecutor(Executor):
             "top_k": self._top_k,
             "num_experts": self._num_experts,
             "layer_ids": list(range(self._num_layers)),
+            "sorted_by_weight": False,
             "weights": False,
             "weights_scale": [1.0] * self._num_layers,
             "weights_on_input": False,
