@@ -1,14 +1,16 @@
 """Runs the cells of a notebook as Jupyter does, without it: `python -m tests.notebook
-examples/study.ipynb` stores what they put out."""
+examples/study.ipynb` stores what they put out, but for files of figures."""
 
 import ast
 import base64
 import io
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -74,4 +76,6 @@ def main(path: Path) -> None:
 
 if __name__ == "__main__":
     plt.switch_backend("agg")
-    main(Path(sys.argv[1]))
+    with TemporaryDirectory() as folder:
+        os.environ.setdefault("ROUTED_EXPERTS_FIGURES", folder)
+        main(Path(sys.argv[1]))

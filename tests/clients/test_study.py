@@ -13,6 +13,7 @@ from urllib.request import urlopen
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -35,12 +36,15 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def ran(server: Server) -> tuple[dict[str, Any], list[list[Cell]]]:
+def ran(
+    server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[list[Cell]]]:
     """The notebook's names after its run against a server, and its outputs."""
     names: dict[str, Any] = {}
     plt.switch_backend("agg")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROUTED_EXPERTS_URL", server.url)
+        patch.setenv("ROUTED_EXPERTS_FIGURES", str(tmp_path_factory.mktemp("study") / "figures"))
         return names, list(outputs_of(CELLS, names))
 
 
@@ -108,7 +112,7 @@ def p_of(value: float, shuffled: Iterable[float]) -> float:
 
 def test_the_difference_of_loads(study: dict[str, Any], sets: list[list[set[int]]]) -> None:
     prompts = prompts_by_domain(study, sets)
-    differences = study["difference"](study["is_code"])
+    differences = study["difference"](study["is_first"])
     for layer, expert in product(range(L), range(E)):
         code = mean_load(prompts["code"], layer, expert)
         prose = mean_load(prompts["prose"], layer, expert)
@@ -120,7 +124,7 @@ def test_the_difference_of_loads(study: dict[str, Any], sets: list[list[set[int]
 
 def test_the_distance_of_layers(study: dict[str, Any]) -> None:
     """Half of what the loads of all experts differ by, divided by K."""
-    differences = study["difference"](study["is_code"])
+    differences = study["difference"](study["is_first"])
     distance = np.abs(differences).sum(axis=1) / 2 / K
     chance = np.abs(study["differences"]).sum(axis=2) / 2 / K
     mean = chance.mean(axis=0)
@@ -136,10 +140,156 @@ def test_the_distance_of_layers(study: dict[str, Any]) -> None:
 
 def test_differences_are_corrected_for_their_number(study: dict[str, Any]) -> None:
     largest = [np.abs(shuffle / study["spread"]).max() for shuffle in study["differences"]]
-    statistics = np.abs(study["difference"](study["is_code"]) / study["spread"])
+    statistics = np.abs(study["difference"](study["is_first"]) / study["spread"])
     for layer, expert in product(range(L), range(E)):
         corrected = p_of(statistics[layer, expert], largest)
         assert study["corrected"][layer, expert] == pytest.approx(corrected)
+
+
+def test_effects_are_differences_in_units_of_the_spread_between_prompts(
+    study: dict[str, Any],
+) -> None:
+    """Cohen's d."""
+    code, prose = study["load"][study["is_first"]], study["load"][~study["is_first"]]
+    for line in study["effects"].to_dict("records"):
+        of_code = code[:, line["layer"] - 1, line["expert"]]
+        of_prose = prose[:, line["layer"] - 1, line["expert"]]
+        difference = of_code.mean() - of_prose.mean()
+        assert line["load of code"] - line["load of prose"] == pytest.approx(difference)
+        spread = max(np.sqrt((of_code.var(ddof=1) + of_prose.var(ddof=1)) / 2), 1e-9)
+        assert line["d"] == pytest.approx(difference / spread)
+
+
+def test_intervals_are_those_of_prompts_that_are_drawn_again(study: dict[str, Any]) -> None:
+    """Of experts that many prompts take: other draws hardly change these."""
+    rng = np.random.default_rng(1)
+    code, prose = study["load"][study["is_first"]], study["load"][~study["is_first"]]
+    often = study["effects"].query("`load of code` > 0.1 and `load of prose` > 0.1")
+    assert len(often) > 20
+    for line in often.to_dict("records"):
+        loads = (of_domain[:, line["layer"] - 1, line["expert"]] for of_domain in (code, prose))
+        of_code, of_prose = (rng.choice(load, (4000, 20)).mean(axis=1) for load in loads)
+        differences = of_code - of_prose
+        low, high = np.quantile(differences, [0.025, 0.975])
+        assert line["low"] == pytest.approx(low, abs=0.4 * differences.std())
+        assert line["high"] == pytest.approx(high, abs=0.4 * differences.std())
+
+
+def test_figures_are_svg_with_text(study: dict[str, Any]) -> None:
+    texts = {"load": "decoder layer", "router": "entropy", "again": "distance in tokens"}
+    for name, text in texts.items():
+        svg = (study["FIGURES"] / f"{name}.svg").read_text(encoding="utf-8")
+        assert "<svg" in svg
+        assert f">{text}</text>" in svg
+
+
+class OwnTables:
+    """Runs the notebook on files, without a server, as far as the sizes of effects; then its last
+    section."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.patch = patch
+
+    def write(self, name: str, table: Any, num_experts: int | None = E) -> str:
+        model = {"num_experts": num_experts, "layer_ids": [*range(1, L + 1)]}
+        model |= {"num_layers": L, "top_k": K}
+        exported = table.drop(columns="domain").assign(experts=table.experts.map(list))
+        arrow = pa.Table.from_pandas(exported, preserve_index=False)
+        file = self.folder / f"{name}.parquet"
+        pq.write_table(arrow.replace_schema_metadata({"routed_experts": json.dumps(model)}), file)
+        return str(file)
+
+    def run(self, *files: str, length: int = 0) -> tuple[dict[str, Any], str]:
+        """The notebook's names, and all that it prints."""
+        self.patch.delenv("ROUTED_EXPERTS_URL", raising=False)
+        self.patch.setenv("ROUTED_EXPERTS_TABLES", " ".join(files))
+        self.patch.setenv("ROUTED_EXPERTS_LENGTH", str(length))
+        names: dict[str, Any] = {}
+        end = CELLS.index(cell_with("def drawn_again")) + 1
+        outputs = list(outputs_of([*CELLS[:end], cell_with("if is_paired:\n    of_first")], names))
+        lines = [line for cell in outputs for output in cell for line in output.get("text", [])]
+        return names, "".join(lines)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnTables:
+    return OwnTables(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_own_tables_say_what_the_server_said(
+    own: OwnTables, study: dict[str, Any], num_files: int
+) -> None:
+    """One file with two groups, or a file for each domain."""
+    table = study["table"]
+    if num_files == 1:
+        files = [own.write("all", table.assign(group=table.domain))]
+    else:
+        files = [own.write(name, table[table.domain == name]) for name in ("code", "prose")]
+    names, printed = own.run(*files)
+    assert names["domains"] == ["code", "prose"]
+    assert np.array_equal(names["corrected"], study["corrected"])
+    assert names["effects"].equals(study["effects"])
+    assert "The domains have different prompts." in printed
+    assert names["info"]["weights"]
+
+
+def test_checkpoints_are_compared_by_pairs_of_a_prompt(
+    own: OwnTables, study: dict[str, Any]
+) -> None:
+    """The second takes expert 3 of the third layer for expert 5, where it does not have both."""
+    table = study["table"]
+    before = table[table.domain == "code"]
+    after = before.copy()
+    is_third = after.layer == 2
+    after.loc[is_third, "experts"] = after[is_third].experts.map(
+        lambda chosen: [3 if expert == 5 and 3 not in chosen else expert for expert in chosen]
+    )
+    names, _ = own.run(own.write("before", before), own.write("after", after))
+    assert names["is_paired"]
+    changed = names["effects"].query("difference < -1e-9 or difference > 1e-9")
+    assert changed[["layer", "expert"]].to_numpy().tolist() == [[3, 3], [3, 5]]
+    difference = names["load"][:20] - names["load"][20:]
+    of_three = difference[:, 2, 3]
+    assert changed.d.iloc[0] == pytest.approx(of_three.mean() / of_three.std(ddof=1))
+    assert (changed.low < changed.difference).all()
+    assert (changed.difference < changed.high).all()
+    same = np.stack(before[is_third].experts) == np.stack(after[is_third].experts)
+    agreement = names["agreement"]
+    assert agreement.same[3] == pytest.approx(same.mean())
+    assert agreement.low[3] < agreement.same[3] < agreement.high[3] < 1
+    assert agreement.drop(3)[["same", "low", "high"]].eq(1).all(axis=None)
+
+
+def test_a_pair_is_swapped_or_not(own: OwnTables, study: dict[str, Any]) -> None:
+    code = study["table"][study["table"].domain == "code"]
+    names, _ = own.run(own.write("before", code), own.write("after", code))
+    labels = names["shuffles"](2000)
+    assert (labels[:, :20] != labels[:, 20:]).all()
+    assert np.abs(labels.mean(axis=0) - 0.5).max() < 0.05
+    assert np.array_equal(*np.hsplit(names["drawn_again"](5), 2))
+
+
+def test_lengths_that_differ_are_said_and_can_be_cut(own: OwnTables, study: dict[str, Any]) -> None:
+    table = study["table"]
+    is_shorter = (table.domain == "code") | (table.position < 30)
+    file = own.write("all", table[is_shorter].assign(group=table.domain))
+    _, printed = own.run(file)
+    assert "NOT alike" in printed
+    names, printed = own.run(file, length=30)
+    assert "NOT alike" not in printed
+    assert {len(tokens) for tokens in names["ids_of_prompts"]} == {30}
+
+
+def test_tables_that_cannot_be_compared(own: OwnTables, study: dict[str, Any]) -> None:
+    table = study["table"].assign(group="one")
+    with pytest.raises(ValueError, match="Two domains"):
+        own.run(own.write("all", table))
+    with pytest.raises(ValueError, match="of one model"):
+        own.run(own.write("all", table), own.write("other", table, num_experts=E + 1))
+    with pytest.raises(ValueError, match="no token ids"):
+        own.run(own.write("a", table), own.write("b", table.assign(token_id=None)))
 
 
 def test_what_the_notebook_says_of_the_tiny_model(study: dict[str, Any]) -> None:
@@ -168,7 +318,7 @@ def test_a_planted_difference_is_found(study: dict[str, Any]) -> None:
     chosen[:, 2, 3] = study["tokens"].domain == "code"
     names = {**study, "chosen": chosen}
     list(outputs_of([cell_with("def difference")], names))
-    assert names["difference"](names["is_code"])[2, 3] == pytest.approx(1)
+    assert names["difference"](names["is_first"])[2, 3] == pytest.approx(1)
     assert names["corrected"][2, 3] == pytest.approx(1 / 2001)
     assert names["per_layer"].corrected.iloc[2] < 0.05
 
@@ -305,7 +455,7 @@ def test_the_weights(study: dict[str, Any]) -> None:
     ((said,),) = outputs_of(
         [cell_with("entropy =")], {**study, "info": {**study["info"], "weights": False}}
     )
-    assert "captures no weights" in "".join(said["text"])
+    assert "servers need --enable-return-routed-expert-weights" in "".join(said["text"])
 
 
 def shared(one: list[set[int]], other: list[set[int]]) -> float:
