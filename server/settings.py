@@ -164,6 +164,12 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
         "let requests say which experts their tokens take, with routed_experts_replay, routed_experts_activate, "
         "routed_experts_deactivate and routed_experts_bias",
     ] = False
+    enable_routed_experts_replay_on_recompute: Annotated[
+        bool,
+        _SWITCH,
+        "where KV is computed again, after a preemption or a failed load, give each token the experts that it had "
+        "before; needs --enable-routed-experts-input",
+    ] = False
 
     def __init__(self, **values: Any) -> None:
         """Raises `SettingsError`."""

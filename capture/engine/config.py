@@ -34,8 +34,10 @@ from routed_experts.capture.seams import engine as seams
 from routed_experts.capture.seams.arguments import has_other_outputs, vllm_captures
 from routed_experts.capture.wire.rows import (
     INPUT_FLAG,
+    RECOMPUTE_FLAG,
     WEIGHTS_FLAG,
     captures_weights,
+    replays_on_recompute,
     takes_input,
 )
 from routed_experts.capture.wire.vllm_rows import sends_bare_rows
@@ -234,6 +236,23 @@ REFUSALS += (
         lambda c: takes_input(c) and c.parallel_config.use_ubatching,
         "In microbatches a router does not know which tokens of a step it sees: remove --enable-dbo and --ubatch-size, "
         f"or remove {INPUT_FLAG}.",
+    ),
+    Refusal(
+        "replay on recomputation without routing as an input",
+        lambda c: replays_on_recompute(c) and not takes_input(c),
+        f"{RECOMPUTE_FLAG} gives experts to tokens by the tables of {INPUT_FLAG}: add {INPUT_FLAG}, or remove "
+        f"{RECOMPUTE_FLAG}.",
+    ),
+    # Found in vLLM 0.32 where steps in flight are scheduled synchronously.
+    Refusal(
+        "replay on recomputation with drafts and pipeline parallelism",
+        lambda c: (
+            replays_on_recompute(c)
+            and c.speculative_config is not None
+            and c.parallel_config.pipeline_parallel_size > 1
+        ),
+        "With drafts and several pipeline stages, later steps compute tokens again whose rows were sent, also where no "
+        f"KV was lost: set --pipeline-parallel-size to 1, or remove --speculative-config or {RECOMPUTE_FLAG}.",
     ),
 )
 

@@ -12,6 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.scheduler.output_queue import OutputQueue
 from routed_experts.capture.scheduler.pending_rows import PendingRows
+from routed_experts.capture.scheduler.recomputed_rows import RecomputedRows
 from routed_experts.capture.scheduler.request_rows import Phase, RequestIndexes, RequestRows
 from routed_experts.capture.scheduler.row_source import RowSource
 from routed_experts.capture.scheduler.step import BlockTable, Step
@@ -36,8 +37,16 @@ class RowDistributor:
     not the one that the next token was sampled with.
     """
 
-    def __init__(self, scheduler: Scheduler, source: RowSource, *, has_drafts: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        source: RowSource,
+        *,
+        has_drafts: bool,
+        replays_on_recompute: bool = False,
+    ) -> None:
         self.source = source
+        self.recomputed = RecomputedRows(source, is_on=replays_on_recompute)
         self.queue = OutputQueue()
         self.requests = RequestIndexes()
         self._scheduler = scheduler
@@ -68,8 +77,9 @@ class RowDistributor:
 
     def weights_may_differ(self) -> None:
         """Called when later steps may use other weights. Requests without a token then get prompt
-        rows of their own."""
+        rows of their own, and KV that was lost is computed again as other weights route it."""
         self._weights_epoch += 1
+        self.recomputed.forget_all()
 
     def prefill_again(self, request: Request) -> None:
         """Called when a request is preempted, or a load of its KV has failed."""
@@ -78,6 +88,8 @@ class RowDistributor:
             return
         if state.phase is Phase.PARKED:
             self._rescue(request, state)
+        if not state.is_prompt_due and state.weights_epoch == self._weights_epoch:
+            self.recomputed.lose(state.request_id, state.next_row)
         self.requests.move(state, Phase.PREFILL)
 
     def before_overwrite(self) -> None:
@@ -99,6 +111,7 @@ class RowDistributor:
             return
         if state.phase is Phase.PARKED:
             state.last_rows = self._parked_rows(request, state)
+        self.recomputed.forget(state.request_id)
         self.requests.end(state)
 
     def end_aborted(self, requests: Iterable[Request], *, is_asked: bool) -> list[Request]:
@@ -136,8 +149,8 @@ class RowDistributor:
     def schedule(
         self, scheduled: SchedulerOutput, requests: Mapping[str, Request]
     ) -> dict[str, BlockTable]:
-        """The block tables of requests whose prefill ends in this step, and whose rows are in the
-        host cache. Called before the step's requests are advanced."""
+        """The block tables of requests whose prefill ends in this step, and of whose rows some are
+        to be read from the host cache. Called before the step's requests are advanced."""
         tables = {}
         num_scheduled = scheduled.num_scheduled_tokens
         # Walks through the smaller of the two.
@@ -147,7 +160,7 @@ class RowDistributor:
                 continue
             state = self.requests.prefilling[request_id]
             self.requests.move(state, Phase.ALONE)
-            if state.first_needed < request.num_computed_tokens:
+            if self.recomputed.is_on or state.first_needed < request.num_computed_tokens:
                 tables[request_id] = self.source.block_table(request_id)
         return tables
 
@@ -156,6 +169,7 @@ class RowDistributor:
     ) -> dict[int, list[SingleRows]]:
         """Puts a step's rows on its outputs, or into the queue. Returns single rows of outputs, by
         API process."""
+        self.recomputed.arrive(step.recomputing.ends)
         singles = {}
         taken_alone: list[RequestRows] = []
         for client, message in messages.items():
@@ -233,6 +247,8 @@ class RowDistributor:
         if state.is_prompt_due:
             state.is_prompt_due = False
             self._send_prompt(state, step, start)
+        if state.phase is Phase.PREFILL or state.request_id in self.recomputed:
+            self._add_to_recomputed(state, step, start, len(output.new_token_ids))
         first = max(state.next_row, state.num_prompt_tokens)
         end = state.next_row + len(output.new_token_ids)
         state.next_row = end
@@ -244,6 +260,19 @@ class RowDistributor:
             state.unsent.append(rows.rows.copy())
         else:
             output.routed_experts = rows
+
+    def _add_to_recomputed(self, state: RequestRows, step: Step, start: int, num_rows: int) -> None:
+        """Called when a request that has lost KV is sent its next `num_rows` rows, of a step that
+        ran then and began at position `start`."""
+        if state.weights_epoch != self._weights_epoch:
+            return
+        ids = self.source.cache.ids(step.rows_of(state.request_id))
+        self.recomputed.add(
+            state.request_id,
+            state.next_row,
+            ids[state.next_row - start :][:num_rows],
+            step.block_tables.get(state.request_id, ()),
+        )
 
     def _move_on(self, state: RequestRows) -> None:
         """Moves a request on whose output was taken alone, if its next one need not be."""

@@ -1,23 +1,53 @@
 """What the captured rows of a request must be, by what it says about its experts."""
 
+from copy import copy
+
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import Rows
+from routed_experts.capture.wire.message import PlacedRows
+from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.protocol.routing_input import Bias, RoutingInput
 
 
 class ExpectedRouting:
     """Of one running request. The finite values of its bias say nothing that rows could show."""
 
-    def __init__(self, said: RoutingInput) -> None:
+    def __init__(self, said: RoutingInput | None) -> None:
+        self.has_bias = False
+        self._rows: Rows | None = None
+        self._start = 0
+        self._end = 0
+        self._limits: _Limits | None = None
+        if said is None:
+            return
         self.has_bias = said.bias is not None
         self._rows = said.rows
         self._start = said.start
         self._end = said.end
-        self._limits: _Limits | None = None
         if said.bias is not None and np.isinf(said.bias).any():
             self._limits = _Limits(said.bias)
+
+    def recomputed(self, rows: PlacedRows) -> "ExpectedRouting":
+        """What is expected in a step that computes tokens again, under `rows`. They are behind all
+        that the request gives, or contain it."""
+        expected = copy(self)
+        expected._rows = rows.rows
+        expected._start = rows.start
+        expected._end = rows.start + len(rows.rows)
+        return expected
+
+    def completed(self, rows: PlacedRows) -> PlacedRows:
+        """`rows`, and what the request gives for those of them that are not known."""
+        num_given = self.num_given(rows.start, len(rows.rows))
+        if self._rows is None or not num_given:
+            return rows
+        first = max(rows.start, self._start)
+        given = self._rows[first - self._start :][:num_given]
+        completed = rows.rows.copy()
+        part = completed[first - rows.start :][:num_given]
+        np.copyto(part, given, where=part == UNKNOWN)
+        return PlacedRows(rows.start, completed)
 
     def num_given(self, start: int, num_tokens: int) -> int:
         """For how many of the `num_tokens` tokens from position `start` on there is a row."""

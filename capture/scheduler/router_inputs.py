@@ -6,12 +6,16 @@ from typing import Any
 
 from routed_experts.capture.scheduler.expected_routing import ExpectedRouting
 from routed_experts.capture.scheduler.step import Step
+from routed_experts.capture.wire.message import PlacedRows
 from routed_experts.capture.wire.rows import INPUT_FLAG
 from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput, RoutingInput
 
 _SALT_MARK = "/routed_experts:"
 """In the salt of a request's prefix cache, before what we say."""
+
+
+_SAYS_NOTHING = ExpectedRouting(None)
 
 
 class RouterInputs:
@@ -73,15 +77,28 @@ class RouterInputs:
         """Called when a request has ended."""
         self._running.pop(request_id, None)
 
-    def of_requests(self, request_ids: Mapping[str, int]) -> dict[str, ExpectedRouting]:
-        """Of the requests of a step, those that have an input."""
-        if not self._running:
-            return {}
-        return {
-            request_id: self._running[request_id]
-            for request_id in request_ids
-            if request_id in self._running
-        }
+    def complete(self, recomputed: dict[str, PlacedRows]) -> None:
+        """Puts what requests give where rows that they had are not known."""
+        for request_id in recomputed.keys() & self._running.keys():
+            expected = self._running[request_id]
+            recomputed[request_id] = expected.completed(recomputed[request_id])
+
+    def of_requests(
+        self, request_ids: Mapping[str, int], recomputed: Mapping[str, PlacedRows]
+    ) -> dict[str, ExpectedRouting]:
+        """Of the requests of a step, those that have an input, or compute tokens again under rows
+        that they had."""
+        expected = {}
+        if self._running:
+            expected = {
+                request_id: self._running[request_id]
+                for request_id in request_ids
+                if request_id in self._running
+            }
+        for request_id, rows in recomputed.items():
+            own = expected.get(request_id, _SAYS_NOTHING)
+            expected[request_id] = own.recomputed(rows)
+        return expected
 
 
 def check_told(step: Step, ids: Rows) -> None:

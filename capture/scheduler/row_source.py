@@ -124,6 +124,13 @@ class RowSource:
         self._unknown = []
         return unknown
 
+    def ids_before(self, end: int, table: BlockTable) -> Rows:
+        """The ids [end, L, K] of a sequence's positions before `end`, of the host cache; -1 where it
+        has none. A copy."""
+        rows = np.empty((end, *self.cache.row_shape), dtype=np.int16)
+        self.cache.read(block_ids(table), 0, rows)
+        return np.ascontiguousarray(self.cache.ids(rows))
+
     def block_table(self, request_id: str) -> BlockTable:
         """The blocks that vLLM has for a request now."""
         manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]

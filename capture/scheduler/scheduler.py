@@ -31,8 +31,9 @@ from routed_experts.capture.seams.engine import HookedScheduler
 from routed_experts.capture.seams.required import SCHEDULER
 from routed_experts.capture.wire.envelope import ENVELOPE_ID, Notes, pack
 from routed_experts.capture.wire.message import OptIn
-from routed_experts.capture.wire.rows import captures_weights, takes_input
+from routed_experts.capture.wire.rows import captures_weights, replays_on_recompute, takes_input
 from routed_experts.capture.wire.stats import StatsRecorder
+from routed_experts.capture.wire.step_tag import StepTag, tag_of
 from routed_experts.capture.wire.transport import TOLD_NOTHING, detach
 from routed_experts.capture.wire.vllm_rows import sends_bare_rows
 
@@ -52,7 +53,10 @@ class SchedulerHooks(AuxOutputHooks):
         self.cache = HostCache(kv_cache_config.num_blocks, block_size, captures_weights(config))
         source = RowSource(scheduler, kv_group, self.cache)
         self.distributor = RowDistributor(
-            scheduler, source, has_drafts=config.speculative_config is not None
+            scheduler,
+            source,
+            has_drafts=config.speculative_config is not None,
+            replays_on_recompute=replays_on_recompute(config),
         )
         self.output_queue = self.distributor.queue
         self.router_inputs = RouterInputs(is_on=takes_input(config))
@@ -111,16 +115,22 @@ class SchedulerHooks(AuxOutputHooks):
         requests: Mapping[str, Request],
         *more: Any,
         **options: Any,
-    ) -> int:
-        """Called when a step has been scheduled, before its requests are advanced. Its number comes
+    ) -> StepTag:
+        """Called when a step has been scheduled, before its requests are advanced. Its tag comes
         with its output."""
+        recomputing = self.distributor.recomputed.schedule(scheduler_output, requests)
         step = Step(scheduler_output, self.distributor.schedule(scheduler_output, requests))
         step.loads = self.external_kv.pop_loads(scheduler_output, requests)
         step.stores = self.external_kv.pop_stores(scheduler_output)
-        step.inputs = self.router_inputs.of_requests(scheduler_output.num_scheduled_tokens)
+        self.router_inputs.complete(recomputing.rows)
+        step.recomputing = recomputing
+        step.inputs = self.router_inputs.of_requests(
+            scheduler_output.num_scheduled_tokens, recomputing.rows
+        )
+        self._stats.count_recomputed(recomputing.rows)
         self._num_steps += 1
         self._steps[self._num_steps] = step
-        return self._num_steps
+        return StepTag(self._num_steps, recomputing.rows)
 
     def receive(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Step:
         """Takes the rows of a step's output, before vLLM passes it to requests.
@@ -172,8 +182,9 @@ class SchedulerHooks(AuxOutputHooks):
         return step
 
     def _pop_step(self, scheduler_output: SchedulerOutput) -> Step:
-        number = scheduler_output.aux_output_connector_metadata
-        step = self._steps.pop(number, None)
+        tag = tag_of(scheduler_output)
+        number = None if tag is None else tag.number
+        step = None if number is None else self._steps.pop(number, None)
         assert step is not None, (
             f"an output of step {number} arrives, of requests "
             f"{list(scheduler_output.num_scheduled_tokens)}: expected one of the steps in flight, "

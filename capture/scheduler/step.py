@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from routed_experts.capture.scheduler.expected_routing import ExpectedRouting
 from routed_experts.capture.scheduler.kv.children import Load
 from routed_experts.capture.scheduler.kv.offloading import OffloadStore
+from routed_experts.capture.wire.message import PlacedRows
 from routed_experts.capture.wire.transport import StepRows
 from routed_experts.protocol.codec import Rows
 
@@ -28,6 +29,21 @@ class _OfStep(dict[str, int]):
         )
 
 
+@dataclass(eq=False)
+class LostKV:
+    """KV that a request has lost, until all of it is computed again."""
+
+    rows: Rows  # the ids [n, L, K] that positions 0 to n had; the last is that of the last row sent
+
+
+@dataclass
+class Recomputing:
+    """Lost KV that a step computes again; both by request."""
+
+    rows: dict[str, PlacedRows] = field(default_factory=dict)  # of the step's tokens
+    ends: dict[str, LostKV] = field(default_factory=dict)  # what is computed when it has arrived
+
+
 @dataclass
 class Step:
     """A step, and what happens to rows with it."""
@@ -42,6 +58,7 @@ class Step:
     reused_ids: set[str] = field(default_factory=set)
     # of requests that say something about their experts, by their ids
     inputs: Mapping[str, ExpectedRouting] = field(default_factory=dict)
+    recomputing: Recomputing = field(default_factory=Recomputing)
     _captured: StepRows | None = None
     _batch_index: _OfStep = field(default_factory=_OfStep)  # of each request
 

@@ -25,6 +25,11 @@ INPUT_KEY = "enable_routed_experts_input"
 """In `VllmConfig.additional_config`, likewise: true if requests may say which experts their tokens
 take."""
 
+RECOMPUTE_FLAG = "--enable-routed-experts-replay-on-recompute"
+RECOMPUTE_KEY = "enable_routed_experts_replay_on_recompute"
+"""In `VllmConfig.additional_config`, likewise: true if tokens whose KV is computed again take the
+experts that they had."""
+
 _WEIGHT_WORDS = 2  # of a float32
 _PLANES = 1 + _WEIGHT_WORDS
 
@@ -39,6 +44,12 @@ def takes_input(config: Any) -> bool:
     """Whether requests of an engine may say which experts their tokens take."""
     additional = config.additional_config
     return isinstance(additional, dict) and bool(additional.get(INPUT_KEY))
+
+
+def replays_on_recompute(config: Any) -> bool:
+    """Whether tokens of an engine whose KV is computed again take the experts that they had."""
+    additional = config.additional_config
+    return isinstance(additional, dict) and bool(additional.get(RECOMPUTE_KEY))
 
 
 def row_shape(num_layers: int, top_k: int, with_weights: bool) -> tuple[int, int]:

@@ -1,12 +1,13 @@
 """What an engine counts of the capture, for the metrics of the API processes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.capture.wire.message import PlacedRows
 from routed_experts.protocol.codec import Rows
 
 INTERVAL_S = 1.0
@@ -31,6 +32,7 @@ class EngineStats:
     # samples of which newer ones weigh more; empty before the first.
     busiest: list[float] = field(default_factory=list)
     routed: list[float] = field(default_factory=list)
+    rows_recomputed: int = 0  # tokens that were computed again with the experts that they had
     rows_forgotten: int = 0  # rows discarded because the KV connector did something unexpected
 
 
@@ -82,6 +84,11 @@ class StatsRecorder:
         if len(rows) and self._clock() >= self._next_sample:
             self._next_sample = self._clock() + INTERVAL_S
             self._load.sample(rows)
+
+    def count_recomputed(self, recomputed: Mapping[str, PlacedRows]) -> None:
+        """Counts tokens that are scheduled to be computed again with the experts that they had."""
+        for placed in recomputed.values():
+            self.totals.rows_recomputed += len(placed.rows)
 
     def report(
         self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]

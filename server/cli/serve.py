@@ -34,7 +34,7 @@ from routed_experts.capture.engine.versions import (
     ALLOW_UNTESTED_VARIABLE,
     UnsupportedConfig,
 )
-from routed_experts.capture.wire.rows import INPUT_KEY, WEIGHTS_KEY
+from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY, WEIGHTS_KEY
 from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.models import parse_options
 from routed_experts.protocol.version import VERSION
@@ -301,7 +301,7 @@ def configure(args: argparse.Namespace) -> Settings | None:
         settings = Settings.of(args.additional_config, args)
     except SettingsError as error:
         raise CommandError(str(error)) from None
-    for key in (WEIGHTS_KEY, INPUT_KEY):  # which every process of the engine reads
+    for key in (WEIGHTS_KEY, INPUT_KEY, RECOMPUTE_KEY):  # which every process of the engine reads
         if hasattr(args, key):
             args.additional_config = {**args.additional_config, key: getattr(args, key)}
     if not captures:
@@ -336,6 +336,7 @@ def _refuse_what_needs_the_capture(settings: Settings) -> None:
     needs_capture = {
         WEIGHTS_KEY: settings.enable_return_routed_expert_weights,
         INPUT_KEY: settings.enable_routed_experts_input,
+        RECOMPUTE_KEY: settings.enable_routed_experts_replay_on_recompute,
         "routed_experts_record": settings.routed_experts_record is not None,
         "routed_experts_default": parse_options({}, settings.routed_experts_default) is not None,
     }

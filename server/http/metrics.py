@@ -85,6 +85,9 @@ RECORD_DROPPED = _counter(
 # By their names in `EngineStats`.
 ENGINE_COUNTERS = {
     "rows_captured": _counter("rows_captured", "Tokens whose routing was captured.", _ENGINE),
+    "rows_recomputed": _counter(
+        "rows_recomputed", "Tokens computed again with the experts that they had.", _ENGINE
+    ),
     "rows_forgotten": _counter(
         "rows_forgotten", "Rows discarded because a KV connector behaved unexpectedly.", _ENGINE
     ),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from routed_experts.capture.scheduler.expected_routing import ExpectedRouting
+from routed_experts.capture.wire.message import PlacedRows
 from routed_experts.protocol.routing_input import RoutingInput
 
 L, K, E = 4, 3, 9
@@ -102,3 +103,30 @@ def test_other_rows_than_given_are_not_followed() -> None:
     assert expected.is_followed(8, rows[3:])
     assert expected.is_followed(0, chosen(5, np.zeros((L, E)), seed=1))
     assert not expected.is_followed(7, rows[3:])
+
+
+def test_tokens_that_are_computed_again_must_have_the_experts_that_they_had() -> None:
+    """Of a request that says nothing, and of one with a bias, which still holds behind them."""
+    bias = some_bias()
+    had = chosen(10, bias)
+    for said in (None, RoutingInput(bias=bias)):
+        expected = ExpectedRouting(said).recomputed(PlacedRows(5, had))
+        assert expected.num_given(5, 20) == 10
+        assert expected.is_followed(5, np.concatenate([had, chosen(3, bias, seed=1)]))
+        assert not expected.is_followed(5, chosen(10, bias, seed=2))
+    behind = np.concatenate([had, chosen(200, np.zeros((L, E)))])
+    assert not expected.is_followed(5, behind)
+
+
+def test_rows_that_are_not_known_are_those_that_the_request_gives() -> None:
+    rows = chosen(10, np.zeros((L, E)))
+    rows[2, 1] = -1
+    expected = ExpectedRouting(RoutingInput(rows=rows, start=5))
+    had = chosen(20, np.zeros((L, E)), seed=1)
+    had[4:9] = -1
+    completed = expected.completed(PlacedRows(3, had))
+    assert completed.start == 3
+    assert np.array_equal(completed.rows[4:9], rows[2:7])
+    known = np.r_[0:4, 9:20]
+    assert np.array_equal(completed.rows[known], had[known])
+    assert (had[4:9] == -1).all()  # which are others', too

@@ -1,12 +1,15 @@
 """What routers are told: the tables against a loop, and the formula against one for each token."""
 
-from types import SimpleNamespace
+from collections.abc import Collection, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from routed_experts.capture.wire import message
+from routed_experts.capture.wire.step_tag import StepTag
 from routed_experts.capture.wire.transport import Told
 from routed_experts.capture.worker.router_input.filling import RouterInputOfTables
 from routed_experts.capture.worker.router_input.formula import rewritten
@@ -126,6 +129,19 @@ def test_an_expert_whose_score_is_no_number_has_no_weight(sized: Sized) -> None:
 # ---- the tables ----
 
 
+def step_of(
+    new: list[Any],
+    finished: Collection[str] = (),
+    recomputed: Mapping[str, message.PlacedRows] = MappingProxyType({}),
+) -> SimpleNamespace:
+    """A step, as the scheduler sends it."""
+    return SimpleNamespace(
+        finished_req_ids=finished,
+        scheduled_new_reqs=new,
+        aux_output_connector_metadata=StepTag(1, recomputed),
+    )
+
+
 class Steps:
     """Steps of random requests, and what a loop says that their tables must hold."""
 
@@ -152,22 +168,33 @@ class Steps:
         for request_id in [known for known in self.inputs if self.rng.random() < 0.2]:
             self.finished.add(request_id)
             del self.inputs[request_id], self.computed[request_id]
-        self.filled.begin_step(
-            SimpleNamespace(finished_req_ids=self.finished, scheduled_new_reqs=new)
-        )
-        self.finished = set()
         running = list(self.inputs)
         self.rng.shuffle(running)
         batch = running[:3]
         counts = self.rng.integers(1, 10, len(batch))
+        recomputed = self.some_recomputed(batch, counts)
+        self.filled.begin_step(step_of(new, self.finished, recomputed))
+        self.finished = set()
         offsets = np.array([0, *np.cumsum(counts)], np.int32)
         starts = np.array([self.computed[request_id] for request_id in batch], np.int32)
         self.filled.fill(batch, offsets, starts)
-        self.check(batch, offsets, starts)
+        self.check(batch, offsets, starts, recomputed)
         for request_id, count in zip(batch, counts, strict=True):
             self.computed[request_id] += int(count)
             if self.rng.random() < 0.1:
                 self.computed[request_id] = 0  # preempted
+
+    def some_recomputed(
+        self, batch: list[str], counts: np.ndarray
+    ) -> dict[str, message.PlacedRows]:
+        """Rows of some requests that begin again, which are fewer than their tokens, or as many."""
+        recomputed = {}
+        for request_id, count in zip(batch, counts, strict=True):
+            if self.computed[request_id] == 0 and self.rng.random() < 0.5:
+                order = self.rng.random((self.rng.integers(1, count + 1), L, E)).argsort(axis=2)
+                rows = order[:, :, :K].astype(np.int16)
+                recomputed[request_id] = message.PlacedRows(0, rows)
+        return recomputed
 
     def new_requests(self) -> list[Any]:
         new = []
@@ -200,7 +227,13 @@ class Steps:
             bias[self.rng.integers(L)] = 0
         return RoutingInput(rows=rows, start=start, bias=bias)
 
-    def check(self, batch: list[str], offsets: np.ndarray, starts: np.ndarray) -> None:
+    def check(
+        self,
+        batch: list[str],
+        offsets: np.ndarray,
+        starts: np.ndarray,
+        recomputed: dict[str, message.PlacedRows],
+    ) -> None:
         num_rows = num_steered = 0
         end_of_batch = offsets[-1]
         assert (self.tables.rows[end_of_batch:] == -1).all()
@@ -213,7 +246,11 @@ class Steps:
                 position = starts[index] + token - offsets[index]
                 row = np.full((L, K), -1)
                 rows = None if routing_input is None else routing_input.rows
-                if rows is not None and routing_input.start <= position < routing_input.end:
+                if request_id in recomputed:
+                    if position < len(recomputed[request_id].rows):
+                        row = recomputed[request_id].rows[position]
+                        num_rows += 1
+                elif rows is not None and routing_input.start <= position < routing_input.end:
                     row = rows[position - routing_input.start]
                     num_rows += 1
                 np.testing.assert_array_equal(self.tables.rows[token], row[self.layers])
@@ -237,7 +274,7 @@ def test_tables_hold_what_the_requests_of_each_step_say(seed: int, layers: slice
 def test_a_step_that_was_not_filled_says_that_it_was_told_nothing() -> None:
     steps = Steps(0)
     steps.run()
-    steps.filled.begin_step(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[]))
+    steps.filled.begin_step(step_of([]))
     assert steps.filled.take_told() == Told()
 
 
@@ -245,8 +282,7 @@ def test_an_input_of_another_model_is_reported_and_not_followed() -> None:
     steps = Steps(0)
     args = routing_args(rows=np.array([[[0, E], [0, 1], [2, 3]]]))
     new = SimpleNamespace(req_id="a", sampling_params=SimpleNamespace(extra_args=args))
-    step = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new])
-    steps.filled.begin_step(step)
+    steps.filled.begin_step(step_of([new]))
     steps.filled.fill(["a"], np.array([0, 1]), np.array([0]))
     assert (steps.tables.rows == -1).all()
     assert steps.filled.take_told() == Told(unfit=("a",))
@@ -258,8 +294,7 @@ def test_a_request_that_is_sent_again_keeps_its_place() -> None:
     args = routing_args(bias=np.ones((L, E)))
     new = SimpleNamespace(req_id="a", sampling_params=SimpleNamespace(extra_args=args))
     for _ in range(5):  # more often than there are places
-        step = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new])
-        steps.filled.begin_step(step)
+        steps.filled.begin_step(step_of([new]))
         steps.filled.fill(["a"], np.array([0, 4]), np.array([0]))
         assert (steps.tables.index[:4] == steps.tables.index[0]).all()
         assert steps.filled.take_told() == Told(num_steered=1)

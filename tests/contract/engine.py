@@ -67,6 +67,8 @@ from routed_experts.capture.wire.message import (
     RowsOutput,
 )
 from routed_experts.capture.wire.rows import (
+    INPUT_KEY,
+    RECOMPUTE_KEY,
     WEIGHTS_KEY,
     captures_weights,
     combined,
@@ -481,13 +483,19 @@ def engine(
     weights: bool = False,  # whether rows have weights
     captures: bool = True,  # whether the scheduler is ours, or vLLM's own
     bare_rows: bool = False,  # whether the front end is not ours
+    replays: bool = False,  # whether tokens whose KV is computed again take the experts that they had
 ) -> Core:
     """An engine with our scheduler."""
     config = deepcopy(_config(is_async and not drafts, drafts))
     # vLLM's check allows it for drafts of other methods only, and not with a connector on a CPU.
     config.scheduler_config.async_scheduling = is_async
     config.kv_transfer_config = kv_transfer
-    config.additional_config = {WEIGHTS_KEY: weights, BARE_ROWS_KEY: bare_rows}
+    config.additional_config = {
+        WEIGHTS_KEY: weights,
+        BARE_ROWS_KEY: bare_rows,
+        INPUT_KEY: replays,
+        RECOMPUTE_KEY: replays,
+    }
     if bare_rows:
         architecture = config.model_config.model_arch_config
         architecture.num_experts = NUM_EXPERTS
@@ -522,6 +530,7 @@ def check_nothing_is_left(capture: Any) -> None:
     assert not requests.alone
     assert not requests.streams
     assert not requests.ended
+    assert not capture.distributor.recomputed
     assert not capture._steps
     assert not capture.cache._readers
     assert not capture.prefill_rows._to_export

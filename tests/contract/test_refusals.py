@@ -34,7 +34,7 @@ from routed_experts.capture.engine.config import (
     full_attention_group,
 )
 from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, used_by
-from routed_experts.capture.wire.rows import INPUT_KEY, WEIGHTS_KEY
+from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY, WEIGHTS_KEY
 from routed_experts.capture.wire.vllm_rows import BARE_ROWS_KEY
 from routed_experts.capture.worker.moe_layers import find_moe_layers
 from routed_experts.server.cli import serve
@@ -132,6 +132,20 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"VLLM_USE_V2_MODEL_RUNNER": "1", "parallel_config.enable_dbo": True},
     ),
     (
+        "replay on recomputation without routing as an input",
+        {"additional_config": {RECOMPUTE_KEY: True}},
+        {},
+    ),
+    (
+        "replay on recomputation with drafts and pipeline parallelism",
+        {
+            "additional_config": {INPUT_KEY: True, RECOMPUTE_KEY: True},
+            "pipeline_parallel_size": 2,
+            **DRAFTS,
+        },
+        {},
+    ),
+    (
         "the router's weights behind vLLM's front end in Rust",
         {"additional_config": {BARE_ROWS_KEY: True, WEIGHTS_KEY: True}},
         {},
@@ -208,6 +222,11 @@ NOT_IMPORTED = ("LMCacheMPConnector", "MoRIIOConnector")
         {**EXPERT_PARALLEL, "all2all_backend": "flashinfer_nvlink_two_sided"},
         {"kv_offloading_size": 1},
         {"kv_offloading_size": 1, **INPUT},
+        {"additional_config": {INPUT_KEY: True, RECOMPUTE_KEY: True}, **DRAFTS},
+        {
+            "additional_config": {INPUT_KEY: True, RECOMPUTE_KEY: True},
+            "pipeline_parallel_size": 2,
+        },
         kv_transfer("NixlConnector", "OffloadingConnector"),
         *(kv_transfer(connector) for connector in CONNECTORS if connector not in NOT_IMPORTED),
     ],

@@ -16,18 +16,24 @@ import torch
 
 from routed_experts.protocol.routing_input import RoutingInput
 from tests.e2e.harness import NGRAM, prompt_of
-from tests.e2e.steered import Answered, Program, Reference, program
+from tests.e2e.steered import INPUT, Answered, Program, Reference, program
 
 NEW_TOKENS = 60
 
+_FEW_BLOCKS: dict[str, Any] = {
+    "max_num_batched_tokens": 64,
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 10,
+    "block_size": 64,
+    "disable_log_stats": False,
+}
+
 MODES: dict[str, dict[str, Any]] = {
     "chunks of 16 tokens": {"max_num_batched_tokens": 16, "max_num_seqs": 16},
-    "preemption": {
-        "max_num_batched_tokens": 64,
-        "max_model_len": 512,
-        "num_gpu_blocks_override": 10,
-        "block_size": 64,
-        "disable_log_stats": False,
+    "preemption": _FEW_BLOCKS,
+    "preemption, replay on recomputation": {
+        **_FEW_BLOCKS,
+        "additional_config": {**INPUT, "enable_routed_experts_replay_on_recompute": True},
     },
     "drafts": {"speculative_config": NGRAM, "disable_log_stats": False},
     "asynchronous scheduling": {"async_scheduling": True},

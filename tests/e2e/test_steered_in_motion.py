@@ -18,6 +18,7 @@ pytestmark = [
 NOISE = 1e-4
 _PROVOKES = {
     "preemption": "vllm:num_preemptions",
+    "preemption, replay on recomputation": "vllm:num_preemptions",
     "drafts": "vllm:spec_decode_num_accepted_tokens",
 }
 

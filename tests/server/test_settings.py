@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from routed_experts.capture.wire.rows import INPUT_KEY, WEIGHTS_KEY
+from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY, WEIGHTS_KEY
 from routed_experts.server.cli import serve
 from routed_experts.server.settings import (
     DEFAULT_LIFETIME_S,
@@ -18,7 +18,7 @@ from routed_experts.server.settings import (
 )
 from tests.documentation import ROOT
 
-FOR_THE_ENGINE = (WEIGHTS_KEY, INPUT_KEY)
+FOR_THE_ENGINE = (WEIGHTS_KEY, INPUT_KEY, RECOMPUTE_KEY)
 """Settings that each process of the engine reads."""
 RECORD = {"routed_experts_record": "folder"}
 VALID = [

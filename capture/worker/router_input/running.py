@@ -1,12 +1,14 @@
 """What the running requests say, and what that is for the batch of a step."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.capture.wire import message
+from routed_experts.capture.wire.step_tag import tag_of
 from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.routing_input import Bias, EncodedInput, Groups, RoutingInput
 
@@ -40,11 +42,15 @@ class RunningInputs:
         self._model = model
         self._layers = layers
         self._inputs: dict[str, RoutingInput] = {}
+        # of the step: in place of the rows that these requests give
+        self._recomputed: Mapping[str, message.PlacedRows] = {}
         self._unfit: set[str] = set()
 
     def update(self, scheduler_output: Any) -> list[str]:
         """Called with each step, before the model runner updates its batch. Returns the requests
         with an input that have ended."""
+        tag = tag_of(scheduler_output)
+        self._recomputed = {} if tag is None else tag.recomputed
         ended = []
         if self:
             for request_id in scheduler_output.finished_req_ids:
@@ -69,7 +75,7 @@ class RunningInputs:
         self._inputs[request_id] = routing_input
 
     def __bool__(self) -> bool:
-        return bool(self._inputs or self._unfit)
+        return bool(self._inputs or self._unfit or self._recomputed)
 
     def unfit_of_batch(self, request_ids: Sequence[str]) -> tuple[str, ...]:
         """The requests whose input does not fit the model."""
@@ -96,15 +102,25 @@ class RunningInputs:
         `offsets[i + 1]`, the first of which is at position `starts[i]`."""
         placed = []
         for index, request_id in enumerate(request_ids):
-            running = self._inputs.get(request_id)
-            if running is None or running.rows is None:
+            given = self._given(request_id)
+            if given is None:
                 continue
             first = int(offsets[index])
             start = int(starts[index])
             end = start + int(offsets[index + 1]) - first
-            told_from = max(start, running.start)
-            told_until = min(end, running.end)
+            told_from = max(start, given.start)
+            told_until = min(end, given.start + len(given.rows))
             if told_from < told_until:
-                rows = running.rows[told_from - running.start : told_until - running.start]
+                rows = given.rows[told_from - given.start : told_until - given.start]
                 placed.append(PlacedRows(first + told_from - start, rows[:, self._layers]))
         return placed
+
+    def _given(self, request_id: str) -> message.PlacedRows | None:
+        """The rows that a request's tokens are given in this step, and the position of the first."""
+        recomputed = self._recomputed.get(request_id)
+        if recomputed is not None:
+            return recomputed
+        running = self._inputs.get(request_id)
+        if running is None or running.rows is None:
+            return None
+        return message.PlacedRows(running.start, running.rows)

@@ -1,0 +1,242 @@
+"""KV that is lost and computed again, by a router that chooses otherwise each time: with the experts
+that its tokens had.
+
+The executor is that of `engine`, with a router that counts forward passes: a row says in which its
+token was computed, or as which it was told to be.
+"""
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from routed_experts.capture.wire.step_tag import tag_of
+from routed_experts.capture.wire.transport import Told, detach
+from tests.contract import engine as around
+from tests.contract.engine import (
+    BLOCK,
+    NUM_BLOCKS,
+    Client,
+    Rows,
+    Sequence,
+    Tokens,
+    tokens,
+)
+
+_PASSES = 200
+"""So many are told apart."""
+
+
+def of_pass(rows: Rows, passes: np.ndarray) -> Rows:
+    """`rows` ([n, L, K]) as the router chooses them in each of `passes` ([n])."""
+    return rows + (passes % _PASSES * 64).astype(np.int16)[:, None, None]
+
+
+class ReceivedOfPasses(around.Received):
+    """The rows of a prompt are those of the KV that its first token was sampled from, and each
+    other one is that of the KV that the next token was."""
+
+    def check(self, rows: Rows, first: int, end: int) -> None:
+        sampled = self.executor.sampled[self.request_id]
+        if end <= self.prompt_len:
+            passes = sampled[self.prompt_len][first:end]
+        else:
+            passes = np.array([sampled[position + 1][position] for position in range(first, end)])
+        assert np.array_equal(rows, of_pass(self.sequence.rows(first, end), passes))
+
+
+class CountingExecutor(around.ArithmeticExecutor):
+    """Chooses other experts in each forward pass, but for tokens that are told theirs."""
+
+    received = ReceivedOfPasses
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self.num_passes = 0
+        self.num_told = 0  # in this pass
+        self.told: dict[str, list[tuple[int, int]]] = defaultdict(list)  # by request, positions
+        # By request and position of a token, the passes that the KV before it is of.
+        self.sampled: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+        self._made = np.zeros(NUM_BLOCKS * BLOCK, dtype=np.int64)
+        self._tag: Any = None
+        self._failed: tuple[str, set[int]] | None = None
+
+    def fail_load(self, request_id: str, first: int) -> None:
+        """The next step reports that the blocks of a running request, from its index `first` on, were
+        not loaded."""
+        self._failed = request_id, set(self._sequences[request_id].blocks[first:])
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        self.num_passes += 1
+        self.num_told = 0
+        self._tag = tag_of(scheduler_output)
+        return super().execute_model(scheduler_output, non_block)
+
+    def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        output = super()._run(step)
+        rows = detach(output)
+        if rows is not None:
+            rows.told = Told(self.num_told)
+        if self._failed is not None:
+            request_id, blocks = self._failed
+            self._failed = None
+            output.kv_connector_output = KVConnectorOutput(invalid_block_ids=blocks)
+            sequence = self._sequences[request_id]
+            sequence.tokens = Tokens(sequence.tokens[:-1])  # vLLM drops what the step sampled
+        return output
+
+    def compute(
+        self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int
+    ) -> Rows:
+        natural = super().compute(request_id, sequence, tokens, start, end)
+        passes = np.full(end - start, self.num_passes % _PASSES)
+        given = self._tag.recomputed.get(request_id)
+        if given is not None:
+            first = max(start, given.start)
+            until = min(end, given.start + len(given.rows))
+            part = slice(first - start, until - start)
+            told = given.rows[first - given.start : until - given.start]
+            known = (told >= 0).all(axis=(1, 2))
+            passes[part][known] = (told - natural[part])[known, 0, 0] // 64
+            # Of another token, they are not of any pass.
+            assert np.array_equal(told[known], of_pass(natural[part], passes[part])[known])
+            self.num_told += len(told)
+            self.told[request_id].append((first, until))
+        self._made[sequence.slots(start, end)] = passes
+        return of_pass(natural, passes)
+
+    def _verify(self, sequence: Tokens, end: int, request_id: str) -> list[int]:
+        own = self._sequences[request_id]
+        first = len(own.tokens)
+        sampled = super()._verify(sequence, end, request_id)
+        for position in range(first, first + len(sampled)):
+            self.sampled[request_id][position] = self._made[own.slots(0, position)]
+        return sampled
+
+
+def counting(replays: bool = True, hits: bool = False, **sizes: Any) -> Client:
+    """`hits`: whether a request that is preempted hits its own KV, as far as it is there."""
+    core = around.engine(executor=CountingExecutor, replays=replays, **sizes)
+    core.scheduler.kv_cache_manager.enable_caching = hits
+    return Client(core)
+
+
+def num_changed(client: Client, request_id: str) -> int:
+    """Of how many tokens that a request was sent rows of, its KV changed its experts later."""
+    request = client.received[request_id]
+    sampled = client.engines[0].model_executor.sampled[request_id]
+    changed: set[int] = set()
+    for end in range(request.prompt_len, len(request.sequence)):
+        last = sampled[len(request.sequence) - 1][:end]
+        changed |= set(np.flatnonzero(last != sampled[end]).tolist())
+    return len(changed)
+
+
+def num_told(client: Client) -> int:
+    told = client.engines[0].model_executor.told
+    return sum(end - first for spans in told.values() for first, end in spans)
+
+
+def run_short_of_blocks(client: Client, at_end: bool = False) -> None:
+    """Three requests of which one, at times two, are preempted."""
+    for index in range(3):
+        client.add(
+            f"r{index}", tokens(50 + index, seed=index), max_tokens=60, at_end=at_end and index != 1
+        )
+    client.finish()
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])
+@pytest.mark.parametrize("chunk", [16, 48, 200])
+def test_tokens_that_are_computed_again_have_the_experts_that_were_sent(
+    is_async: bool, chunk: int, at_end: bool
+) -> None:
+    client = counting(is_async=is_async, chunk=chunk, num_blocks=12)
+    run_short_of_blocks(client, at_end)
+    assert [num_changed(client, name) for name in client.received] == [0, 0, 0]
+    assert num_told(client) > 50
+    assert client.stats[-1].rows_recomputed == num_told(client)
+
+
+def test_without_the_flag_the_router_chooses_again(is_async: bool) -> None:
+    client = counting(is_async=is_async, num_blocks=12, replays=False)
+    run_short_of_blocks(client)
+    assert sum(num_changed(client, name) for name in client.received) > 50
+    assert num_told(client) == 0
+
+
+def test_after_a_load_that_failed_too() -> None:
+    """From the first block that was not loaded on, and not before."""
+    client = counting(is_async=False, chunk=16)
+    client.add("r", tokens(50), max_tokens=20)
+    client.steps(10)
+    executor = client.engines[0].model_executor
+    num_sent = 49 + len(client.received["r"].tokens)
+    executor.fail_load("r", first=1)
+    client.finish()
+    assert num_changed(client, "r") == 0
+    told = executor.told["r"]
+    assert [first for first, _ in told] == list(range(BLOCK, num_sent, 16))
+    assert told[-1][1] == num_sent
+
+
+def test_rows_that_are_not_known_are_the_routers_choice() -> None:
+    """Of the second block, as if its KV had come without rows."""
+    client = counting(is_async=False, chunk=16)
+    client.add("r", tokens(50), max_tokens=20)
+    client.steps(10)
+    core = client.engines[0]
+    blocks = core.model_executor._sequences["r"].blocks
+    core.capture.cache.forget(np.arange(BLOCK) + BLOCK * blocks[1])
+    core.model_executor.fail_load("r", first=0)
+    client.finish()
+    assert num_changed(client, "r") == BLOCK
+
+
+def test_after_a_reset_of_the_prefix_cache_the_router_chooses() -> None:
+    """As weights may have changed: others may hit what is computed then."""
+    client = counting(is_async=False)
+    client.add("r", tokens(50), max_tokens=20)
+    client.steps(10)
+    client.engines[0].reset_prefix_cache(reset_running_requests=True)
+    client.finish()
+    assert num_changed(client, "r") >= 50
+    assert num_told(client) == 0
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["ids", "weights"])
+@pytest.mark.parametrize(
+    ("seed", "drafts", "stages"),
+    [*((seed, 0, 1) for seed in range(4)), (4, 0, 3), (5, 3, 1), (12, 3, 1)],
+)
+def test_at_random(is_async: bool, seed: int, drafts: int, stages: int, weights: bool) -> None:
+    """Requests that come and go, of which some lose KV twice before all of it is computed again, or
+    are sent rows after they have lost it."""
+    dice = random.Random(seed)
+    client = counting(
+        is_async=is_async,
+        chunk=dice.choice((16, 48)),
+        max_num_seqs=5,
+        num_blocks=14,
+        hits=seed % 2 == 1,
+        drafts=drafts,
+        stages=stages,
+        weights=weights,
+    )
+    gone = set()
+    for turn in range(40):
+        if dice.random() < 0.6:
+            prompt = tokens(dice.randrange(1, 100), seed=1000 * seed + turn)
+            forms = {"at_end": turn % 3 == 0, "weights": weights and turn % 2 == 0}
+            client.add(f"r{turn}", prompt, max_tokens=dice.randrange(1, 50), **forms)
+        if client.received and dice.random() < 0.1:
+            gone.add(one := dice.choice(list(client.received)))
+            client.abort(one)
+        client.steps(dice.randrange(8))
+    client.finish(but=gone)
+    assert num_told(client) > (0 if seed % 2 == 1 else 100)
+    assert sum(num_changed(client, name) for name in client.received) == 0
