@@ -9,8 +9,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import openai
 import pytest
+import torch
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -23,6 +29,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from routed_experts.protocol.batch import align_generated, align_logprobs
 from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
 from tests.e2e.changes import (
@@ -35,9 +42,11 @@ from tests.e2e.changes import (
     reload_weights,
     roll_out,
 )
-from tests.e2e.harness import ON_GPU, Server, check, rows_of
+from tests.e2e.harness import ON_GPU, Server, check, prompt_of, rows_of, wait_until
 
 pytestmark = pytest.mark.e2e
+
+GENERATED = "vllm:generation_tokens_total"
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +125,59 @@ def test_weights_that_are_reloaded_without_a_pause(server: Server, both: list[We
     first = wrong[0].position
     assert 80 <= first < 70 + LONG - 1
     check(answer, Across(both[0].oracle, both[1].oracle, first, keeps_kv=True))
+
+
+def new_weights_meanwhile(server: Server, weights: Weights) -> None:
+    """Once some tokens are generated, all that is under way is aborted."""
+    before = server.metric(GENERATED)
+    wait_until(lambda: server.metric(GENERATED) > before + 10, "tokens do not come")
+    server.post("/pause")
+    reload_weights(server, weights)
+    server.post("/resume")
+
+
+def test_partial_rollouts(server: Server, both: list[Weights], documented: list[str]) -> None:
+    """Rows, log-probabilities and the mask are those of the weights that sampled each token."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    parts: list[Any] = []
+
+    def create(**body: Any) -> Any:
+        body["extra_body"]["ignore_eos"] = True
+        parts.append(client.completions.create(**body))
+        return parts[-1]
+
+    prompt = prompt_of(70, seed=5)
+    names: dict[str, Any] = {"prompt": prompt, "model": "tiny", "max_tokens": LONG}
+    names["client"] = SimpleNamespace(completions=SimpleNamespace(create=create))
+    changing = Thread(target=new_weights_meanwhile, args=(server, both[1]))
+    changing.start()
+    exec("\n".join(documented), names)
+    changing.join()
+
+    assert [part.choices[0].finish_reason for part in parts] == ["abort", "length"]
+    num_before = len(parts[0].choices[0].token_ids)
+    rollout = names["rollout"]
+    tokens = [*rollout.prompt_token_ids, *rollout.token_ids]
+    assert len(tokens) == 70 + LONG
+    oracle = Across(both[0].oracle, both[1].oracle, 70 + num_before - 1, keeps_kv=False)
+    assert not oracle.wrong(rollout.rows, tokens[:-1])
+    (mask,) = align_generated([rollout], len(tokens))
+    assert np.flatnonzero(mask).tolist() == list(range(70, len(tokens)))
+    (logprobs,) = align_logprobs([rollout], len(tokens))
+    change = 70 + num_before
+    for weights, part in ((both[0], slice(70, change)), (both[1], slice(change, None))):
+        expected = logprobs_of(weights.oracle.model, tokens)
+        assert np.allclose(logprobs[part], expected[part], atol=1e-3)
+    assert not np.allclose(logprobs[change:], logprobs_of(both[0].oracle.model, tokens)[change:])
+
+
+def logprobs_of(model: Any, tokens: list[int]) -> np.ndarray:
+    """Of each token, given those before it; NaN for the first."""
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        scores = model(ids, use_cache=False).logits[0, :-1].log_softmax(dim=-1)
+    logprobs = scores.gather(1, ids[0, 1:, None])[:, 0].numpy()
+    return np.concatenate([[np.nan], logprobs])
 
 
 @pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_sleep.py has vLLM's own transfer")
