@@ -28,7 +28,7 @@ LIMIT_S = 120
 # within it.
 _LISTENS = """(() => {
   const element = $(%(selector)s);
-  if (!element) return null;
+  if (!element?.getClientRects().length) return null; // not there, or not shown
   element.scrollIntoView({block: 'center'});
   const inside = b => [%(place)s];
   globalThis.isClicked = false;

@@ -41,11 +41,13 @@ def main(folder: Path) -> None:
             {"two.jsonl": "\n".join(map(json.dumps, two_that_part(299, 60, 110, has_weights=True)))}
         ) as url:
             compare(tab, url, height=1160, theme="dark")
+            tab.wait_for_text("#parting", "299")
             tab.click("#go")
             take(tab, folder / "page-two-1440-dark.png")
 
 
 def take(tab: Tab, path: Path) -> None:
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)  # off the tokens
     tab.js(
         "document.activeElement.blur(), scrollTo(0, 0), new Promise(done => setTimeout(done, 500))"
     )
