@@ -516,8 +516,8 @@ class _Formula:
             of_factor.index_add_(0, ids.flatten(), (gradient * (chosen / total)).flatten())
             gradient = gradient * factor[ids]
         if self.epsilon is not None:
-            shared = (gradient * chosen / total).sum(dim=-1, keepdim=True)
-            gradient = (gradient - shared) / total
+            shared = (gradient * (chosen / total)).sum(dim=-1, keepdim=True)
+            gradient = (gradient - shared) / total.clamp(min=_LEAST_DIVISOR)  # type: ignore[union-attr]
         return self._gradient_of_logits(gradient, chosen, logits, ids), of_factor
 
     def _divisor(self, chosen: Tensor) -> Tensor | float:
@@ -555,7 +555,8 @@ class _Formula:
         elif self.score == "sigmoid":
             gradient = gradient * chosen * (1 - chosen)
         elif self.score == "sqrtsoftplus":
-            gradient = gradient * logits.gather(1, ids).sigmoid() / (2 * chosen)
+            gradient = gradient * logits.gather(1, ids).sigmoid()
+            gradient = gradient / (2 * chosen).clamp(min=_LEAST_DIVISOR)
         return nothing.scatter_add(1, ids, gradient)
 
 
@@ -567,6 +568,8 @@ _SCORES = {
     "probabilities": "probabilities",
 }
 """What code that computes them names. Probabilities are returned in place of logits already."""
+_LEAST_DIVISOR = 1e-30
+"""Of a gradient: divided by scores that are nearly 0, it would be infinite, and then NaN."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 _TOLERANCE_IN_16_BITS = 0.02
 _FORMULAS: list[_Formula] = []

@@ -644,6 +644,37 @@ def test_one_expert_that_the_router_would_never_choose(
     assert all(gate.weight.grad.isfinite().all() for gate in gates)
 
 
+@pytest.mark.parametrize("logit", [-85.0, -95.0, -103.0, -200.0])
+def test_two_experts_that_the_router_would_never_choose(
+    logit: float, load: Callable[..., Any]
+) -> None:
+    """Divided by a sum of 1e-40, a gradient would be infinite."""
+    model = load("qwen3_moe")
+    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    for gate in gates:
+        gate.top_k = 2
+        gate.weight.data.zero_()
+        gate.weight.data[1] = logit / gate.hidden_dim
+        gate.weight.data[2] = (logit - 0.5) / gate.hidden_dim
+        gate.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]), *args[1:]))
+    layer_ids = FAMILIES["qwen3_moe"].layer_ids
+    rows = torch.tensor([1, 2]).expand(BATCH, TOKENS, len(layer_ids), 2).clone()
+    with replayed(model, rows, layer_ids=layer_ids):
+        logits = model(input_ids=batch(), use_cache=False).logits
+        logits.square().sum().backward()
+    assert all(gate.weight.grad.isfinite().all() for gate in gates)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sqrtsoftplus"])
+@pytest.mark.parametrize("logit", [-85.0, -95.0, -103.0, -200.0])
+def test_gradients_of_scores_of_almost_nothing(score: str, logit: float) -> None:
+    formula = replay._Formula(score, 0.0, 1.0, in_logits_dtype=False)
+    logits = torch.tensor([[0.0, logit, logit - 0.5, -1.0]])
+    ids = torch.tensor([[1, 2]])
+    gradient, _ = formula.gradients(torch.tensor([[1.0, 0.0]]), logits, ids, None)
+    assert gradient.isfinite().all()
+
+
 class Adapted(torch.nn.Module):
     """As PEFT's `modules_to_save`: a copy is trained, and the original runs while adapters are
     disabled."""
