@@ -607,7 +607,7 @@ def align_values(
     for index, routing in enumerate(routings):
         array = arrays[index]
         columns = layout.columns[index]
-        num_without = _num_without_values(index, routing, len(array))
+        num_without = num_without_values(index, routing, len(array))
         inside = array[: max(columns.num_tokens - num_without, 0)]
         end = columns.first + columns.num_tokens
         batch[index, end - len(inside) : end] = inside
@@ -693,13 +693,12 @@ def logprobs_of_tokens(routing: Routing, fill: float) -> NDArray[np.float64]:
     return logprobs
 
 
-def check_num_values(index: int, routing: Routing, num_values: int) -> None:
-    """Raises `RoutingError` if values are neither of all tokens nor of the generated ones."""
-    _num_without_values(index, routing, num_values)
+def num_without_values(index: int, routing: Routing, num_values: int) -> int:
+    """How many tokens of a sequence, its first ones, have no values.
 
-
-def _num_without_values(index: int, routing: Routing, num_values: int) -> int:
-    """How many tokens of a sequence, its first ones, have no values."""
+    Raises:
+        RoutingError: values are neither of all tokens nor of the generated ones.
+    """
     num_tokens = routing.end + 1
     num_generated = None if routing.prompt_len is None else num_tokens - routing.prompt_len
     if num_values not in (num_tokens, num_generated):

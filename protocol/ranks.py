@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol import arguments
 from routed_experts.protocol.batch import (
-    check_num_values,
     check_rows,
     generated_mask,
     logprobs_of_tokens,
+    num_without_values,
     token_counts,
 )
 from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
@@ -128,11 +128,12 @@ def _values_of_tokens(
     generated: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float64]] = []
     for index, routing in enumerate(routings):
-        has_mask = routing.generated is not None
-        if not has_mask and None in (routing.prompt_token_ids, routing.token_ids):
+        has_ids = routing.prompt_token_ids is not None and routing.token_ids is not None
+        if routing.generated is None and not has_ids:
             return [], []
-        generated.append(generated_mask(routing))
-        check_num_values(index, routing, len(generated[index]))
+        mask = generated_mask(routing)
+        num_before = num_without_values(index, routing, len(mask))
+        generated.append(np.concatenate([np.zeros(num_before, bool), mask]))
         if routing.logprobs is not None:
             logprobs.append(logprobs_of_tokens(routing, fill=0))
     if logprobs and len(logprobs) < len(routings):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.wire.message import PlacedRows
-from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.codec import UNKNOWN, Rows
 
 INTERVAL_S = 1.0
 """Between two reports of an engine that is busy, and between two samples of the load of its
@@ -86,9 +86,11 @@ class StatsRecorder:
             self._load.sample(rows)
 
     def count_recomputed(self, recomputed: Mapping[str, PlacedRows]) -> None:
-        """Counts tokens that are scheduled to be computed again with the experts that they had."""
+        """Counts tokens that are scheduled to be computed again with the experts that they had. Of
+        an unknown row, no expert is given."""
         for placed in recomputed.values():
-            self.totals.rows_recomputed += len(placed.rows)
+            is_known = (placed.rows != UNKNOWN).any(axis=(1, 2))
+            self.totals.rows_recomputed += int(is_known.sum())
 
     def report(
         self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]

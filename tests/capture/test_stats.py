@@ -6,6 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from routed_experts.capture.wire.message import PlacedRows
 from routed_experts.capture.wire.stats import INTERVAL_S, EngineStats, ExpertLoad, StatsRecorder
 
 
@@ -54,6 +55,16 @@ def test_totals_since_the_start(stats: StatsRecorder, clock: Clock) -> None:
         second.requests_tracked,
         second.rows_forgotten,
     ) == (8, 0.75, 0, 5)
+
+
+def test_of_an_unknown_row_no_expert_is_given_again(stats: StatsRecorder) -> None:
+    some_are_unknown = rows(5)
+    some_are_unknown[1:3] = -1
+    some_are_unknown[4, 0] = -1  # of one layer
+    stats.count_recomputed({"a": PlacedRows(7, some_are_unknown), "b": PlacedRows(0, rows(0))})
+    counted = report(stats, is_idle=True)
+    assert counted is not None
+    assert counted.rows_recomputed == 3
 
 
 def test_a_busy_engine_reports_and_samples_once_in_an_interval(

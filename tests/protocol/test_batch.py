@@ -237,6 +237,14 @@ class TestTurns:
         assert align_logprobs([echoed], 9)[0].tolist() == expected
         assert packed_of([echoed], length=9).tolist() == expected
 
+    def test_a_response_without_ids_of_its_prompt(self) -> None:
+        """As a program may make one: the mask that it has is of the generated tokens."""
+        routing = replace(self.turn(5, 3, 0), prompt_token_ids=())
+        packed = pack([routing, routing], length=16)
+        assert packed.generated is not None
+        assert packed.generated.tolist() == align_generated([routing] * 2, 8).flatten().tolist()
+        assert np.flatnonzero(packed.generated).tolist() == [5, 6, 7, 13, 14, 15]
+
     def test_a_batch_without_token_ids(self) -> None:
         """What was generated is not known then: a prompt's length is the last turn's alone."""
         known = self.turn_with_logprobs(5, 3, 0)
