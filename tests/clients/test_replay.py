@@ -595,14 +595,21 @@ def test_weights_that_are_offloaded(
     ] == before
 
 
+def set_logits(model: Any, logits: torch.Tensor, top_k: int | None = None) -> list[Any]:
+    """Lets each router give all tokens these logits [E]. Returns the routers."""
+    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    for gate in gates:
+        gate.top_k = gate.top_k if top_k is None else top_k
+        gate.weight.data = logits[:, None].expand(gate.weight.shape) / gate.hidden_dim
+        gate.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]), *args[1:]))
+    return gates
+
+
 def test_scores_that_are_almost_nothing(load: Callable[..., Any]) -> None:
     """LFM2 adds 1e-6 to the sum of the sigmoids."""
     model, shape = load("lfm2_moe"), FAMILIES["lfm2_moe"]
     rows, logits = given_rows(shape), -14 - torch.arange(shape.num_experts) / 8
-    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-    for gate in gates:
-        gate.weight.data = logits[:, None].expand(gate.weight.shape) / gate.hidden_dim
-        gate.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]), *args[1:]))
+    set_logits(model, logits)
     seen: list[torch.Tensor] = []
     model.model.layers[2].feed_forward.experts.register_forward_pre_hook(
         lambda module, args: seen.append(args[2])
@@ -625,12 +632,9 @@ def test_one_expert_that_the_router_would_never_choose(
 ) -> None:
     """Its weight is its score, divided by the sum of the chosen scores: by itself."""
     model = load("qwen3_moe")
-    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-    for gate in gates:
-        gate.top_k = 1
-        gate.weight.data.zero_()
-        gate.weight.data[1] = logit / gate.hidden_dim
-        gate.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]), *args[1:]))
+    logits_of_token = torch.zeros(FAMILIES["qwen3_moe"].num_experts)
+    logits_of_token[1] = logit
+    gates = set_logits(model, logits_of_token, top_k=1)
     seen: list[torch.Tensor] = []
     layer_ids = FAMILIES["qwen3_moe"].layer_ids
     model.model.layers[layer_ids[0]].mlp.experts.register_forward_pre_hook(
@@ -650,13 +654,9 @@ def test_two_experts_that_the_router_would_never_choose(
 ) -> None:
     """Divided by a sum of 1e-40, a gradient would be infinite."""
     model = load("qwen3_moe")
-    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-    for gate in gates:
-        gate.top_k = 2
-        gate.weight.data.zero_()
-        gate.weight.data[1] = logit / gate.hidden_dim
-        gate.weight.data[2] = (logit - 0.5) / gate.hidden_dim
-        gate.register_forward_pre_hook(lambda module, args: (torch.ones_like(args[0]), *args[1:]))
+    logits_of_token = torch.zeros(FAMILIES["qwen3_moe"].num_experts)
+    logits_of_token[1:3] = torch.tensor([logit, logit - 0.5])
+    gates = set_logits(model, logits_of_token, top_k=2)
     layer_ids = FAMILIES["qwen3_moe"].layer_ids
     rows = torch.tensor([1, 2]).expand(BATCH, TOKENS, len(layer_ids), 2).clone()
     with replayed(model, rows, layer_ids=layer_ids):
