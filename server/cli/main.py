@@ -21,7 +21,7 @@ COMMANDS = {
     "compare": "compare the experts in responses with a Hugging Face forward pass of the same checkpoint; exit status: "
     "0 if equal or near-ties only, 1 if different, 2 on error",
     "view": "show saved responses in a browser, with the page that a running server has at /routed_experts",
-    "export": "write the experts in responses as Parquet, CSV, JSON lines or npz",
+    "export": "write the experts in responses as Parquet, CSV, JSONL or npz",
 }
 WITHOUT_VLLM = ("view", "export")
 EPILOG = (

@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import logging
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -138,6 +139,13 @@ def arrived(monkeypatch: pytest.MonkeyPatch) -> Arrived:
 
     monkeypatch.setattr(around.around, "sent", sent)
     return arrived
+
+
+def id_of_nothing(expiry: str) -> str:
+    """An id as servers make them: when its array expires (in hexadecimal), digits at random, and
+    the checksum of both."""
+    begin = expiry + "0123456789ab" * 2
+    return f"{begin}{zlib.crc32(begin.encode()):08x}"
 
 
 def rows_for(num_rows: int, seed: int = 0) -> NDArray[np.int16]:
@@ -359,10 +367,15 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {REPLAY: [array_of(rows_for(3)), array_of(rows_for(3), start=2)]},
     ),
     "an unknown id": (REPLAY, "no stored array", {REPLAY: {"id": "x", "start": 0}}),
+    "an id that no server made": (
+        REPLAY,
+        "no stored array",
+        {REPLAY: {"id": "f" * 40, "start": 0}},
+    ),
     "an array that is gone": (
         REPLAY,
         "expired or was deleted",
-        {REPLAY: {"id": "f" * 40, "start": 0}},
+        {REPLAY: {"id": id_of_nothing("f" * 8), "start": 0}},
     ),
     "several prompts": (REPLAY, "for one prompt", {**replay(), "prompt": [PROMPT, PROMPT]}),
     "a layer without experts to activate": (
@@ -454,8 +467,7 @@ def test_weights_are_no_rows(api: Server) -> None:
 
 
 def test_an_array_that_has_expired(api: Server) -> None:
-    key = "00000001" + stored(api, rows_for(3))[8:]
-    fields = {REPLAY: {"id": key, "start": 0}}
+    fields = {REPLAY: {"id": id_of_nothing("00000001"), "start": 0}}
     assert "has expired" in refused(api, COMPLETIONS, REPLAY, **body_for(COMPLETIONS), **fields)
 
 
