@@ -194,8 +194,8 @@ def test_clients_that_leave_before_their_answer_leave_nothing(
     wait_until(lambda: files_read.num_bytes == first_bytes, "the body of who left is kept", 5)
     has_turn.close()
     wait_until(lambda: files_read.num_bytes == 0, "the body of who left is kept", 5)
-    assert not files_read.turn.locked()
-    assert not readers_of(psutil.Process())
+    wait_until(lambda: not files_read.turn.locked(), "the turn of who left is kept", 5)
+    wait_until(lambda: not readers_of(psutil.Process()), "the reader of who left is kept", 5)
 
 
 def test_an_answer_counts_until_it_is_taken(
