@@ -2,7 +2,8 @@
 download.
 
 Two engines run in turns on the same GPU: that takes one of 140 GB (an H200), or fewer `--layers` on
-a smaller one. With `--sequence-parallel`, on the same four.
+a smaller one. With `--sequence-parallel`, on the same four. With `--conversations`, three engines:
+24 layers at most on an H200.
 """
 
 import argparse
@@ -10,10 +11,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,10 +21,12 @@ from tqdm import tqdm
 
 from bench.http_server import free_port
 from bench.http_table import commit_and_device, described
-from bench.shapes import ENGINE_SHAPES, kv_bytes
+from bench.shapes import ENGINE_SHAPES, TINY, kv_bytes
 from routed_experts.server.cli.console import say
 
 Run = dict[str, float]
+
+SHAPES = {**ENGINE_SHAPES, "tiny": TINY}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,21 @@ class Case:
     long: int = 0  # length of one more prompt that arrives among the decoding requests; 0 for none
     again: bool = False  # whether the same prompts come in every run
     turns: int = 1  # of each conversation
+
+    @property
+    def slots(self) -> int:
+        """Tokens of KV cache that hold all of its conversations."""
+        return self.size * self.turns * (self.prompt_len + self.new_tokens)
+
+
+class Line(NamedTuple):
+    """A line of the table."""
+
+    name: str
+    variant: str  # whose engine it runs on
+    routing: bool = False  # whether its requests ask for rows
     new_rows: bool = False  # whether a turn asks for the rows that the turns before did not bring
+    steered: int = 0  # how many requests say which experts they take
 
 
 @dataclass
@@ -63,14 +78,12 @@ class Host:
         host.info = host._read(log)["info"]
         return host
 
-    def run(self, case: Case, routing: bool, steered: int = 0) -> Run:
-        """One load; `routing` says whether its requests ask for rows, `steered` how many say which
-        experts they take."""
+    def run(self, case: Case, line: Line) -> Run:
+        """One load, with the requests of a line."""
         assert self.process.stdin is not None
         body = {key: value for key, value in asdict(case).items() if key != "name"}
-        self.process.stdin.write(
-            json.dumps({**body, "routing": routing, "steered": steered}) + "\n"
-        )
+        asked = {"routing": line.routing, "new_rows": line.new_rows, "steered": line.steered}
+        self.process.stdin.write(json.dumps({**body, **asked}) + "\n")
         self.process.stdin.flush()
         return self._read(None)
 
@@ -102,9 +115,10 @@ CASES = [
 
 CONVERSATIONS = [
     Case("128 of 50 turns", 128, 8, 8, turns=50),
-    Case("128 of 50 turns, new rows", 128, 8, 8, turns=50, new_rows=True),
+    Case("64 of 25 turns", 64, 8, 8, turns=25),
+    Case("4 of 3 turns", 4, 8, 8, turns=3),  # for a rehearsal
 ]
-"""Run if they are named: their KV needs 13 GB in each engine."""
+"""Run by `--conversations`. With 48 layers, the KV of the first needs 13 GB in each engine."""
 
 RELOADS = [Case("64 prompts of 2k again", 64, 2048, 16, again=True)]
 """With a KV cache for a quarter of them: all are loaded again from where they were offloaded."""
@@ -121,26 +135,22 @@ SEQUENCE_PARALLEL = {
 tokens."""
 
 
-class Line(NamedTuple):
-    """A line of the table."""
-
-    name: str
-    host: Host
-    routing: bool = False  # whether its requests ask for rows
-    steered: int = 0  # how many say which experts they take
-
-
-OURS = [("captured, not asked for", False), ("returned to every request", True)]
-
-
-def at_once(*starts: Callable[[], Host]) -> list[Host]:
-    """The hosts, started at the same time: a start is mostly waiting."""
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda start: start(), starts))
+OFF = Line("off", "off")
+CAPTURED = Line("captured, not asked for", "ours")
+RETURNED = Line("returned to every request", "ours", routing=True)
+PEER = Line("vLLM's own", "vllm", routing=True)
+OFF_BESIDE_PEER = Line("off, beside vLLM's own", "off")
+IN_CONVERSATIONS = [
+    OFF,
+    CAPTURED,
+    Line("new rows", "ours", routing=True, new_rows=True),
+    Line("all rows", "ours", routing=True),
+    PEER,
+]
 
 
 def interleave(
-    hosts: list[Host],
+    hosts: dict[str, Host],
     lines: list[Line],
     cases: list[Case],
     repeats: int,
@@ -149,20 +159,29 @@ def interleave(
 ) -> None:
     """Runs every line of every case `repeats` times, in turns, after a warm-up."""
     for case in cases:
-        short = replace(case, turns=2) if case.turns > 1 else replace(case, new_tokens=32)
-        for host in hosts:
-            host.run(case if case.long else short, routing=False)
+        for variant, host in hosts.items():
+            host.run(warm_up_of(case), Line("warm-up", variant))
         with tqdm(total=repeats * len(lines), desc=case.name, unit=" runs", disable=None) as bar:
             for repeat in range(repeats):
                 order = lines if repeat % 2 == 0 else lines[::-1]
                 for line in order:
                     runs = results.setdefault(case.name, {}).setdefault(line.name, [])
-                    runs.append(line.host.run(case, line.routing, line.steered))
+                    runs.append(hosts[line.variant].run(case, line))
                     bar.update()
-        save.write_text(json.dumps(results))
+                    save.write_text(json.dumps(results))
 
 
-def table(results: dict[str, dict[str, list[Run]]], baseline: dict[str, str]) -> str:
+def warm_up_of(case: Case) -> Case:
+    """What a case's kernels are compiled for. Conversations come out of step after a few turns: from
+    then on, steps have the prompts of some beside the tokens of others."""
+    if case.long:
+        return case
+    if case.turns > 1:
+        return replace(case, turns=min(case.turns, 6))
+    return replace(case, new_tokens=32)
+
+
+def table(results: dict[str, dict[str, list[Run]]]) -> str:
     """Markdown: medians, and their ratios to the baseline that ran in the same turns.
 
     The noise is a row of its own: the runs of the baseline in even turns against those in odd ones.
@@ -172,8 +191,14 @@ def table(results: dict[str, dict[str, list[Run]]], baseline: dict[str, str]) ->
     head = f"| case | variant | {' | to off | '.join(figures.values())} | to off | ITL max ms |"
     rows = [head, "| --- " * (head.count("|") - 1) + "|"]
     for case, variants in results.items():
-        lines = [(name, runs, variants[baseline[name]]) for name, runs in variants.items()]
-        lines.append(("off: even turns to odd", variants["off"][::2], variants["off"][1::2]))
+        off = variants[OFF.name]
+        beside_peer = variants.get(OFF_BESIDE_PEER.name, off)
+        peers = (OFF_BESIDE_PEER.name, PEER.name)
+        lines = [
+            (name, runs, beside_peer if name in peers else off) for name, runs in variants.items()
+        ]
+        if len(off) > 1:
+            lines.append(("off: even turns to odd", off[::2], off[1::2]))
         for name, runs, base in lines:
             cells = [case, name]
             for key in figures:
@@ -188,26 +213,123 @@ def table(results: dict[str, dict[str, list[Run]]], baseline: dict[str, str]) ->
     return "\n".join(rows)
 
 
-def engine_options(model: Path, kv_cache_bytes: int) -> dict[str, Any]:
-    return {
+def engine_options(model: Path, config: dict[str, Any], cases: list[Case]) -> dict[str, Any]:
+    """Those that all engines have; the KV cache holds every case at once."""
+    slots = max(SLOTS, *(case.slots * 5 // 4 for case in cases if case.turns > 1), 0)
+    options = {
         "model": str(model),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
+        "dtype": config["torch_dtype"],
         "max_model_len": 20480,
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
         # only checked against what is free; the KV cache has a size of its own
         "gpu_memory_utilization": 0.4,
-        "kv_cache_memory_bytes": kv_cache_bytes,
+        "kv_cache_memory_bytes": kv_bytes(config) * slots,
         "disable_log_stats": True,
     }
+    if config["torch_dtype"] == "float32":
+        options |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
+    return options
+
+
+class Bench:
+    """The engines of a run, and what came of it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._logs: Path = args.logs or Path(tempfile.mkdtemp())
+        self._cases: list[Case] = args.cases
+        model = self._logs / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        config = dict(SHAPES[args.shape])
+        config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
+        (model / "config.json").write_text(json.dumps(config))
+        self._options = engine_options(model, config, self._cases)
+        if args.sequence_parallel:
+            self._options |= SEQUENCE_PARALLEL
+        if args.conversations:  # fewer graphs to capture: three engines start at once
+            self._options["max_num_seqs"] = max(case.size for case in self._cases)
+        if args.offload:
+            num_bytes = kv_bytes(config) * (SLOTS // 3)
+            self._options |= {"kv_cache_memory_bytes": num_bytes}
+            self._options |= {"kv_offloading_size": 16, "max_model_len": 4096}
+        self._results: dict[str, dict[str, list[Run]]] = {}
+
+    def run(self) -> None:
+        """Prints a table of the lines that the arguments ask for."""
+        if self._args.input:
+            steers_all = max(case.size for case in self._cases)
+            lines = [
+                OFF,
+                Line("off, again", "off"),
+                Line("on, used by nobody", "input"),
+                Line("on, one request steers", "input", steered=1),
+                Line("on, all requests steer", "input", steered=steers_all),
+            ]
+            # The capture is in both.
+            hosts = self._at_once("ours", "input")
+            self._finish({"off": hosts["ours"], "input": hosts["input"]}, lines, hosts["input"])
+        elif self._args.conversations:
+            lines = IN_CONVERSATIONS[:-1] if self._args.skip_peer else IN_CONVERSATIONS
+            hosts = self._at_once(*dict.fromkeys(line.variant for line in lines))
+            self._finish(hosts, lines, hosts["ours"])
+        else:
+            self._usual()
+
+    def _usual(self) -> None:
+        hosts = self._at_once("off", "ours")
+        ours = hosts["ours"]
+        self._turns(hosts, [OFF, CAPTURED, RETURNED])
+        hosts.pop("ours").stop()
+        self._report(ours)
+        if not (self._args.skip_peer or self._args.offload or self._args.sequence_parallel):
+            hosts["vllm"] = self._start("vllm")
+            self._finish(hosts, [OFF_BESIDE_PEER, PEER], ours)
+        for host in hosts.values():
+            host.stop()
+
+    def _finish(self, hosts: dict[str, Host], lines: list[Line], ours: Host) -> None:
+        self._turns(hosts, lines)
+        for host in hosts.values():
+            host.stop()
+        hosts.clear()
+        self._report(ours)
+
+    def _at_once(self, *variants: str) -> dict[str, Host]:
+        """The engine of each variant, started at the same time: a start is mostly waiting."""
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(variants, pool.map(self._start, variants), strict=True))
+
+    def _start(self, variant: str) -> Host:
+        own: dict[str, Any] = {}
+        if self._args.sequence_parallel:
+            own["data_parallel_rpc_port"] = free_port()
+        log = self._logs / f"{variant}.log"
+        return Host.start(variant, self._options | own, self._args.device, log)
+
+    def _turns(self, hosts: dict[str, Host], lines: list[Line]) -> None:
+        save = self._logs / "results.json"
+        interleave(hosts, lines, self._cases, self._args.repeats, self._results, save)
+
+    def _report(self, ours: Host) -> None:
+        """Prints the table, what it was measured on, and the memory that the capture takes."""
+        args, layers = self._args, ours.info["num_layers"]
+        conditions = described(commit_and_device(args.device, None))
+        print(f"\n{conditions}, {args.repeats} repeats, {args.shape}, {layers} MoE layers\n")
+        print(table(self._results))
+        print(f"\nours: {ours.info}", flush=True)
 
 
 def main() -> None:
+    Bench(parse()).run()
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--shape", choices=sorted(ENGINE_SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="tensor 2 x data 2 with expert parallelism"
     )
@@ -220,82 +342,31 @@ def main() -> None:
     parser.add_argument(
         "--offload", action="store_true", help="only a mix of reloads of KV that was offloaded"
     )
-    every = {case.name: case for case in (*CASES, *CONVERSATIONS)}
-    usual = [case.name for case in CASES]
-    parser.add_argument("--cases", nargs="+", choices=every, default=usual, metavar="CASE")
+    talks = {case.name: case for case in CONVERSATIONS}
+    parser.add_argument(
+        "--conversations",
+        choices=talks,
+        help="only conversations, with vLLM's own capture in a third engine beside the two",
+    )
+    every = {case.name: case for case in CASES}
+    parser.add_argument("--cases", nargs="+", choices=every, default=every, metavar="CASE")
     parser.add_argument("--layers", type=int, default=None, help="fewer for a rehearsal")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda",
+        help="cpu, with --shape tiny, to rehearse",
+    )
     parser.add_argument(
         "--logs", type=Path, default=None, help="folder for the engines' logs and the raw results"
     )
     args = parser.parse_args()
-    logs = args.logs or Path(tempfile.mkdtemp())
-    logs.mkdir(parents=True, exist_ok=True)
-    model = logs / "model"
-    model.mkdir(exist_ok=True)
-    config = dict(ENGINE_SHAPES[args.shape])
-    config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
-    (model / "config.json").write_text(json.dumps(config))
-    cases = RELOADS if args.offload else [every[name] for name in args.cases]
-    slots = SLOTS // 3 if args.offload else SLOTS
-    talks = [case for case in cases if case in CONVERSATIONS]
-    slots = max(
-        slots,
-        *(case.size * case.turns * (case.prompt_len + case.new_tokens) * 5 // 4 for case in talks),
-        0,
-    )
-    options = engine_options(model, kv_bytes(config) * slots)
-    if args.sequence_parallel:
-        options |= SEQUENCE_PARALLEL
+    args.cases = [every[name] for name in args.cases]
     if args.offload:
-        options |= {"kv_offloading_size": 16, "max_model_len": 4096}
-
-    def start(variant: str) -> Host:
-        own: dict[str, Any] = (
-            {"data_parallel_rpc_port": free_port()} if args.sequence_parallel else {}
-        )
-        return Host.start(variant, options | own, "cuda", logs / f"{variant}.log")
-
-    results: dict[str, Any] = {}
-    save = logs / "results.json"
-    if args.input:
-        off, on = at_once(partial(start, "ours"), partial(start, "input"))
-        lines = [
-            Line("off", off),
-            Line("off, again", off),
-            Line("on, used by nobody", on),
-            Line("on, one request steers", on, steered=1),
-            Line("on, all requests steer", on, steered=max(case.size for case in cases)),
-        ]
-        interleave([off, on], lines, cases, args.repeats, results, save)
-        for host in (off, on):
-            host.stop()
-        report(results, args, on)
-        return
-    off, ours = at_once(partial(start, "off"), partial(start, "ours"))
-    lines = [Line("off", off), *(Line(name, ours, routing) for name, routing in OURS)]
-    interleave([off, ours], lines, cases, args.repeats, results, save)
-    ours.stop()
-    report(results, args, ours)
-    if args.skip_peer or args.offload or args.sequence_parallel:
-        off.stop()
-        return
-    peer = start("vllm")
-    lines = [Line("off, beside vLLM's own", off), Line("vLLM's own", peer, routing=True)]
-    interleave([off, peer], lines, cases, args.repeats, results, save)
-    for host in (off, peer):
-        host.stop()
-    report(results, args, ours)
-
-
-def report(results: dict[str, Any], args: argparse.Namespace, ours: Host) -> None:
-    """Prints the table, what it was measured on, and the memory that the capture takes."""
-    beside = "off, beside vLLM's own"
-    baseline = {name: "off" for case in results.values() for name in case}
-    baseline |= {beside: beside, "vLLM's own": beside}
-    conditions, layers = described(commit_and_device("cuda", None)), ours.info["num_layers"]
-    print(f"\n{conditions}, {args.repeats} repeats, {args.shape}, {layers} MoE layers\n")
-    print(table(results, baseline))
-    print(f"\nours: {ours.info}", flush=True)
+        args.cases = RELOADS
+    if args.conversations:
+        args.cases = [talks[args.conversations]]
+    return args
 
 
 if __name__ == "__main__":
