@@ -17,6 +17,9 @@ from routed_experts.capture.wire.message import OptIn, PlacedRows, RowsOutput
 from routed_experts.capture.wire.transport import StepRows
 from routed_experts.capture.wire.vllm_rows import in_vllms_form
 from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.models import PREFIXES
+
+_LONGEST_NAME = 64  # characters of a client's that the log shows
 
 
 class BareRows:
@@ -44,6 +47,14 @@ class BareRows:
         prompt_start = max(params.routed_experts_prompt_start, 0)
         # Nobody reads rows before the end. Each choice has the rows of its prompt, as in vLLM.
         return OptIn(prompt_start, os.urandom(16), shared=False, final_only=True)
+
+    def unserved_field(self, params: Any) -> str | None:
+        """The name, cut, of a routing field in the extra arguments of these `SamplingParams`: the
+        front end passes them on, and nobody would do what they say. None if there is none."""
+        extra_args = (params and params.extra_args) or ()
+        named = (name for name in extra_args if name.startswith(PREFIXES))
+        name = next(named, None)
+        return None if name is None else name[:_LONGEST_NAME]
 
     def place(
         self,

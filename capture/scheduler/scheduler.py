@@ -60,9 +60,9 @@ class SchedulerHooks(AuxOutputHooks):
         )
         self.output_queue = self.distributor.queue
         self.router_inputs = RouterInputs(is_on=takes_input(config))
-        self._bare_rows: BareRows | None = None  # for a front end that is not ours
+        self.bare_rows: BareRows | None = None  # for a front end that is not ours
         if sends_bare_rows(config):
-            self._bare_rows = BareRows(config.model_config, self.output_queue)
+            self.bare_rows = BareRows(config.model_config, self.output_queue)
         self._stats = StatsRecorder(config.parallel_config.data_parallel_index)
         self._steps: dict[int, Step] = {}  # in flight
         self._num_steps = 0
@@ -91,7 +91,7 @@ class SchedulerHooks(AuxOutputHooks):
             if request.request_id in step.scheduled.num_scheduled_tokens:
                 step.reused_ids.add(request.request_id)
         params = request.sampling_params
-        opt_in = OptIn.of(params) if self._bare_rows is None else self._bare_rows.opt_in(params)
+        opt_in = OptIn.of(params) if self.bare_rows is None else self.bare_rows.opt_in(params)
         self.distributor.add(request, opt_in)
         self.router_inputs.add(request)
 
@@ -166,8 +166,8 @@ class SchedulerHooks(AuxOutputHooks):
             # 5. The step's own rows: it computed its tokens on top of all of the above.
             self.cache.write(captured.slots, captured.rows)
             step.arrive(captured, output.req_id_to_index)
-            if self._bare_rows is not None:
-                self._bare_rows.learn(captured)
+            if self.bare_rows is not None:
+                self.bare_rows.learn(captured)
             ids = self.cache.ids(captured.rows)
             # Also where no request has an input: the worker may have steered one that has none.
             if step.inputs or captured.told != TOLD_NOTHING:
@@ -201,9 +201,9 @@ class SchedulerHooks(AuxOutputHooks):
         """Adds envelopes to a step's messages, by API process: with rows, causes of unknown rows
         and counters. `is_idle`: whether no request is left."""
         singles = self.distributor.distribute(step, messages)
-        if self._bare_rows is not None:
+        if self.bare_rows is not None:
             for client, message in messages.items():
-                message.outputs = self._bare_rows.place(message.outputs, singles.get(client, ()))
+                message.outputs = self.bare_rows.place(message.outputs, singles.get(client, ()))
             return
         notes = self._notes(is_idle)
         for client in {**messages, **notes}:
@@ -273,6 +273,16 @@ class SchedulerCapture(HookedScheduler):
                 "The request id %r of API process %d is in use: the new request ends with an error.",
                 request.request_id,
                 request.client_index,
+            )
+            hooks.output_queue.refuse(request.request_id, request.client_index)
+            return
+        unserved_field = hooks.bare_rows and hooks.bare_rows.unserved_field(request.sampling_params)
+        if unserved_field is not None:
+            logger.error(
+                "Request %r has the field %r, which vLLM's front end in Rust does not serve: it ends with an error. "
+                "`routed-experts serve` does, without VLLM_USE_RUST_FRONTEND.",
+                request.request_id,
+                unserved_field,
             )
             hooks.output_queue.refuse(request.request_id, request.client_index)
             return

@@ -11,7 +11,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
-from routed_experts.capture.scheduler import row_source
+from routed_experts.capture.scheduler import row_source, scheduler
 from routed_experts.capture.wire.message import Cause
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.engine import (
@@ -58,9 +58,19 @@ class FrontEnd:
         self.core = core
         self.answers: dict[str, Answer] = {}
 
-    def add(self, name: str, prompt: list[int], start: int = 0, max_tokens: int = 4) -> Answer:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        start: int = 0,
+        max_tokens: int = 4,
+        extra_args: dict[str, Any] | None = None,
+    ) -> Answer:
         sampling = SamplingParams(
-            max_tokens=max_tokens, detokenize=False, routed_experts_prompt_start=start
+            max_tokens=max_tokens,
+            detokenize=False,
+            routed_experts_prompt_start=start,
+            extra_args=extra_args,
         )
         request = EngineCoreRequest(
             name, prompt, None, sampling, None, time.time(), None, None, None
@@ -160,6 +170,29 @@ def test_a_request_that_is_aborted_leaves_nothing_for_another_of_its_id() -> Non
     front_end.answers["again"] = Answer([], 0)  # a front end takes no more of it
     front_end.run()
     front_end.add("again", tokens(20, seed=1), max_tokens=5)
+    front_end.run()
+    front_end.check()
+
+
+@pytest.mark.parametrize(
+    "name", ["routed_experts_deactivate", "return_routed_experts", "routed_experts_" + "x" * 500]
+)
+def test_fields_of_our_server_are_refused(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients can put them into extra arguments, from which nobody would take them."""
+    front_end = FrontEnd(engine(bare_rows=True))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.ERROR, scheduler.logger.name):
+        asks = front_end.add("asks", tokens(20), extra_args={"others": 1, name: [1]})
+    front_end.run()
+    assert (asks.finish, asks.tokens) == (FinishReason.ERROR, [])
+    assert (
+        f"Request 'asks' has the field {name[:64]!r}, which vLLM's front end in Rust does not serve: it ends with an "
+        "error. `routed-experts serve` does, without VLLM_USE_RUST_FRONTEND."
+    ) in caplog.text
+    del front_end.answers["asks"]
+    front_end.add("others", tokens(20), extra_args={"others": 1})
     front_end.run()
     front_end.check()
 

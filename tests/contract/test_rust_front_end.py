@@ -64,8 +64,28 @@ def test_a_stream_has_them_in_its_last_chunk(front_end: RustFrontEnd) -> None:
     assert '"routed_experts"' in response.text.split("data: ")[-2]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"vllm_xargs": {"routed_experts_replay": [1]}}),
+        ("/inference/v1/generate", {"extra_args": {"routed_experts_deactivate": [1]}}),
+        ("/inference/v1/generate", {"vllm_xargs": {"return_routed_experts": True}}),
+    ],
+)
+def test_fields_of_our_server_that_it_passes_on_are_refused(
+    front_end: RustFrontEnd, path: str, body: dict[str, Any]
+) -> None:
+    prompt = prompt_of(5, 0)
+    if path == "/v1/completions":
+        response = front_end.post(path, prompt=prompt, max_tokens=2, **body)
+    else:
+        response = front_end.post(path, token_ids=prompt, sampling_params={"max_tokens": 2, **body})
+    assert response.status_code == 500
+    front_end.generate(prompt, max_tokens=2)
+
+
 def test_it_passes_over_the_fields_of_our_server(front_end: RustFrontEnd) -> None:
-    """So `routed-experts serve` refuses to start with it."""
+    """At their own place. So `routed-experts serve` refuses to start with it."""
     response = front_end.post(
         "/v1/completions", prompt=prompt_of(5, 0), max_tokens=2, return_routed_experts=True
     )
