@@ -94,6 +94,7 @@ class Line:
     rows: str
     stream: bool
     baseline: str
+    to_generate: bool = False  # whether its requests go to vLLM's route for tokens
 
     @property
     def mode(self) -> str:
@@ -125,6 +126,19 @@ def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
     return [lines for lines in (ours, peer if "vllm" in variants else []) if lines]
 
 
+def front_ends_of(modes: list[str]) -> list[Line]:
+    """vLLM's front ends at its route for tokens: ours in Python, and the one in Rust, which has all
+    rows at the end."""
+    servers = {"off": ("off", "none"), "returned": ("ours", "split"), "at_end": ("ours", "at_end")}
+    servers |= {"Rust: off": ("rust_off", "none"), "Rust: returned": ("rust", "joined")}
+    return [
+        Line(variant, *server, mode == "streamed", "off", to_generate=True)
+        for mode in modes
+        for variant, server in servers.items()
+        if (variant, mode) != ("at_end", "unstreamed")
+    ]
+
+
 def requests_of(case: Case, line: Line, seed: int, vocab: int, routing: Routing) -> list[Request]:
     """The requests of one run; the same seed gives the same lengths, and prompts that no other seed
     gives."""
@@ -140,8 +154,9 @@ def requests_of(case: Case, line: Line, seed: int, vocab: int, routing: Routing)
     ) -> Request:
         prompt = [rng.randrange(vocab) for _ in range(prompt_len)]
         streamed = line.stream if stream is None else stream
-        # vLLM's own capture does not stream
-        rows = "none" if line.rows == "joined" and streamed else line.rows
+        # vLLM's own capture does not stream, but at its route for tokens
+        is_without = line.rows == "joined" and streamed and not line.to_generate
+        rows = "none" if is_without else line.rows
         return Request(
             at,
             role,
@@ -149,6 +164,7 @@ def requests_of(case: Case, line: Line, seed: int, vocab: int, routing: Routing)
             streamed,
             Expected(prompt_len, tokens, choices, rows),
             apart=role in LONG_ROLES,
+            to_generate=line.to_generate,
         )
 
     g = case.new_tokens
@@ -297,7 +313,8 @@ class Bench:
         args = self._args
         write_model(self._model, self._config)
         try:
-            for lines in lines_of(args.variants, args.modes):
+            every = lines_of(args.variants, args.modes)
+            for lines in [front_ends_of(args.modes)] if args.rust else every:
                 self._serve(list(dict.fromkeys(line.server for line in lines)), cases)
                 for case in cases:
                     self._turns(case, lines)
@@ -320,6 +337,7 @@ class Bench:
         ]
         flags += ["--max-num-seqs", str(max(max(c.streams * c.choices, 256) for c in cases))]
         flags += ["--max-num-batched-tokens", "8192" if self._args.device == "cuda" else "2048"]
+        flags += ["--enable-scale-out"] if self._args.rust else []
         flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes), *self._args.serve]
         started = [variant for variant in variants if variant not in self._servers]
         for variant in started:
@@ -327,7 +345,14 @@ class Bench:
             log = self._out / f"{variant}.log"
             apart = self._gpus[:2] if self._args.prefill_decode else None
             self._servers[variant] = start(
-                variant, self._model, flags, log, self._args.api_servers, gpu, apart
+                variant,
+                self._model,
+                flags,
+                log,
+                self._args.api_servers,
+                gpu,
+                apart,
+                front_end=self._args.rust or "",
             )
         for variant in started:
             say(f"Starting the server of {variant}; its log is {self._servers[variant].log}.")
@@ -465,6 +490,11 @@ def parse() -> argparse.Namespace:
         metavar="MS",
         help="no model runs: steps of so many milliseconds are played, and the API process is all that is measured; "
         "with --prefill-decode also what hands prompts over, while loading KV takes no time",
+    )
+    parser.add_argument(
+        "--rust",
+        metavar="VLLM_RS",
+        help="vLLM's front end in Rust (this program, of 0.33 or later) beside ours, at vLLM's route for tokens",
     )
     parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
     parser.add_argument(

@@ -88,7 +88,7 @@ def _read(
             content = b"".join(raw[begin:end] for begin, end in _chunks(raw, start))
         body = orjson.loads(content)
         rows.add(body)
-        counts = [len(choice["text"]) // token_chars for choice in body["choices"]]
+        counts = [_num_tokens(choice, token_chars) for choice in body["choices"]]
     if counts != [expected.new_tokens] * expected.choices:
         raise Fault(f"{counts} tokens, not {expected.choices} times {expected.new_tokens}")
     answer.rows = rows.check()
@@ -102,10 +102,17 @@ def _read_events(
     for when, event in events:
         rows.add(event)
         for choice in event["choices"]:
-            num_tokens, rest = divmod(len(choice["text"]), token_chars)
-            if rest:
-                raise Fault(f"text of another length than tokens have: {choice['text']!r}")
-            answer.tokens[choice["index"]] += [when] * num_tokens
+            answer.tokens[choice["index"]] += [when] * _num_tokens(choice, token_chars)
+
+
+def _num_tokens(choice: dict[str, Any], token_chars: int) -> int:
+    """How many a choice brings, as text or, from `/inference/v1/generate`, as ids."""
+    if choice.get("text") is None:
+        return len(choice["token_ids"] or ())
+    num_tokens, rest = divmod(len(choice["text"]), token_chars)
+    if rest:
+        raise Fault(f"text of another length than tokens have: {choice['text']!r}")
+    return num_tokens
 
 
 def _events(raw: bytes, start: int, arrivals: Arrivals) -> list[tuple[float, Any]]:
@@ -161,7 +168,7 @@ class _Rows:
 
     def add(self, event: dict[str, Any]) -> None:
         p = self._expected.prompt_len
-        if "prompt_routed_experts" in event:
+        if event.get("prompt_routed_experts") is not None:
             self._prompt += self._count(event["prompt_routed_experts"], self._prompt)
         for choice in event["choices"]:
             if choice.get("routed_experts") is not None:

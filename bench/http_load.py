@@ -25,6 +25,8 @@ MORE_FIELDS = {
     "narrow": {"routed_experts_dtype": "auto"},
     "reference": {"routed_experts_delivery": "reference"},
 }
+COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
 _RECEIVE_BYTES = 1 << 20
 _LIMIT_S = 300
 
@@ -40,26 +42,31 @@ class Request:
     expected: Expected
     # its client process serves no "stream", whose times its answer's size could disturb
     apart: bool = False
+    # whether it goes to vLLM's route for tokens, which the front end in Rust returns rows from
+    to_generate: bool = False
     more_fields: dict[str, Any] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
         """The request as it goes over the wire. The server closes the connection when the answer is
         complete."""
-        body: dict[str, Any] = {
-            "model": MODEL_NAME,
-            "prompt": self.prompt,
+        sampling = {
             "max_tokens": self.expected.new_tokens,
             "ignore_eos": True,
             "temperature": 0,
-            "stream": self.stream,
         }
         if self.expected.choices > 1:
-            body |= {"n": self.expected.choices, "temperature": 1}
+            sampling |= {"n": self.expected.choices, "temperature": 1}
+        body: dict[str, Any] = {"model": MODEL_NAME, "stream": self.stream}
+        if self.to_generate:
+            body |= {"token_ids": self.prompt, "sampling_params": sampling}
+        else:
+            body |= {"prompt": self.prompt, **sampling}
         if self.expected.rows in OURS:
             body |= {"return_routed_experts": True, **MORE_FIELDS.get(self.expected.rows, {})}
         content = orjson.dumps(body | self.more_fields)
         head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            f"POST {GENERATE if self.to_generate else COMPLETIONS} HTTP/1.1\r\n"
+            "Host: 127.0.0.1\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         return head.encode() + content

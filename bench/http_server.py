@@ -19,6 +19,7 @@ MODEL_NAME = "bench"
 PLAYED = "bench.played_executor.PlayedExecutor"
 PLAYED_STEP_MS = "PLAYED_STEP_MS"  # environment variable: how long a step of it takes
 PLAYED_SLOTS = 1 << 20  # tokens that its KV cache holds
+BEHIND_RUST = ("rust", "rust_off")  # variants
 _START_LIMIT_S = 420
 _LOADED_TOKENS = "vllm:external_prefix_cache_hits_total"
 
@@ -34,6 +35,8 @@ class Server:
     api_servers: int
     # whether it is a proxy, whose children are a server for prefill and one for decode
     apart: bool = False
+    # the program of the front end that answers HTTP for it, as a child; none if it does so itself
+    front_end: str = ""
 
     def wait_until_healthy(self) -> None:
         """Returns once the port answers, or exits with the end of the server's log."""
@@ -55,6 +58,9 @@ class Server:
         if self.apart:
             proxy = self.process.pid
             return [pid for pid, parent in _session(proxy).items() if proxy in (pid, parent)]
+        if self.front_end:
+            program = self.front_end.encode() + b"\0"
+            return [pid for pid in _session(self.process.pid) if _command(pid).startswith(program)]
         if self.api_servers == 1:
             return [self.process.pid]
         # vLLM gives them titles: VLLM::APIServer_0 and so on.
@@ -104,12 +110,13 @@ def start(
     gpu: str | None,  # the only one that it sees; None leaves the choice to the environment
     # GPUs of a prefill and a decode server behind a proxy, none for a CPU
     apart: list[str] | None = None,
+    front_end: str = "",  # vLLM's program in Rust, for the variants that take it
 ) -> Server:
     """Starts the server of a variant without waiting for it; all else is equal between them.
 
     `ours` captures, `recorded` also writes the routing to files beside its log, with `input`
     requests may say experts, `off` does nothing of this; `vllm` is vLLM's own command with its own
-    capture.
+    capture, and `rust` and `rust_off` are it behind vLLM's front end in Rust with ours, and without.
     """
     env = dict(os.environ)
     if gpu is not None:
@@ -125,6 +132,10 @@ def start(
         env["VLLM_PLUGINS"] = ""  # none, so that nothing of ours is in these processes
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         flags = [*flags, "--enable-return-routed-experts"]
+    elif variant in BEHIND_RUST:
+        env |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": front_end}
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        flags = [*flags, "--enable-return-routed-experts"] if variant == "rust" else flags
     port = free_port(1 if apart is None else 3)
     if apart is not None:
         command = [
@@ -143,7 +154,8 @@ def start(
             start_new_session=True,
             env=env,
         )
-    return Server(process, port, log, api_servers, apart is not None)
+    program = front_end if variant in BEHIND_RUST else ""
+    return Server(process, port, log, api_servers, apart is not None, program)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 import pytest
 
-from bench.http import CASES, Case, figures, given_rows, lines_of, requests_of
+from bench.http import CASES, Case, figures, front_ends_of, given_rows, lines_of, requests_of
 from bench.http_answers import Answer, Arrivals, Expected, Routing, read
 from bench.http_load import Load, Request, Result
 from bench.http_table import table
@@ -110,6 +110,19 @@ def test_vllms_own_form() -> None:
     assert (answer.fault, answer.rows) == ("", P + G - 1)
 
 
+def test_tokens_as_ids_with_all_rows_in_the_last_chunk() -> None:
+    rows = encoded(ids(P + G - 1).astype(np.uint8), 0, "npy")
+    events: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "token_ids": [5]}]},
+        {"choices": [{"index": 0, "token_ids": [6, 7], "routed_experts": rows}]},
+    ]
+    answer = seen(streamed(events), "joined")
+    assert (answer.fault, answer.rows) == ("", P + G - 1)
+    assert answer.tokens == [[1.0, 2.0, 2.0]]
+    del events[1]["choices"][0]["routed_experts"]
+    assert seen(streamed(events), "joined").fault
+
+
 def filled(value: int) -> str:
     return base64.b64encode(np.full((1, LAYERS, TOP_K), value, np.int16).tobytes()).decode()
 
@@ -189,6 +202,20 @@ def test_what_is_sent(case: Case) -> None:
         others = requests_of(case, line, 2, 100, routing)
         assert new_tokens_of(requests) == new_tokens_of(others)
         assert not prompts_of(requests) & prompts_of(others)
+
+
+def test_what_is_sent_to_front_ends() -> None:
+    lines = front_ends_of(["streamed"])
+    routing = Routing(LAYERS, TOP_K, EXPERTS)
+    case = next(case for case in CASES if case.name == "64")
+    asking = {}
+    for line in lines:
+        sent = [request.encoded() for request in requests_of(case, line, 1, 100, routing)]
+        assert {body.partition(b" HTTP")[0] for body in sent} == {b"POST /inference/v1/generate"}
+        asking[line.variant] = {b'"return_routed_experts"' in body for body in sent}
+    # the front end in Rust returns them to every request
+    ours = {"off": {False}, "returned": {True}, "at_end": {True}}
+    assert asking == {**ours, "Rust: off": {False}, "Rust: returned": {False}}
 
 
 def test_given_rows_have_distinct_experts() -> None:
