@@ -3,7 +3,7 @@
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from routed_experts.protocol.input_fields import FieldsOfInput
@@ -39,14 +39,6 @@ generate_router = APIRouter(route_class=PackedRoute)
 
 Routing = Annotated[RoutingOptions | None, Depends(routing_of)]
 RoutingInput = Annotated[FieldsOfInput | None, Depends(input_of)]
-ArrayId = Annotated[str, Path(alias="id")]
-LayerRange = Annotated[
-    str | None, Query(description="layers to return, `FIRST:END`; all if left out")
-]
-TokenRange = Annotated[
-    str | None,
-    Query(description="rows to return, `FIRST:END`, counted from 0 in this array; all if left out"),
-]
 GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 
 
@@ -117,22 +109,22 @@ async def token_texts(raw_request: Request) -> TokenTexts:
     return await texts_of(raw_request, _captured(raw_request).engine)
 
 
-@router.get(ROWS_PATH + "/{id}", responses=schemas.ROWS, response_class=Response)
+# Their parameters are texts, and not in the signatures: FastAPI would say that it answers 422.
+@router.get(ROWS_PATH + "/{id}", response_class=Response, **schemas.ROWS)
 @router.head(ROWS_PATH + "/{id}", include_in_schema=False)
-async def stored_rows(
-    raw_request: Request, key: ArrayId, layers: LayerRange = None, tokens: TokenRange = None
-) -> Response:
+async def stored_rows(raw_request: Request) -> Response:
     """An array that a response refers to, or with `?layers=12:24&tokens=0:8192` a part of it. Both
     count from 0 in this array."""
-    return await stored_array(
-        raw_request, raw_request.app.state.routed_experts.store, key, layers, tokens
-    )
+    store, key = raw_request.app.state.routed_experts.store, raw_request.path_params["id"]
+    part = raw_request.query_params
+    return await stored_array(raw_request, store, key, part.get("layers"), part.get("tokens"))
 
 
-@router.delete(ROWS_PATH + "/{id}", responses=schemas.DELETION, status_code=204)
-async def delete_rows(raw_request: Request, key: ArrayId) -> Response:
+@router.delete(ROWS_PATH + "/{id}", status_code=204, **schemas.DELETION)
+async def delete_rows(raw_request: Request) -> Response:
     """Deletes an array that a response refers to, before it expires."""
-    return await delete_array(raw_request, raw_request.app.state.routed_experts.store, key)
+    store, key = raw_request.app.state.routed_experts.store, raw_request.path_params["id"]
+    return await delete_array(raw_request, store, key)
 
 
 @router.api_route(

@@ -312,6 +312,10 @@ def _part_errors(*codes: int) -> Responses:
     }
 
 
+def _range(name: str, description: str) -> dict[str, Any]:
+    return {"name": name, "in": "query", "description": description, "schema": {"type": "string"}}
+
+
 _INFO = _EXAMPLES["info"]["response"] | {"version": VERSION, "vllm_version": VLLM_VERSION}
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _ARRAY = (
@@ -337,14 +341,30 @@ TEXTS = _route(
     {400: _ERRORS[400], 404: _NO_CAPTURE, 501: "The server has no tokenizer."},
     {"schema": TokenIds.model_json_schema()},
 )
-DELETION: Responses = {
-    204: {"description": "The array is deleted."},
-    **_part_errors(404, 410, 412, 503),
+_ARRAY_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+DELETION: Any = {
+    "responses": {
+        204: {"description": "The array is deleted."},
+        **_part_errors(404, 410, 412, 503),
+    },
+    "openapi_extra": {"parameters": [_ARRAY_ID]},
 }
-ROWS: Responses = {
-    200: {"description": _ARRAY, "content": _BYTES},
-    206: {"description": "The bytes that `Range` asks for.", "content": _BYTES},
-    304: {"description": "`If-None-Match` names the array."},
-    **_part_errors(*_PART_ERRORS),
-    416: {"model": ErrorResponse, "description": "The `Range` begins behind the end."},
+ROWS: Any = {
+    "responses": {
+        200: {"description": _ARRAY, "content": _BYTES},
+        206: {"description": "The bytes that `Range` asks for.", "content": _BYTES},
+        304: {"description": "`If-None-Match` names the array."},
+        **_part_errors(*_PART_ERRORS),
+        416: {"model": ErrorResponse, "description": "The `Range` begins behind the end."},
+    },
+    "openapi_extra": {
+        "parameters": [
+            _ARRAY_ID,
+            _range("layers", "layers to return, `FIRST:END`; all if left out"),
+            _range(
+                "tokens",
+                "rows to return, `FIRST:END`, counted from 0 in this array; all if left out",
+            ),
+        ]
+    },
 }
