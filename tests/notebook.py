@@ -12,10 +12,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import matplotlib.pyplot as plt
 
 Cell = dict[str, Any]
+Ran = tuple[dict[str, Any], list[list[Cell]]]
+"""The names of a notebook after its run, and what each cell put out."""
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Cell]]:
@@ -65,6 +68,15 @@ def outputs_of(cells: Iterable[Cell], names: dict[str, Any]) -> Iterator[list[Ce
             outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
         plt.close("all")
         yield outputs
+
+
+def run_against(url: str, cells: Iterable[Cell], figures: Path) -> Ran:
+    """Runs cells with the server at `url`. Files of figures go to the folder `figures`."""
+    names: dict[str, Any] = {}
+    plt.switch_backend("agg")
+    variables = {"ROUTED_EXPERTS_URL": url, "ROUTED_EXPERTS_FIGURES": str(figures)}
+    with mock.patch.dict(os.environ, variables):
+        return names, list(outputs_of(cells, names))
 
 
 def main(path: Path) -> None:

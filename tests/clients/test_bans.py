@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -15,12 +14,11 @@ from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import ROOT, Server
 from tests.e2e.steered import Reference
-from tests.notebook import Cell, outputs_of, read
+from tests.notebook import Cell, Ran, outputs_of, read, run_against
 
 _, CELLS = read(ROOT / "examples/bans.ipynb")
 L, E = 5, 16
 """Layers and experts of the tiny model."""
-Ran = tuple[dict[str, Any], list[list[Cell]]]
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +30,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def ran(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """The notebook's names after its run against a server, and its outputs."""
-    names: dict[str, Any] = {}
-    plt.switch_backend("agg")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROUTED_EXPERTS_URL", server.url)
-        patch.setenv("ROUTED_EXPERTS_FIGURES", str(tmp_path_factory.mktemp("figures")))
-        return names, list(outputs_of(CELLS, names))
+    return run_against(server.url, CELLS, tmp_path_factory.mktemp("figures"))
 
 
 @pytest.fixture

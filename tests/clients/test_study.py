@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +20,7 @@ from routed_experts.server.cli.main import main
 from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import ROOT, Oracle, Server, free_port
-from tests.notebook import Cell, outputs_of, read
+from tests.notebook import Cell, Ran, outputs_of, read, run_against
 
 _, CELLS = read(ROOT / "examples/study.ipynb")
 L, K, E = 5, 4, 16
@@ -36,20 +35,12 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def ran(
-    server: Server, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], list[list[Cell]]]:
-    """The notebook's names after its run against a server, and its outputs."""
-    names: dict[str, Any] = {}
-    plt.switch_backend("agg")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROUTED_EXPERTS_URL", server.url)
-        patch.setenv("ROUTED_EXPERTS_FIGURES", str(tmp_path_factory.mktemp("study") / "figures"))
-        return names, list(outputs_of(CELLS, names))
+def ran(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return run_against(server.url, CELLS, tmp_path_factory.mktemp("study") / "figures")
 
 
 @pytest.fixture
-def study(ran: tuple[dict[str, Any], list[list[Cell]]]) -> dict[str, Any]:
+def study(ran: Ran) -> dict[str, Any]:
     return ran[0]
 
 
@@ -64,9 +55,7 @@ def cell_with(text: str) -> Cell:
     return cell
 
 
-def test_the_stored_outputs_are_those_of_the_run(
-    ran: tuple[dict[str, Any], list[list[Cell]]],
-) -> None:
+def test_the_stored_outputs_are_those_of_the_run(ran: Ran) -> None:
     """After a change: `python -m tests.notebook examples/study.ipynb`."""
     for cell, outputs in zip(CELLS, ran[1], strict=True):
         for stored, now in zip(cell["outputs"], outputs, strict=True):
