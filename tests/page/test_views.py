@@ -708,6 +708,21 @@ def test_folders_are_compared_as_groups(tab: Tab, viewed: Viewed) -> None:
     assert tab.is_hidden("#go")
 
 
+def test_chance_deals_the_tokens_of_two_responses(tab: Tab, viewed: Viewed) -> None:
+    """To different prompts, once both have ended."""
+    one, other = rows_of(59, 3, 4, 32), rows_of(39, 3, 4, 32, seed=1)
+    others = [text.upper() for text in TEXTS[:40]]
+    compare(tab, viewed(answer(one, 10, TEXTS[:60]), answer(other, 10, others)))
+    tab.wait_for_text("#parting-text", "If chance dealt their tokens to A and B")
+    both, random = np.concatenate([one, other]), np.random.default_rng(0)
+    dealt = [random.permutation(both) for _ in range(500)]
+    deals = [distance_of(rows[:59], rows[59:]) for rows in dealt]
+    shown = re.findall(r"([\d.]+) %", tab.text("#parting-text"))
+    assert float(shown[0]) == pytest.approx(100 * distance_of(one, other), abs=0.051)
+    assert float(shown[2]) == pytest.approx(100 * np.mean(deals), rel=0.03)
+    assert float(shown[4]) == pytest.approx(100 * np.quantile(deals, 0.95), rel=0.05)
+
+
 def test_some_tokens_are_compared_with_all(tab: Tab, viewed: Viewed) -> None:
     """Those that contain a text, and those of a range."""
     show(tab, viewed(answer(ROWS, 10, TEXTS), model_info=GIVEN))

@@ -53,8 +53,9 @@ class Counts {
 }
 
 /**
- * The distance of two groups of responses if they were dealt to the groups at random, or that of as many tokens of a
- * response, drawn at random, to the whole: {mean, most}, below `most` in 95 % of the deals. Null where nothing can be dealt.
+ * The distance of two answers if chance had made them: {mean, most}, below `most` in 95 % of the deals. Two groups have
+ * their responses dealt to them at random, two responses their tokens; as many tokens as a part of a response has are drawn
+ * from the whole. Null where nothing can be dealt.
  */
 export function byChance(a, b, distance) {
   const deal = dealOf(a, b);
@@ -66,8 +67,9 @@ export function byChance(a, b, distance) {
 
 function dealOf(a, b) {
   if (b.whole === a) return dealOfTokens(a, b);
-  if (!a.members || !b.members || a.members.some((member) => b.members.includes(member))) return null;
-  return dealOfResponses(a, b);
+  if (a.members && b.members) return a.members.some((member) => b.members.includes(member)) ? null : dealOfResponses(a, b);
+  const areWhole = [a, b].every(({ isSample, finished }) => !isSample && finished !== null);
+  return areWhole ? dealOfBoth(a, b) : null;
 }
 
 function dealOfResponses(a, b) {
@@ -84,6 +86,22 @@ function dealOfResponses(a, b) {
     return [countsOf(first), countsOf(all.slice(first.length))];
   };
   return { once, times: timesFor(all.length * a.layers * experts) };
+}
+
+function dealOfBoth(a, b) {
+  const tokens = [a, b].flatMap((answer) => Array.from({ length: answer.length }, (_, row) => ({ answer, position: answer.start + row })));
+  const experts = Math.max(a.experts, b.experts);
+  const random = randomNumbers();
+  const countsOf = (some) => {
+    const counts = new Counts(a.layers, experts);
+    for (const { answer, position } of some) counts.addToken(answer, position);
+    return counts;
+  };
+  const once = () => {
+    const first = draw(tokens, a.length, random);
+    return [countsOf(first), countsOf(tokens.slice(first.length))];
+  };
+  return { once, times: timesFor(tokens.length * a.size) };
 }
 
 function dealOfTokens(a, b) {

@@ -133,7 +133,7 @@ export function loadsInWords(a, b) {
   const by = a.layerIds.map((_, layer) => distance(a, b, layer));
   const most = by.indexOf(Math.max(...by));
   const load = `Load: ${percent(meanDistance(a, b))} of the choices go to other experts in B than in A, most in ${a.layerName(most)} (${percent(by[most])}).`;
-  const shows = [a.length, b.length].join();
+  const shows = [a.length, b.length, a.finished, b.finished].join();
   if (chance.a !== a || chance.b !== b || chance.shows !== shows) chance = { a, b, shows, words: chanceInWords(a, b) };
   return load + chance.words;
 }
@@ -141,6 +141,7 @@ export function loadsInWords(a, b) {
 function chanceInWords(a, b) {
   const found = byChance(a, b, meanDistance);
   if (!found) return "";
-  const dealt = b.whole ? "For as many tokens of A, drawn at random" : "If chance dealt the responses to A and B";
+  const what = a.members ? "the responses" : "their tokens";
+  const dealt = b.whole ? "For as many tokens of A, drawn at random" : `If chance dealt ${what} to A and B`;
   return ` ${dealt}, it would be ${percent(found.mean)} (in 95 % of ${b.whole ? "draws" : "deals"} at most ${percent(found.most)}).`;
 }
