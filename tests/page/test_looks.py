@@ -2,12 +2,14 @@
 
 import base64
 import importlib.util
+import io
 import re
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab
@@ -41,6 +43,17 @@ def test_light_dark_and_every_width(tab: Tab, viewed: Viewed, width: int) -> Non
     assert tab.js("$('#map canvas').getBoundingClientRect().right") <= width
     assert tab.js("$('.side').clientWidth <= $('.left').clientWidth")
     assert tab.js("$$('.chip').every(c => c.scrollWidth <= c.clientWidth)")
+
+
+def test_scrollbars_are_dark_in_the_dark_theme(tab: Tab, viewed: Viewed) -> None:
+    """Firefox without a desktop has them white."""
+    compare(tab, viewed(*two_that_part(149, 20, 70)), theme="dark")
+    left, top, width = tab.scroll_to("#tokens-a")
+    with Image.open(io.BytesIO(tab.screenshot())) as shot:
+        strip = shot.convert("L").crop(
+            (int(left + width) - 12, int(top) + 3, int(left + width) - 2, int(top) + 150)
+        )
+        assert strip.getextrema()[1] < 128
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
