@@ -4,7 +4,7 @@ right bytes come."""
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import StreamRequestHandler
 from threading import Thread
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from routed_experts.protocol import fetch as fetching
 from routed_experts.protocol.batch import join_turns
 from routed_experts.protocol.fetch import FetchError, Range, Span, fetch, fetch_spans
 from routed_experts.protocol.routing import RoutingError
@@ -23,9 +24,11 @@ NOBODY = "http://127.0.0.1:1/v1"
 
 
 @contextmanager
-def serving(*answers: tuple[int, dict[str, str]]) -> Iterator[tuple[int, list[tuple[str, Any]]]]:
-    """The port of a server that gives these answers, with their headers, and what it was asked:
-    path and key."""
+def serving(
+    *answers: tuple[int, dict[str, str]], content: bytes = bytes(4)
+) -> Iterator[tuple[int, list[tuple[str, Any]]]]:
+    """The port of a server that gives these answers, with their headers and `content`, and what it
+    was asked: path and key."""
     requests, left = [], list(answers)
 
     class Proxy(BaseHTTPRequestHandler):
@@ -36,13 +39,37 @@ def serving(*answers: tuple[int, dict[str, str]]) -> Iterator[tuple[int, list[tu
             for header in headers.items():
                 self.send_header(*header)
             self.end_headers()
-            self.wfile.write(bytes(4))
+            self.wfile.write(content)
 
     with HTTPServer(("127.0.0.1", 0), Proxy) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
             yield server.server_port, requests
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def serving_ranges(file: bytes, says_length: bool) -> Iterator[int]:
+    """The port of a server that answers each request for a range of `file`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            part = file[first : last + 1]
+            self.send_response(206)
+            if says_length:
+                self.send_header("Content-Length", str(len(part)))
+            self.end_headers()
+            self.wfile.write(part)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
         finally:
             server.shutdown()
             thread.join()
@@ -187,6 +214,39 @@ def test_another_number_of_bytes_is_refused(shape: list[int], headers: dict[str,
         pytest.raises(FetchError, match="another number of bytes"),
     ):
         fetch({**REFERENCE, "shape": shape}, base_url=f"http://127.0.0.1:{port}/v1")
+
+
+@pytest.mark.parametrize("says_length", [False, True])
+@pytest.mark.parametrize("num_bytes", [1 << 16, (1 << 16) + 1, 5 * (1 << 18) + 3])
+def test_an_array_larger_than_the_memory_that_is_asked_for_first(
+    num_bytes: int, says_length: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer grows as bytes come."""
+    for name in ("_UNSAID_BYTES", "_SAID_BYTES"):
+        monkeypatch.setattr(fetching, name, 1 << 16)
+    content = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
+    headers = {"Content-Length": str(num_bytes)} if says_length else {}
+    reference = {**REFERENCE, "shape": [num_bytes, 1, 1]}
+    with serving((200, headers), content=content.tobytes()) as (port, _):
+        array = fetch(reference, base_url=f"http://127.0.0.1:{port}/v1")
+    assert np.array_equal(array.reshape(-1), content)
+
+
+@pytest.mark.parametrize("says_length", [False, True])
+def test_parts_of_a_signed_url_that_are_larger_than_the_memory_that_is_asked_for_first(
+    says_length: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several at once, each with a buffer that grows."""
+    for name in ("_UNSAID_BYTES", "_SAID_BYTES"):
+        monkeypatch.setattr(fetching, name, 1 << 10)
+    array = np.random.default_rng(0).integers(0, 128, (5, 3000, 4), np.int16)
+    file = bytes(128) + array.tobytes()
+    reference: dict[str, Any] = {"shape": [3000, 5, 4], "dtype": "int16"}
+    with serving_ranges(file, says_length) as port:
+        reference["url"] = f"http://127.0.0.1:{port}/7.npy?X-Amz-Signature=abc"
+        for layers, tokens in [((0, 5), (0, 3000)), ((1, 4), (500, 2777)), ((2, 3), (1, 2))]:
+            part = fetch(reference, layers=layers, tokens=tokens)
+            assert np.array_equal(part, array[slice(*layers), slice(*tokens)])
 
 
 def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
