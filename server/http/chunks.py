@@ -16,7 +16,8 @@ _FIRST_FIELD = len(DATA) + 1
 _FIRST_CHOICE = '"choices":[{'
 _NO_CHOICE = -1 + len(_FIRST_CHOICE)  # where `str.find` gives -1
 _INDEX = '"index":'
-_UNFINISHED = '"finish_reason":null'  # in each chunk of a choice but the last
+UNFINISHED = '"finish_reason":null'
+"""In each chunk of a choice but the last."""
 _LAST_LINE_FIELDS = {
     "usage",
     "metrics",
@@ -50,7 +51,7 @@ class Chunk:
     @property
     def is_unfinished(self) -> bool:
         """Whether it says that its choice goes on."""
-        return _UNFINISHED in self.text
+        return UNFINISHED in self.text
 
     def drop_own_field(self) -> None:
         """Takes vLLM's own field for routing out of the choice, in which it is null."""

@@ -7,7 +7,7 @@ generator, and writes what is due into its chunks.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +17,7 @@ import msgspec
 from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
-from routed_experts.server.http.chunks import DATA, Chunk
+from routed_experts.server.http.chunks import DATA, UNFINISHED, Chunk
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, joined
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import THREADS, Delivery, count_references
@@ -306,7 +306,7 @@ class SSERewriter:
         self._delivery = delivery or Delivery()
         self._rows_in_line = encoder.form.rows_in(LINE_BYTES)
         self._endings: deque[Ending] = deque()
-        # the next event, if it was asked for while arrays are stored
+        # the next event, which was asked for while arrays are stored
         self._asked: asyncio.Future[str | None] | None = None
 
     def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
@@ -316,14 +316,12 @@ class SSERewriter:
     async def rewrite(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
         """Adds rows to `events`. An error ends the stream with an error event and `[DONE]`."""
         failure: Exception | None = None
+        passes_unfinished = self._options.at_end and not self._has_own_field
         try:
-            while True:
-                if self._endings:
-                    async for line in self._ended_before_next(events):
-                        yield line
-                event = await self._next(events)
-                if event is None:
-                    break
+            async for event in events:
+                if passes_unfinished and UNFINISHED in event:  # as with most chunks
+                    yield event
+                    continue
                 chunk = self._chunk_of(event)
                 choice = self._due.choice_of(chunk)
                 if choice is None:
@@ -335,6 +333,9 @@ class SSERewriter:
                     continue
                 async for line in self._with_all(chunk, choice):
                     yield line
+                if self._endings:
+                    async for line in self._until_stored(events):
+                        yield line
         except Exception as error:
             is_ours = isinstance(error, LostRowsError | StreamLimitError)
             logger.error("The stream ended with an error: %s", error, exc_info=not is_ours)
@@ -346,13 +347,6 @@ class SSERewriter:
         if failure is not None:
             yield f"{DATA}{self._error_event(failure)}\n\n"
             yield f"{DATA}[DONE]\n\n"
-
-    def _next(self, events: AsyncIterator[str]) -> Awaitable[str | None]:
-        """The next event, which may have been asked for while arrays were stored; None at the
-        end."""
-        asked = self._asked
-        self._asked = None
-        return anext(events, None) if asked is None else asked
 
     async def _close(self, events: AsyncIterator[str]) -> None:
         """Ends the generator of a stream, which aborts a running request in the engine."""
@@ -415,18 +409,35 @@ class SSERewriter:
         async for line in self._lines(chunk, arrays, values):
             yield line
 
-    async def _ended_before_next(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
-        """The last chunks of choices whose arrays are stored before vLLM has its next event, which
-        may take as long as another choice waits. All, if that event is for after all choices."""
-        asked = self._asked = asyncio.ensure_future(anext(events, None))
-        while self._endings and not asked.done():
-            stored = self._endings[0].values
-            await asyncio.wait({asked, stored}, return_when=asyncio.FIRST_COMPLETED)
-            async for line in self._ended(waits=False):
-                yield line
-        if self._endings and _is_after_all_choices(asked.result()):
-            async for line in self._ended(waits=True):
-                yield line
+    async def _until_stored(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        """What follows while arrays of choices that have ended are being stored: their last chunks,
+        each as soon as its arrays are stored, which may be before vLLM has its next event, and what
+        is made of further events. All last chunks come before an event for after all choices."""
+        while self._endings:
+            asked = self._asked = asyncio.ensure_future(anext(events, None))
+            while self._endings and not asked.done():
+                stored = self._endings[0].values
+                await asyncio.wait({asked, stored}, return_when=asyncio.FIRST_COMPLETED)
+                async for line in self._ended(waits=False):
+                    yield line
+            event = await asked
+            self._asked = None
+            if _is_after_all_choices(event):
+                async for line in self._ended(waits=True):
+                    yield line
+            if event is not None:
+                async for line in self._lines_of(event):
+                    yield line
+
+    async def _lines_of(self, event: str) -> AsyncIterator[str]:
+        """What is sent of an event: as in `rewrite`."""
+        chunk = self._chunk_of(event)
+        choice = self._due.choice_of(chunk)
+        if choice is None:
+            yield chunk.text
+            return
+        async for line in self._with_all(chunk, choice):
+            yield line
 
     async def _ended(self, waits: bool) -> AsyncIterator[str]:
         """The last chunks of choices whose arrays are stored by now, or of all, if it `waits`. They
