@@ -148,6 +148,23 @@ def test_a_bucket_that_is_slow_is_waited_for(proxy: Proxy) -> None:
     assert store.size(stored.id)
 
 
+def test_an_array_in_several_parts_is_stored_whole_though_its_first_request_breaks(
+    proxy: Proxy,
+) -> None:
+    store = ArrayStore(f"{URL}-parts")
+    store.open()
+    array = np.random.default_rng(0).integers(0, 128, (4, 200_000, 8), np.int16)  # 12.8 MB
+    proxy.fault = "truncated"
+    num_before = len(proxy.requests)
+    storing = store.writer.submit(store.put, array)
+    while len(proxy.requests) == num_before:
+        time.sleep(0.01)
+    proxy.fault = ""
+    stored = storing.result(60)
+    reference = stored.reference(array, 0, 0, url=stored.url)
+    assert np.array_equal(fetch(reference), array)
+
+
 @pytest.fixture(scope="module")
 def api(tiny_model: Path, proxy: Proxy) -> Iterator[Server]:
     patch = pytest.MonkeyPatch()
