@@ -36,6 +36,9 @@ Pair = tuple[int, int]
 
 _LAYER = "{layer}"
 
+_PIECE_ROWS = 1 << 16
+"""Rows of one layer that are checked at once: 1 MB with 8 experts, which stays in a CPU's cache."""
+
 
 class RoutingInputError(ValueError):
     """A request says something about its routing that is impossible.
@@ -80,38 +83,62 @@ class Groups:
 ONE_GROUP = Groups()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EncodedInput:
     """An encoded `RoutingInput`, of up to some 25 MB. Logs and dumps of a request show its size
     only.
 
-    A dataclass, and no `bytes`, whose subclasses MessagePack refuses. On the engine's side it is
-    `{"data": bytes}`, which JSON cannot have: so clients that fill `extra_args` cannot forge it.
+    A dataclass, because vLLM's messages can have one anywhere. Its arrays are a numpy array, which
+    they carry beside the message, as a frame of its own, so that nobody copies it. The header is
+    bytes, which JSON cannot have: so clients that fill `extra_args` cannot forge it.
+
+    Attributes:
+        header: what `_HEADER` says.
+        arrays: uint8 [bytes], the rows and then the bias, in C order, little-endian.
     """
 
-    data: bytes
+    header: bytes
+    arrays: NDArray[np.uint8]
 
     def __repr__(self) -> str:
-        return f"<routing input of {len(self.data)} bytes>"
+        return f"<routing input of {len(self)} bytes>"
 
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self.header) + len(self.arrays)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EncodedInput):
+            return NotImplemented
+        return self.header == other.header and np.array_equal(self.arrays, other.arrays)
+
+    def __hash__(self) -> int:
+        return hash(self.header)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EncodedInput":
+        return self  # nobody writes into it
 
     @property
     def digest(self) -> bytes:
         """From the header: equal only for equal inputs."""
-        return self.data[_DIGEST]
+        return self.header[_DIGEST]
 
     @classmethod
     def of(cls, params: Any) -> "EncodedInput | None":
-        """What a request with these `SamplingParams` says; None if it says nothing."""
+        """What a request with these `SamplingParams` says; None if it says nothing.
+
+        What a message brought and nobody joined with its frame (`InputDecoder` does) has no arrays:
+        `RoutingInput.decode` refuses it.
+        """
         if params is None or not params.extra_args:
             return None
         value = params.extra_args.get(INPUT_ARG)
         if isinstance(value, Mapping):
-            value = value.get("data")
-            return cls(value) if isinstance(value, bytes) else None
+            header = value.get("header")
+            return cls(header, _NO_BYTES) if isinstance(header, bytes) else None
         return value if isinstance(value, cls) else None
+
+
+_NO_BYTES = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,20 +176,21 @@ class RoutingInput:
         _check_rows_are_allowed(self.rows, self.bias)
 
     def encode(self) -> EncodedInput:
-        """As bytes, with a digest in their header, so that the engine need not hash them."""
+        """As bytes, with a digest in their header, so that the engine need not hash them. They are a
+        copy, which nobody can write into."""
         rows = np.zeros((0, 0, 0), "<i2")
         bias = np.zeros((0, 0), "<f4")
         if self.rows is not None:
             rows = self.rows.astype("<i2", copy=False)
         if self.bias is not None:
             bias = self.bias.astype("<f4", copy=False)
-        shapes = struct.pack("<q5I", self.start, *rows.shape, *bias.shape)
-        digest = hashlib.sha256(shapes)
-        # As large arrays are hashed, other threads run.
-        digest.update(rows.data)
-        digest.update(bias.data)
+        # As large arrays are copied and hashed, other threads run.
+        arrays = np.concatenate([array.reshape(-1).view(np.uint8) for array in (rows, bias)])
+        arrays.setflags(write=False)
+        digest = hashlib.sha256(struct.pack("<q5I", self.start, *rows.shape, *bias.shape))
+        digest.update(arrays.data)
         header = _HEADER.pack(_VERSION, digest.digest(), self.start, *rows.shape, *bias.shape)
-        return EncodedInput(b"".join([header, rows.data, bias.data]))
+        return EncodedInput(header, arrays)
 
     @classmethod
     def decode(cls, encoded: EncodedInput) -> "RoutingInput":
@@ -171,18 +199,19 @@ class RoutingInput:
         Raises:
             ValueError: `encode` did not make them.
         """
-        data = encoded.data
-        if len(data) < _HEADER.size or data[0] != _VERSION:
+        header = encoded.header
+        if len(header) != _HEADER.size or header[0] != _VERSION:
             raise ValueError("these bytes are no routing input: make them with RoutingInput.encode")
-        _, _, start, *shapes = _HEADER.unpack_from(data)
+        _, _, start, *shapes = _HEADER.unpack(header)
         rows_shape = tuple(shapes[:3])
         bias_shape = tuple(shapes[3:])
         num_ids = math.prod(rows_shape)
         num_values = math.prod(bias_shape)
-        if len(data) != _HEADER.size + 2 * num_ids + 4 * num_values:
+        data = encoded.arrays
+        if len(data) != 2 * num_ids + 4 * num_values:
             raise ValueError("these bytes are a routing input that was cut or joined")
-        rows = np.frombuffer(data, "<i2", num_ids, _HEADER.size)
-        bias = np.frombuffer(data, "<f4", num_values, _HEADER.size + 2 * num_ids)
+        rows = np.frombuffer(data, "<i2", num_ids)
+        bias = np.frombuffer(data, "<f4", num_values, 2 * num_ids)
         decoded = object.__new__(cls)
         object.__setattr__(decoded, "rows", rows.reshape(rows_shape) if num_ids else None)
         object.__setattr__(decoded, "start", start)
@@ -368,10 +397,18 @@ def _rows(value: Any) -> Rows:
 
 
 def _check_distinct(rows: Rows) -> None:
-    for apart in range(1, rows.shape[2]):
-        twice = (rows[..., apart:] == rows[..., :-apart]) & (rows[..., apart:] >= 0)
+    """In pieces, with the columns of a piece as arrays of their own: numpy is slow on short rows."""
+    num_tokens, num_layers, top_k = rows.shape
+    flat = rows.reshape(num_tokens * num_layers, top_k)
+    for first in range(0, len(flat), _PIECE_ROWS):
+        columns = np.ascontiguousarray(flat[first : first + _PIECE_ROWS].T)  # [K, rows]
+        twice = np.zeros(columns.shape[1], np.bool_)
+        for apart in range(1, top_k):
+            same = columns[apart:] == columns[:-apart]
+            same &= columns[apart:] >= 0
+            twice |= same.any(axis=0)
         if twice.any():
-            token, layer, _ = (int(index) for index in np.argwhere(twice)[0])
+            token, layer = divmod(first + int(twice.argmax()), num_layers)
             raise RoutingInputError(
                 "rows",
                 f"have an expert twice in {_LAYER} of row {token}: "

@@ -9,13 +9,26 @@ from routed_experts.capture.scheduler.step import Step
 from routed_experts.capture.wire.message import PlacedRows
 from routed_experts.capture.wire.rows import INPUT_FLAG
 from routed_experts.protocol.codec import Rows
-from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput, RoutingInput
+from routed_experts.protocol.routing_input import EncodedInput, RoutingInput
 
 _SALT_MARK = "/routed_experts:"
 """In the salt of a request's prefix cache, before what we say."""
 
 
 _SAYS_NOTHING = ExpectedRouting(None)
+
+
+class NamedInput(EncodedInput):
+    """Of a request whose KV has the name that `name_of_kv` says."""
+
+    __slots__ = ()
+
+
+def name_of_kv(own_salt: str | None, encoded: EncodedInput | None) -> str:
+    """What a request's prefix cache is salted with, which has `own_salt` of its own. With no input:
+    so that it is no name of one that has."""
+    said = "none" if encoded is None else encoded.digest.hex()
+    return f"{own_salt or ''}{_SALT_MARK}{said}"
 
 
 class RouterInputs:
@@ -47,18 +60,15 @@ class RouterInputs:
         """Gives a new request's KV a name of its own: that of these tokens under this routing is
         not that of the same tokens under another.
 
-        Here, because every request comes here, whoever made it. No two of them can have one name:
-        a name ends in the digest of an input, or in `none`, or it has no mark, and what is before
-        the last mark is the client's.
+        Here, because every request comes here, whoever made it; those of messages have theirs from
+        the thread that read them. No two of them can have one name: a name ends in the digest of an
+        input, or in `none`, or it has no mark, and what is before the last mark is the client's.
         """
         encoded = EncodedInput.of(request.sampling_params)
-        own_salt = request.cache_salt or ""
-        if encoded is not None:
-            # It comes as plain bytes, which a log or a dump of the request would print.
-            request.sampling_params.extra_args[INPUT_ARG] = encoded
-            self._rename(request, f"{own_salt}{_SALT_MARK}{encoded.digest.hex()}")
-        elif _SALT_MARK in own_salt:
-            self._rename(request, f"{own_salt}{_SALT_MARK}none")
+        if isinstance(encoded, NamedInput):
+            return
+        if encoded is not None or _SALT_MARK in (request.cache_salt or ""):
+            self._rename(request, name_of_kv(request.cache_salt, encoded))
 
     def _rename(self, request: Any, name: str) -> None:
         request.cache_salt = name

@@ -21,6 +21,7 @@ from routed_experts.capture.engine.versions import check_vllm_has
 from routed_experts.capture.scheduler.bare_rows import BareRows
 from routed_experts.capture.scheduler.distributor import RowDistributor
 from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.input_decoder import read_inputs
 from routed_experts.capture.scheduler.kv.tracker import ExternalKVTracker, LocalHit, NoExternalKV
 from routed_experts.capture.scheduler.prefill_exchange import PrefillRowsExchange
 from routed_experts.capture.scheduler.router_inputs import RouterInputs, check_told
@@ -243,6 +244,8 @@ class SchedulerCapture(HookedScheduler):
     ) -> None:
         check_engine_config(vllm_config)
         check_vllm_has(SCHEDULER)
+        if takes_input(vllm_config):
+            read_inputs()
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.aux_output_connector = SchedulerHooks(self, vllm_config, kv_cache_config)
 

@@ -106,6 +106,9 @@ SCHEDULER: tuple[Name, ...] = (
     *_of("vllm.v1.kv_cache_interface:KVCacheSpec", "prefix_replay_tokens", since="0.31.0"),
     *_of("vllm.config:SpeculativeConfig", "enable_adaptive_verification", since="0.28.0"),
     *_of("vllm.config.multimodal:MultiModalConfig", "mm_encoder_only"),
+    # Routing as an input needs vLLM 0.32.
+    *_of("vllm.v1.serial_utils:MsgpackDecoder", "decode", since="0.32.0"),
+    *_of("vllm.v1.engine.core", "MsgpackDecoder", since="0.32.0"),
     *_of("vllm.envs", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", until="0.33.0"),
 )
 """Of the engine core."""

@@ -1,19 +1,27 @@
 """Reads JSON bodies with long arrays.
 
 A parser needs 100 ms and more for an array of 25 MB, and Python runs nothing else meanwhile, so
-that all streams would stop. The text of such an array is cut out by its quotation marks, which
-takes a few milliseconds, and put back behind the parser.
+that all streams would stop. So the text of such an array is cut out by its quotation marks. What
+stands in its place is put back behind the parser, and is no copy: where the text is in the body.
+All of this runs in a thread, in pieces.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from routed_experts.protocol.input_fields import LongText
 from routed_experts.protocol.models import BIAS, REPLAY
+from routed_experts.server.outputs.threads import Threads, pause
 
 LONG_BYTES = 1 << 20
 """Of texts that are cut out, and of bodies that are looked at."""
+FIELDS = (REPLAY, BIAS)
+"""Of requests, whose arrays may be long."""
+_PIECE_BYTES = 1 << 21
+"""Searched at once, in a fraction of a millisecond."""
+_READER = Threads(1, "routed-experts-body")
 _KEY = b'"data"'
 _VALUE = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
 
@@ -26,8 +34,22 @@ class _Cut(NamedTuple):
     marker: str  # what stands in its place
 
 
+async def joined(parts: Sequence[bytes]) -> bytes:
+    """The body that came in these parts."""
+    if sum(map(len, parts)) < LONG_BYTES:
+        return b"".join(parts)
+    return await _READER.run(b"".join, parts)  # which lets other threads run
+
+
+async def read(body: bytes) -> Any:
+    """As `parse`, for the event loop."""
+    if len(body) < LONG_BYTES:
+        return json.loads(body)
+    return await _READER.run(parse, body)
+
+
 def parse(body: bytes) -> Any:
-    """As `json.loads`."""
+    """As `json.loads`, but for long texts of arrays, in whose place a `LongText` is."""
     cuts = list(_cuts(body)) if len(body) >= LONG_BYTES else []
     if not cuts:
         return json.loads(body)
@@ -37,10 +59,7 @@ def parse(body: bytes) -> Any:
         parts += [body[at : cut.start], cut.marker.encode()]
         at = cut.end
     parsed = json.loads(b"".join([*parts, body[at:]]))
-    try:
-        texts = {cut.marker: str(memoryview(body)[cut.start : cut.end], "ascii") for cut in cuts}
-    except UnicodeDecodeError:
-        return json.loads(body)
+    texts = {cut.marker: LongText(memoryview(body)[cut.start : cut.end]) for cut in cuts}
     if _put_back(parsed, texts) != len(cuts):
         # Something else has such a key, or a field is there twice.
         return json.loads(body)
@@ -61,13 +80,25 @@ def _cuts(body: bytes) -> Iterator[_Cut]:
             at = body.find(_KEY, behind_key)
             continue
         start = value.end()
-        end = body.find(b'"', start)
-        if end - start >= LONG_BYTES and body.find(b"\\", start, end) < 0:
+        end = _end_of_text(body, start)
+        if end - start >= LONG_BYTES:
             yield _Cut(start, end, f"cut out at {start}")
         at = body.find(_KEY, max(end, behind_key))
 
 
-def _put_back(parsed: Any, texts: dict[str, str]) -> int:
+def _end_of_text(body: bytes, start: int) -> int:
+    """Where the next quotation mark is; -1 if there is none, or a backslash before it."""
+    for first in range(start, len(body), _PIECE_BYTES):
+        end = body.find(b'"', first, first + _PIECE_BYTES)
+        if body.find(b"\\", first, end if end >= 0 else first + _PIECE_BYTES) >= 0:
+            return -1
+        if end >= 0:
+            return end
+        pause()
+    return -1
+
+
+def _put_back(parsed: Any, texts: dict[str, LongText]) -> int:
     """Puts texts in the place of their markers, in the fields whose arrays may be long. Returns in
     how many places."""
     count = 0
@@ -81,7 +112,7 @@ def _put_back(parsed: Any, texts: dict[str, str]) -> int:
 
 def arrays_of(body: Any) -> Iterator[dict[str, Any]]:
     """The objects in a request's body, of any form, that may hold long arrays under `data`."""
-    for name in (REPLAY, BIAS):
+    for name in FIELDS:
         value = body.get(name) if isinstance(body, dict) else None
         for array in value if isinstance(value, list) else [value]:
             if isinstance(array, dict):

@@ -5,6 +5,7 @@ import os
 import secrets
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
 
@@ -41,6 +42,7 @@ from routed_experts.server.http.vllm_http import (
     GenerateRequest,
     VLLMClientError,
 )
+from routed_experts.server.outputs.held_input import HeldInput
 from routed_experts.server.outputs.processor import TokenBudget, opt_in
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
@@ -81,13 +83,18 @@ class PackedRoute(APIRoute):
 class _LongRequest(Request):
     """A request in JSON, of any length."""
 
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            self._body = await long_body.joined([part async for part in self.stream()])
+        return self._body
+
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            self._json = long_body.parse(await self.body())
+            self._json = await long_body.read(await self.body())
         return self._json
 
 
-class _PackedRequest(Request):
+class _PackedRequest(_LongRequest):
     """A request in MessagePack that FastAPI and vLLM read as JSON."""
 
     async def json(self) -> Any:
@@ -103,7 +110,7 @@ def unpacked(content: bytes) -> Any:
     able to send.
     """
     try:
-        body = msgspec.msgpack.decode(content)
+        body = _without_copies(content)
         params = body.get(TRANSFER_PARAMS) if isinstance(body, dict) else None
         rows = params.pop(PARAM, None) if isinstance(params, dict) else None
         binary = _take_binary(body)
@@ -118,13 +125,46 @@ def unpacked(content: bytes) -> Any:
     return body
 
 
-def _take_binary(body: Any) -> list[bytes | None]:
+def _without_copies(content: bytes) -> Any:
+    """A MessagePack body, with views of it where arrays have bytes that may be long."""
+    try:
+        fields = msgspec.msgpack.decode(content, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return msgspec.msgpack.decode(content)
+    return {name: _field_without_copies(name, value) for name, value in fields.items()}
+
+
+def _field_without_copies(name: str, value: msgspec.Raw) -> Any:
+    if name in long_body.FIELDS:
+        with suppress(msgspec.ValidationError):
+            said = msgspec.msgpack.decode(value, type=_PackedArray | list[_PackedArray])
+            return [*map(_view_of, said)] if isinstance(said, list) else _view_of(said)
+    return msgspec.msgpack.decode(value)
+
+
+_PackedArray = dict[str, msgspec.Raw]
+
+
+def _view_of(array: _PackedArray) -> dict[str, Any]:
+    return {
+        name: msgspec.msgpack.decode(value, type=memoryview)
+        if bytes(memoryview(value)[:1]) in _BINARY
+        else msgspec.msgpack.decode(value)
+        for name, value in array.items()
+    }
+
+
+_BINARY = (b"\xc4", b"\xc5", b"\xc6")
+"""The first byte of bytes in MessagePack."""
+
+
+def _take_binary(body: Any) -> list[memoryview | bytes | None]:
     """Takes the bytes out of arrays that say which experts tokens take, in their order; None for an
     array without."""
-    binary: list[bytes | None] = []
+    binary: list[memoryview | bytes | None] = []
     for array in long_body.arrays_of(body):
         data = array.get("data")
-        is_binary = isinstance(data, bytes)
+        is_binary = isinstance(data, memoryview | bytes)
         binary.append(data if is_binary else None)
         if is_binary:
             array["data"] = ""
@@ -182,7 +222,7 @@ class RoutedRequest(RoutingFields, InputFields):
             if self._most_tokens is not None and params.max_tokens is not None:
                 params.max_tokens = min(params.max_tokens, self._most_tokens)
         if self._input is not None:
-            params.extra_args = {**(params.extra_args or {}), INPUT_ARG: self._input}
+            params.extra_args = {**(params.extra_args or {}), INPUT_ARG: HeldInput(self._input)}
         # Not used here. vLLM checks its own field of this name too late, after a stream has begun.
         params.routed_experts_prompt_start = 0
         return params

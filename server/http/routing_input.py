@@ -5,7 +5,6 @@ before they are read: by their shapes, by the model and by the prompt. Then thei
 and only then are they decoded, in a thread, one request at a time.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -22,6 +21,7 @@ from routed_experts.capture.wire.rows import INPUT_FLAG
 from routed_experts.protocol.codec import NUMPY_DTYPES, UNKNOWN, CodecError
 from routed_experts.protocol.input_fields import (
     BiasArray,
+    Data,
     FieldsOfInput,
     ReplayedArray,
     ReplayedReference,
@@ -51,7 +51,7 @@ from routed_experts.server.outputs.array_store import (
     UnknownArrayError,
 )
 from routed_experts.server.outputs.npy import NPY_HEADER_BYTES
-from routed_experts.server.outputs.threads import Threads
+from routed_experts.server.outputs.threads import Threads, pause
 from routed_experts.server.vllm_api import VLLMValidationError
 
 T = TypeVar("T")
@@ -311,7 +311,7 @@ class _Piece:
     num_layers: int
     top_k: int
     dtype: str
-    data: str | bytes | None = None
+    data: Data | None = None
     key: str | None = None
 
     @property
@@ -357,19 +357,20 @@ def _joined(pieces: list[_Piece], stored: dict[str, NDArray[Any]]) -> NDArray[An
     return whole
 
 
-def _check_length(name: str, data: str | bytes, num_bytes: int) -> None:
+def _check_length(name: str, data: Data, num_bytes: int) -> None:
     """Before anything is decoded."""
-    expected = num_bytes if isinstance(data, bytes) else 4 * -(-num_bytes // 3)
+    expected = num_bytes if isinstance(data, bytes | memoryview) else 4 * -(-num_bytes // 3)
     if len(data) != expected:
-        unit = "bytes" if isinstance(data, bytes) else "characters of base64"
+        unit = "bytes" if isinstance(data, bytes | memoryview) else "characters of base64"
         raise FieldError(
             name, f"{name}: an array of this shape and dtype has {expected} {unit}, not {len(data)}"
         )
 
 
-def _decoded(name: str, data: str | bytes, num_bytes: int) -> NDArray[np.uint8]:
-    if isinstance(data, bytes):
-        return np.frombuffer(data, np.uint8)
+def _decoded(name: str, data: Data, num_bytes: int) -> NDArray[np.uint8]:
+    if isinstance(data, bytes | memoryview):
+        # A copy, which is aligned, whatever stands before it in the body.
+        return np.frombuffer(data, np.uint8).copy()
     decoded = np.empty(num_bytes, np.uint8)
     at = 0
     for first in range(0, len(data), _PIECE_CHARS):
@@ -382,5 +383,5 @@ def _decoded(name: str, data: str | bytes, num_bytes: int) -> NDArray[np.uint8]:
             raise FieldError(name, f"{name}: data is not base64")
         decoded[at : at + expected] = np.frombuffer(piece, np.uint8)
         at += expected
-        time.sleep(0)  # lets the event loop run now, and not after Python's 5 ms
+        pause()
     return decoded

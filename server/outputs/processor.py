@@ -20,6 +20,7 @@ from routed_experts.capture.wire.message import (
 )
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.codec import Rows
+from routed_experts.server.outputs.held_input import put_input
 from routed_experts.server.outputs.prefill_param import put_rows
 from routed_experts.server.outputs.row_buffer import RowBuffer, owned_copy
 from routed_experts.server.vllm_api import (
@@ -179,6 +180,7 @@ class RowBuffers:
         """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the
         engine."""
         put_rows(request, request_index)
+        put_input(request)
         states = self._processor.request_states
         if request.request_id in states:  # more of its prompt, which is streamed in
             self._add(request, prompt, parent_req, request_index, *args, **kwargs)

@@ -49,6 +49,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor.abstract import Executor
@@ -378,7 +379,10 @@ class ArithmeticExecutor(Executor):
 
 def sent(message: Any) -> Any:
     """A request or a message as it arrives in the other process, by vLLM's own encoding."""
-    return MsgpackDecoder(type(message)).decode(MsgpackEncoder().encode(message))
+    decoder = (
+        engine_core.MsgpackDecoder if isinstance(message, EngineCoreRequest) else MsgpackDecoder
+    )
+    return decoder(type(message)).decode(MsgpackEncoder().encode(message))
 
 
 @contextmanager

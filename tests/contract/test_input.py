@@ -24,12 +24,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from routed_experts.capture.wire.transport import Told, attach, detach
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import INPUT_FIELDS
 from routed_experts.protocol.routing_input import EncodedInput, RoutingInput
 from routed_experts.server.http.input_memory import InputMemory
+from routed_experts.server.http.request import unpacked
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
 from tests.contract import served as around
@@ -108,6 +110,8 @@ class Arrived:
     """What reached the engine."""
 
     requests: list[Any] = field(default_factory=list)
+    # of the message of each request: its own length, and those of the arrays beside it
+    lengths: list[list[int]] = field(default_factory=list)
 
     def inputs(self) -> list[EncodedInput | None]:
         """What each request says of its routing."""
@@ -135,6 +139,8 @@ def arrived(monkeypatch: pytest.MonkeyPatch) -> Arrived:
         received = send(message)
         if isinstance(message, EngineCoreRequest):
             arrived.requests.append(received)
+            frames = MsgpackEncoder().encode(message)
+            arrived.lengths.append([memoryview(frame).nbytes for frame in frames])
         return received
 
     monkeypatch.setattr(around.around, "sent", sent)
@@ -183,7 +189,7 @@ def answered(server: Server, path: str, **body: Any) -> Any:
 
 def same(said: RoutingInput, expected: RoutingInput) -> None:
     """As the bytes for the engine are the same, everything is."""
-    assert said.encode().data == expected.encode().data
+    assert said.encode() == expected.encode()
 
 
 # ---- what reaches the engine ----
@@ -197,6 +203,17 @@ def test_rows_reach_the_engine(api: Server, arrived: Arrived, path: str) -> None
     same(arrived.input(), RoutingInput(rows=rows))
     assert "prompt_routed_experts" not in answer
     assert answer["choices"][0].get("routed_experts") is None
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, "/invocations"])
+def test_rows_are_beside_the_message_and_not_in_it(
+    api: Server, arrived: Arrived, path: str
+) -> None:
+    rows = rows_for(5)
+    answered(api, path, **body_for(path), **{REPLAY: array_of(rows)})
+    (message, *arrays) = arrived.lengths[0]
+    assert message < 1000
+    assert arrays == [rows.nbytes]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -302,6 +319,17 @@ def test_messagepack_needs_no_base64(api: Server, arrived: Arrived) -> None:
         )
     assert response.status_code == 200, response.text
     same(arrived.input(), RoutingInput(rows=rows, bias=bias))
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_bytes_of_messagepack_are_no_copy(is_list: bool) -> None:
+    rows = rows_for(5)
+    array = array_of(rows, data=rows.tobytes())
+    content = msgspec.msgpack.encode({"prompt": "a", REPLAY: [array] if is_list else array})
+    said = unpacked(content)[REPLAY]
+    data = said[0]["data"] if is_list else said["data"]
+    assert np.shares_memory(np.frombuffer(data, np.uint8), np.frombuffer(content, np.uint8))
+    assert bytes(data) == rows.tobytes()
 
 
 # ---- what is refused ----

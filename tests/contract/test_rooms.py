@@ -60,7 +60,10 @@ MAY_IMPORT_VLLM = (
         f"capture/scheduler/{name}.py"
         for name in ("bare_rows", "distributor", "output_queue", "scheduler")
     ),
-    *(f"capture/scheduler/{name}.py" for name in ("prefill_exchange", "row_source", "step")),
+    *(
+        f"capture/scheduler/{name}.py"
+        for name in ("input_decoder", "prefill_exchange", "row_source", "step")
+    ),
     "capture/scheduler/kv",
     *("server/vllm_api.py", "server/http/vllm_http.py", "server/http/seams.py"),
     *("server/cli/serve.py", "server/inprocess/plugin.py"),

@@ -5,6 +5,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,11 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.seams.engine import HAS_SINK
@@ -40,6 +44,7 @@ from routed_experts.protocol.routing_input import (
     routing_args,
 )
 from routed_experts.server.inprocess.input_check import InputCheck
+from tests.contract.engine import sent
 from tests.contract.served import worker_in_this_process
 from tests.contract.test_moe_layers import Engine
 from tests.e2e.harness import prompt_of
@@ -80,13 +85,18 @@ class Client:
         self.num_tokens: dict[str, int] = {}
 
     def add(self, name: str, length: int, args: Mapping[str, Any] | None = None) -> None:
-        sampling = SamplingParams(
-            max_tokens=5, temperature=0, ignore_eos=True, extra_args=dict(args) if args else None
-        )
-        prompt = prompt_of(length, seed=length)
-        request = EngineCoreRequest(name, prompt, None, sampling, None, 0.0, None, None, None)
+        """As a program with the engine in its process."""
+        self.take(request_of(name, length, args))
+
+    def send(self, name: str, length: int, args: Mapping[str, Any] | None = None) -> Any:
+        """As an API process. Returns the request as it arrives."""
+        received = sent(request_of(name, length, args))
+        self.take(received)
+        return received
+
+    def take(self, request: EngineCoreRequest) -> None:
         self.core.add_request(*self.core.preprocess_add_request(request))
-        self.num_tokens[name] = 0
+        self.num_tokens[request.request_id] = 0
 
     def finish(self) -> None:
         while self.core.scheduler.has_requests():
@@ -102,9 +112,92 @@ class Client:
             assert name in self.reasons
 
 
-def as_in_messages(args: Mapping[str, EncodedInput]) -> dict[str, Any]:
-    """As MessagePack brings it to an engine process."""
-    return {INPUT_ARG: {"data": args[INPUT_ARG].data}}
+def as_in_messages(args: Mapping[str, Any]) -> dict[str, Any]:
+    """As a message brings it to an engine's process."""
+    received: EngineCoreRequest = sent(request_of("a", 4, args))
+    assert received.sampling_params is not None
+    return received.sampling_params.extra_args or {}
+
+
+def request_of(name: str, length: int, args: Mapping[str, Any] | None = None) -> EngineCoreRequest:
+    sampling = SamplingParams(
+        max_tokens=5, temperature=0, ignore_eos=True, extra_args=dict(args) if args else None
+    )
+    prompt = prompt_of(length, seed=length)
+    return EngineCoreRequest(name, prompt, None, sampling, None, 0.0, None, None, None)
+
+
+# ---- how it comes to the engine ----
+
+
+def test_rows_are_beside_the_message_and_not_in_it() -> None:
+    """So that no process copies them: vLLM's encoder takes them as they are."""
+    args = routing_args(rows=rows_for(20_000))
+    message, rows = MsgpackEncoder().encode(request_of("a", 4, args))
+    assert len(message) < 400
+    assert isinstance(rows, memoryview)
+    assert np.shares_memory(np.frombuffer(rows, np.uint8), args[INPUT_ARG].arrays)
+
+
+SAID: dict[str, dict[str, Any]] = {
+    "rows": {"rows": rows_for(150)},
+    "rows that are short enough to be in the message": {"rows": rows_for(3), "start": 2},
+    "a bias": {"bias": np.linspace(-1, 1, L * E, dtype=np.float32).reshape(L, E)},
+    "both": {"rows": rows_for(60), "bias": np.ones((L, E), np.float32)},
+}
+
+
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_what_an_api_process_sends_is_what_the_engine_has(
+    engine: Engine, said: dict[str, Any]
+) -> None:
+    args = routing_args(**said)
+    client = Client(engine)
+    received = client.send("told", 150, args)
+    assert EncodedInput.of(received.sampling_params) == args[INPUT_ARG]
+    assert len(repr(received.sampling_params.extra_args)) < 100
+    client.send("natural", 90)
+    client.finish()
+    assert set(client.reasons.values()) == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("place", [0, 2, -1, True, "1", None, [1]])
+def test_a_frame_that_is_not_there_ends_its_request_only(engine: Engine, place: object) -> None:
+    """As if vLLM wrote its messages in another way."""
+    header = routing_args(rows=rows_for(40))[INPUT_ARG].header
+    client = Client(engine)
+    client.send("broken", 40, {INPUT_ARG: {"header": header, "arrays": ["|u1", [1], place]}})
+    client.send("natural", 40)
+    client.finish()
+    assert client.reasons == {"broken": FinishReason.ERROR, "natural": FinishReason.LENGTH}
+
+
+def test_what_a_client_writes_like_it_says_nothing(engine: Engine) -> None:
+    """JSON has no bytes."""
+    client = Client(engine)
+    client.send("natural", 40, {INPUT_ARG: {"header": "text", "arrays": ["|u1", [1], 1]}})
+    client.finish()
+    assert client.reasons == {"natural": FinishReason.LENGTH}
+
+
+def test_the_prompt_of_a_request_is_hashed_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the thread for messages, and by the name that it also has in a program."""
+    init_none_hash(sha256)
+    monkeypatch.setattr(engine.core, "request_block_hasher", get_request_block_hasher(16, sha256))
+    args = routing_args(rows=rows_for(150))
+    request = request_of("a", 150, args)
+    request.cache_salt = "the client's"
+    in_program, _ = engine.core.preprocess_add_request(copy(request))
+    router_inputs = engine.core.scheduler.aux_output_connector.router_inputs
+    router_inputs.salt(in_program)
+    received, _ = engine.core.preprocess_add_request(sent(request))
+    monkeypatch.setattr(type(received), "update_block_hashes", None)
+    router_inputs.salt(received)
+    assert received.cache_salt == in_program.cache_salt
+    assert received.block_hashes == in_program.block_hashes
+    assert len(received.block_hashes) == 150 // 16
 
 
 # ---- what the scheduler and the worker do ----
@@ -233,7 +326,7 @@ def test_an_input_that_nobody_checked_ends_its_request_only(
 
 def test_bytes_that_are_no_input_end_their_request_only(engine: Engine) -> None:
     client = Client(engine)
-    client.add("broken", 40, {INPUT_ARG: {"data": b"what"}})
+    client.add("broken", 40, {INPUT_ARG: {"header": b"what"}})
     client.add("natural", 40)
     client.finish()
     assert client.reasons == {"broken": FinishReason.ERROR, "natural": FinishReason.LENGTH}
@@ -242,7 +335,7 @@ def test_bytes_that_are_no_input_end_their_request_only(engine: Engine) -> None:
 def salted(engine: Engine, args: Mapping[str, Any] | None, own_salt: str | None) -> Any:
     """A request after the scheduler gave its KV a name. Its hashes stand for vLLM's."""
     request = SimpleNamespace(
-        sampling_params=SimpleNamespace(extra_args=None if args is None else as_in_messages(args)),
+        sampling_params=SimpleNamespace(extra_args=args),
         cache_salt=own_salt,
         block_hashes=[own_salt],
     )
@@ -252,11 +345,9 @@ def salted(engine: Engine, args: Mapping[str, Any] | None, own_salt: str | None)
 
 
 def test_a_prompt_is_hashed_with_its_input(engine: Engine) -> None:
-    """So that the prefix cache never takes one for the other. The bytes that a message brings are
-    not printed."""
+    """So that the prefix cache never takes one for the other."""
     one = salted(engine, routing_args(rows=rows_for(8)), "the client's")
     other = salted(engine, routing_args(rows=rows_for(8, seed=1)), "the client's")
-    assert len(repr(one.sampling_params.extra_args)) < 100
     assert one.block_hashes != other.block_hashes
     for request in (one, other):
         assert len(request.block_hashes) == 1
@@ -340,7 +431,7 @@ def test_a_program_may_give_what_fits_the_model() -> None:
     ("is_on", "args", "words"),
     [
         (True, {INPUT_ARG: b"bytes"}, "must be what .*routing_args returned"),
-        (True, {INPUT_ARG: {"data": b"bytes"}}, "these bytes are no routing input"),
+        (True, {INPUT_ARG: {"header": b"bytes"}}, "these bytes are no routing input"),
         (True, routing_args(rows=rows_for(11)), "prompt's 10 tokens"),
         (True, routing_args(rows=rows_for(10)[:, :2]), "5 layers"),
         (True, routing_args(bias=np.full((L, E), np.inf)), "16 experts of decoder layer 1,"),

@@ -270,6 +270,7 @@ OTHERS = {
 }
 OTHERS |= {
     "_json",
+    "_body",
     "_routed_experts",
     "strerror",
     "errno",

@@ -5,7 +5,6 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -73,27 +72,70 @@ def test_no_copy_of_a_request_prints_the_bytes_or_copies_them() -> None:
     args = routing_args(rows=rows_of(5000))
     assert len(repr(args)) < 100
     for other in (copy.copy(args), copy.deepcopy(args)):
-        assert other[INPUT_ARG].data is args[INPUT_ARG].data
+        assert other[INPUT_ARG].arrays is args[INPUT_ARG].arrays
     assert pickle.loads(pickle.dumps(args)) == args
 
 
-def test_it_survives_the_way_to_the_engine() -> None:
-    args = routing_args(rows=rows_of(5))
-    params = SimpleNamespace(extra_args=msgspec.msgpack.decode(msgspec.msgpack.encode(args)))
-    assert EncodedInput.of(params) == args[INPUT_ARG]
+def test_rows_that_a_program_changes_later_are_those_that_it_gave() -> None:
+    """The engine may be sent them at any time."""
+    rows = rows_of(5)
+    encoded = RoutingInput(rows=rows).encode()
+    expected = rows.copy()
+    rows[:] = 0
+    np.testing.assert_array_equal(RoutingInput.decode(encoded).rows, expected)
+    with pytest.raises(ValueError, match="read-only"):
+        encoded.arrays[0] = 1
 
 
-@pytest.mark.parametrize("value", ["text", 1, ["a"], {"data": "text"}, {}, None])
+def test_inputs_are_equal_by_what_they_say() -> None:
+    one = RoutingInput(rows=rows_of(4)).encode()
+    same = RoutingInput(rows=rows_of(4)).encode()
+    assert one == same
+    assert len({one, same}) == 1
+    assert one != RoutingInput(rows=rows_of(4, seed=1)).encode()
+    assert one != one.header
+
+
+def test_what_a_message_brought_without_its_frame_is_refused_and_not_passed_over() -> None:
+    encoded = EncodedInput.of(
+        SimpleNamespace(
+            extra_args={
+                INPUT_ARG: {
+                    "header": RoutingInput(rows=rows_of(9)).encode().header,
+                    "arrays": ["|u1", [72], 1],
+                }
+            }
+        )
+    )
+    assert encoded is not None
+    with pytest.raises(ValueError, match="these bytes are"):
+        RoutingInput.decode(encoded)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["text", 1, ["a"], {"header": "text", "arrays": ["|u1", [1], 1]}, {"arrays": ""}, {}, None],
+)
 def test_json_cannot_forge_it(value: object) -> None:
     assert EncodedInput.of(SimpleNamespace(extra_args={INPUT_ARG: value})) is None
 
 
+ENCODED = RoutingInput(rows=rows_of(3)).encode()
+
+
 @pytest.mark.parametrize(
-    "data", [b"", b"x" * 200, RoutingInput(rows=rows_of(3)).encode().data[:-1]]
+    ("header", "arrays"),
+    [
+        (b"", ENCODED.arrays),
+        (b"x" * len(ENCODED.header), ENCODED.arrays),
+        (ENCODED.header[:-1], ENCODED.arrays),
+        (ENCODED.header, ENCODED.arrays[:-1]),
+        (ENCODED.header, np.tile(ENCODED.arrays, 2)),
+    ],
 )
-def test_bytes_of_something_else_are_refused(data: bytes) -> None:
+def test_bytes_of_something_else_are_refused(header: bytes, arrays: np.ndarray) -> None:
     with pytest.raises(ValueError, match="these bytes are"):
-        RoutingInput.decode(EncodedInput(data))
+        RoutingInput.decode(EncodedInput(header, arrays))
 
 
 TWICE = np.full((1, 2, 2), 3)
