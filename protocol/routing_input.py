@@ -8,7 +8,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ INPUT_ARG = "routed_experts.input"
 """Key in `SamplingParams.extra_args`; its value is `RoutingInput.encode()`."""
 
 _VERSION = 1
-_HEADER = struct.Struct("<B32sq5I")  # the version, the digest, the start, the shapes of both arrays
+# the version, the digest, the start, the shapes of both arrays, and the largest expert in rows
+_HEADER = struct.Struct("<B32sq5Ii")
 _DIGEST = slice(1, 33)
 
 MAX_BIAS = 10_000.0
@@ -153,6 +154,7 @@ class RoutingInput:
             chooses where a layer of a row has a -1.
         start: position of the first row.
         bias: float32 [L, E], for all tokens of the request. A layer of zeros stays the router's own.
+        largest: the largest expert in `rows`; -1 if there is none.
 
     Raises:
         TypeError: an argument has another type.
@@ -162,11 +164,14 @@ class RoutingInput:
     rows: Rows | None = None
     start: int = 0
     bias: Bias | None = None
+    largest: int = field(init=False, default=UNKNOWN)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "start", _start(self.start))
         if self.rows is not None:
-            object.__setattr__(self, "rows", _rows(self.rows))
+            rows, largest = _rows(self.rows)
+            object.__setattr__(self, "rows", rows)
+            object.__setattr__(self, "largest", largest)
         if self.bias is not None:
             object.__setattr__(self, "bias", _bias(self.bias))
         if self.rows is None and self.bias is None:
@@ -189,7 +194,9 @@ class RoutingInput:
         arrays.setflags(write=False)
         digest = hashlib.sha256(struct.pack("<q5I", self.start, *rows.shape, *bias.shape))
         digest.update(arrays.data)
-        header = _HEADER.pack(_VERSION, digest.digest(), self.start, *rows.shape, *bias.shape)
+        header = _HEADER.pack(
+            _VERSION, digest.digest(), self.start, *rows.shape, *bias.shape, self.largest
+        )
         return EncodedInput(header, arrays)
 
     @classmethod
@@ -202,7 +209,7 @@ class RoutingInput:
         header = encoded.header
         if len(header) != _HEADER.size or header[0] != _VERSION:
             raise ValueError("these bytes are no routing input: make them with RoutingInput.encode")
-        _, _, start, *shapes = _HEADER.unpack(header)
+        _, _, start, *shapes, largest = _HEADER.unpack(header)
         rows_shape = tuple(shapes[:3])
         bias_shape = tuple(shapes[3:])
         num_ids = math.prod(rows_shape)
@@ -215,6 +222,7 @@ class RoutingInput:
         decoded = object.__new__(cls)
         object.__setattr__(decoded, "rows", rows.reshape(rows_shape) if num_ids else None)
         object.__setattr__(decoded, "start", start)
+        object.__setattr__(decoded, "largest", largest)
         object.__setattr__(decoded, "bias", bias.reshape(bias_shape) if num_values else None)
         return decoded
 
@@ -240,10 +248,10 @@ class RoutingInput:
                     f"must have {num_layers} layers and {top_k} experts per token, as this model "
                     f"has, not {self.rows.shape[1]} and {self.rows.shape[2]}",
                 )
-            largest = int(self.rows.max())
-            if largest >= num_experts:
+            if self.largest >= num_experts:
                 raise RoutingInputError(
-                    "rows", f"have expert {largest}, but the model's are 0 to {num_experts - 1}"
+                    "rows",
+                    f"have expert {self.largest}, but the model's are 0 to {num_experts - 1}",
                 )
             if num_prompt_tokens is not None and self.end > num_prompt_tokens:
                 raise RoutingInputError(
@@ -326,15 +334,15 @@ def steering_bias(
             "bias", f"must have the shape {list(shape)}, not {list(result.shape)}"
         )
     index_of_layer = indices_of(layer_ids)
-    for field, pairs, value in (
+    for argument, pairs, value in (
         ("activate", activate, np.inf),
         ("deactivate", deactivate, -np.inf),
     ):
         for layer, expert in pairs:
-            index = place_of(field, (layer, expert), index_of_layer, num_experts)
+            index = place_of(argument, (layer, expert), index_of_layer, num_experts)
             if result[index] == -value:
                 raise RoutingInputError(
-                    field,
+                    argument,
                     f"has expert {expert} of decoder layer {layer}, which another field says to "
                     f"choose {'never' if value > 0 else 'always'}",
                 )
@@ -375,7 +383,8 @@ def _start(value: Any) -> int:
         raise RoutingInputError("start", str(error).removeprefix("start ")) from None
 
 
-def _rows(value: Any) -> Rows:
+def _rows(value: Any) -> tuple[Rows, int]:
+    """The rows, and the largest expert in them."""
     rows = arguments.array("rows", value, "iu")
     if rows.ndim != 3 or 0 in rows.shape:
         raise RoutingInputError(
@@ -393,7 +402,7 @@ def _rows(value: Any) -> Rows:
         )
     result = np.ascontiguousarray(rows, dtype=np.int16)
     _check_distinct(result)
-    return result
+    return result, largest
 
 
 def _check_distinct(rows: Rows) -> None:

@@ -47,6 +47,7 @@ def bias_of(values: dict[tuple[int, int], float]) -> np.ndarray:
 def test_there_and_back(said: dict[str, Any]) -> None:
     back = RoutingInput.decode(RoutingInput(**said).encode())
     assert back.start == said.get("start", 0)
+    assert back.largest == (said["rows"].max() if "rows" in said else -1)
     for name in ("rows", "bias"):
         sent, array = said.get(name), getattr(back, name)
         assert (array is None) == (sent is None)
