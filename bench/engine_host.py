@@ -22,15 +22,17 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.capture.wire.rows import INPUT_KEY
+from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY
+from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.routing_input import routing_args
 from routed_experts.server.outputs.processor import RowBuffers, opt_in
 from routed_experts.server.outputs.row_buffer import RowBuffer
 
-VARIANTS = ("off", "vllm", "ours", "input")
-"""Without a capture; vLLM's; ours; ours, with requests that may say which experts they take."""
+VARIANTS = ("off", "vllm", "ours", "input", "recompute")
+"""Without a capture; vLLM's; ours; ours, with requests that may say which experts they take; and with
+tokens that take their experts again when their KV is computed again."""
 
-OURS = ("ours", "input")
+OURS = ("ours", "input", "recompute")
 
 
 def make_engine(args: argparse.Namespace) -> AsyncLLM:
@@ -43,6 +45,8 @@ def make_engine(args: argparse.Namespace) -> AsyncLLM:
         options |= {"worker_cls": WORKERS[args.device], "scheduler_cls": SCHEDULER}
     if args.variant == "input":
         options["additional_config"] = {INPUT_KEY: True}
+    elif args.variant == "recompute":
+        options["additional_config"] = {INPUT_KEY: True, RECOMPUTE_KEY: True}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
 
 
@@ -67,8 +71,12 @@ class Load:
         self._vocab = engine.vllm_config.model_config.get_vocab_size()
         self._random = random.Random(1)
         self._next_id = 0
+        self._num_recomputed = 0  # as the engine said last
         if variant in OURS:
-            RowBuffers.install(engine.output_processor)
+            RowBuffers.install(engine.output_processor).on_stats = self._take_stats
+
+    def _take_stats(self, stats: EngineStats) -> None:
+        self._num_recomputed = stats.rows_recomputed
 
     def prompt(self, length: int, seed: int | None = None) -> list[int]:
         """One that `seed` decides, or one that never came before."""
@@ -152,9 +160,11 @@ class Load:
 
         Returns the output tokens per second, and of the `size` requests the mean time to the first
         token, the mean time per token and the inter-token latency: with `long`, that of the tokens
-        which waited while the long request was served.
+        which waited while the long request was served. Also how many tokens were computed again
+        with the experts that they had.
         """
         self._num_to_steer = steered
+        num_recomputed = self._num_recomputed
         began = time.perf_counter()
         seeds = range(size) if again else [None] * size
         sizes = (prompt_len, new_tokens, routing, turns, new_rows)
@@ -175,6 +185,7 @@ class Load:
             "itl_p99_ms": 1e3 * float(np.percentile(gaps, 99)),
             "itl_max_ms": 1e3 * float(gaps.max()),
             "first_token_ms": 1e3 * float(np.mean([t[0] for t in times]) - began),
+            "recomputed": self._num_recomputed - num_recomputed,
         }
 
 

@@ -123,6 +123,9 @@ CONVERSATIONS = [
 RELOADS = [Case("64 prompts of 2k again", 64, 2048, 16, again=True)]
 """With a KV cache for a quarter of them: all are loaded again from where they were offloaded."""
 
+RECOMPUTATIONS = [Case("batch 64", 64, 128, 256), Case("batch 128", 128, 128, 256)]
+"""With a KV cache for 85 of these requests: in the second, some are preempted."""
+
 SLOTS = 98304
 """Tokens that the KV cache holds: as many as batch 256 needs at once."""
 
@@ -147,6 +150,13 @@ IN_CONVERSATIONS = [
     Line("all rows", "ours", routing=True),
     PEER,
 ]
+IN_RECOMPUTATION = [
+    Line("off", "off", routing=True),
+    Line("off, again", "off", routing=True),
+    Line("input on", "input", routing=True),
+    Line("replay on recomputation", "recompute", routing=True),
+]
+"""The capture is in all."""
 
 
 def interleave(
@@ -251,9 +261,10 @@ class Bench:
             self._options |= SEQUENCE_PARALLEL
         if args.conversations:  # fewer graphs to capture: three engines start at once
             self._options["max_num_seqs"] = max(case.size for case in self._cases)
-        if args.offload:
+        if args.offload or args.recompute:
             num_bytes = kv_bytes(config) * (SLOTS // 3)
             self._options |= {"kv_cache_memory_bytes": num_bytes}
+        if args.offload:
             self._options |= {"kv_offloading_size": 16, "max_model_len": 4096}
         self._results: dict[str, dict[str, list[Run]]] = {}
 
@@ -271,6 +282,10 @@ class Bench:
             # The capture is in both.
             hosts = self._at_once("ours", "input")
             self._finish({"off": hosts["ours"], "input": hosts["input"]}, lines, hosts["input"])
+        elif self._args.recompute:
+            hosts = self._at_once("ours", "input", "recompute")
+            hosts["off"] = hosts.pop("ours")
+            self._finish(hosts, IN_RECOMPUTATION, hosts["recompute"])
         elif self._args.conversations:
             lines = IN_CONVERSATIONS[:-1] if self._args.skip_peer else IN_CONVERSATIONS
             hosts = self._at_once(*dict.fromkeys(line.variant for line in lines))
@@ -319,6 +334,11 @@ class Bench:
         conditions = described(commit_and_device(args.device, None))
         print(f"\n{conditions}, {args.repeats} repeats, {args.shape}, {layers} MoE layers\n")
         print(table(self._results))
+        for case, variants in self._results.items():
+            for name, runs in variants.items():
+                again = [round(run["recomputed"]) for run in runs]
+                if any(again):
+                    print(f"\n{case}, {name}: tokens that had their experts again, by run: {again}")
         print(f"\nours: {ours.info}", flush=True)
 
 
@@ -338,6 +358,11 @@ def parse() -> argparse.Namespace:
         "--input",
         action="store_true",
         help="only the flag --enable-routed-experts-input, off against on, with the capture in both",
+    )
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="only the flag --enable-routed-experts-replay-on-recompute, with and without preemption; three engines",
     )
     parser.add_argument(
         "--offload", action="store_true", help="only a mix of reloads of KV that was offloaded"
@@ -364,6 +389,8 @@ def parse() -> argparse.Namespace:
     args.cases = [every[name] for name in args.cases]
     if args.offload:
         args.cases = RELOADS
+    if args.recompute:
+        args.cases = RECOMPUTATIONS
     if args.conversations:
         args.cases = [talks[args.conversations]]
     return args
