@@ -21,10 +21,12 @@ from transformers import AutoConfig
 from vllm.lora.request import LoRARequest
 
 from bench.shapes import GROUPED_256, QWEN3_30B_A3B
+from routed_experts.capture.wire.rows import RECOMPUTE_KEY
 from routed_experts.protocol.routing_input import RoutingInput
 from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.e2e import shapes
 from tests.e2e.harness import NGRAM
+from tests.e2e.rows_of_kv import RowsOfKV
 from tests.e2e.steered import INPUT, Answered, Program
 
 Claims = dict[str, bool]
@@ -104,6 +106,18 @@ MODES: dict[str, dict[str, Any]] = {
     },
 }
 
+_LITTLE_KV = {**GRAPH_SIZES, "num_gpu_blocks_override": 150, "enable_prefix_caching": False}
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "replay on recomputation": _LITTLE_KV,
+    "replay on recomputation, tensor parallel": {**_LITTLE_KV, "tensor_parallel_size": 2},
+    "replay on recomputation, pipeline parallel": {**_LITTLE_KV, "pipeline_parallel_size": 2},
+}
+"""Modes in which the KV of preempted requests is computed again under the rows that were sent."""
+
+ROUTERS_CHOOSE = "recomputation"
+"""The same without it: how many tokens then have other experts is printed, and no claim."""
+
 LORA = {**GRAPH_SIZES, "enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
 
 MODES_OF_TINY: dict[str, dict[str, Any]] = {
@@ -133,6 +147,9 @@ IN_MOTION = ("preemption", "drafts", "engine process", *list(MODES)[-3:])
 own."""
 
 
+_EVERY_MODE = MODES | MODES_OF_TINY | RECOMPUTED | {ROUTERS_CHOOSE: _LITTLE_KV}
+
+
 def engine(shape: str, mode: str, folder: Path) -> Program:
     from vllm import LLM
 
@@ -145,6 +162,8 @@ def engine(shape: str, mode: str, folder: Path) -> Program:
     additional = dict(INPUT)
     if mode == "weights captured":
         additional["enable_return_routed_expert_weights"] = True
+    if mode in RECOMPUTED:
+        additional[RECOMPUTE_KEY] = True
     options: dict[str, Any] = {}
     if shape in OTHERS:  # of which some dictate their blocks, or have no prefix cache
         options = {"enable_prefix_caching": False, **OTHERS[shape].engine}
@@ -161,7 +180,7 @@ def engine(shape: str, mode: str, folder: Path) -> Program:
         enable_return_routed_experts=True,
         disable_log_stats=False,
         additional_config=additional,
-        **(MODES | MODES_OF_TINY)[mode],
+        **_EVERY_MODE[mode],
         **options,
     )
     if shape not in WRITTEN:
@@ -309,7 +328,16 @@ def claims_of_prefix_cache(running: Program) -> Iterator[tuple[str, bool]]:
 
 
 def claims_in_motion(running: Program, repeats_itself: bool) -> Iterator[tuple[str, bool]]:
-    """Many requests at once: a third natural, a third forced, a third steered."""
+    """Many requests at once."""
+    prompts, said = in_motion(running, repeats_itself)
+    answers = running.run(prompts, said, max_tokens=48, with_prompt_logprobs=False)
+    yield from claims_of_answers(prompts, said, answers)
+
+
+def in_motion(
+    running: Program, repeats_itself: bool = False
+) -> tuple[list[list[int]], list[RoutingInput | None]]:
+    """Prompts, and what their requests say: a third natural, a third forced, a third steered."""
     lengths = np.random.default_rng(3).integers(30, 700, 40).tolist()
     prompts = [prompt(running, length, seed=500 + index) for index, length in enumerate(lengths)]
     if repeats_itself:  # for drafts to find
@@ -324,7 +352,12 @@ def claims_in_motion(running: Program, repeats_itself: bool) -> Iterator[tuple[s
     for index, tokens in enumerate(prompts):
         forced = RoutingInput(rows=running.random_rows(len(tokens), seed=index))
         said.append((None, forced, steering(running))[index % 3])
-    answers = running.run(prompts, said, max_tokens=48, with_prompt_logprobs=False)
+    return prompts, said
+
+
+def claims_of_answers(
+    prompts: list[list[int]], said: list[RoutingInput | None], answers: list[Answered]
+) -> Iterator[tuple[str, bool]]:
     yield (
         "forced rows are captured as given",
         all(
@@ -336,6 +369,23 @@ def claims_in_motion(running: Program, repeats_itself: bool) -> Iterator[tuple[s
         ),
     )
     yield "bans and activations hold", all(is_steered(answer.rows) for answer in answers[2::3])
+
+
+def claims_of_recomputation(running: Program, mode: str) -> Iterator[tuple[str, bool]]:
+    kv = RowsOfKV(running)
+    prompts, said = in_motion(running)
+    answers = running.run(prompts, said, max_tokens=48, with_prompt_logprobs=False)
+    num_changed = kv.num_changed(answers)
+    print(
+        f"RECOMPUTED {provoked(running, 'preemption')} preemptions, {kv.num_again} tokens computed "
+        f"again, {kv.num_given} of them given their experts, {num_changed} of other experts"
+    )
+    yield "there was preemption", provoked(running, "preemption") > 0
+    yield from claims_of_answers(prompts, said, answers)
+    if mode == ROUTERS_CHOOSE:
+        return
+    yield "tokens are given the experts that they had", kv.num_given > 100
+    yield "KV is of the experts that were sent", num_changed == 0
 
 
 def claims_of_graphs(running: Program) -> Iterator[tuple[str, bool]]:
@@ -384,15 +434,22 @@ def claims_of_adapter(running: Program) -> Iterator[tuple[str, bool]]:
     yield "equal inputs hit no cache of another adapter", forced.num_cached == 0
 
 
+def claims_of_motion(running: Program, mode: str) -> Iterator[tuple[str, bool]]:
+    for turn in ("first", "again"):
+        for name, holds in claims_in_motion(running, repeats_itself=mode == "drafts"):
+            yield f"{turn}: {name}", holds
+    if mode in ("preemption", "drafts"):
+        yield f"there was {mode}", provoked(running, mode) > 0
+    if mode == "drafts":  # by which the sizes of a step, and so bits of neighbours, differ
+        yield from claims_of_prompt(running, 200)
+
+
 def claims(running: Program, mode: str) -> Iterator[tuple[str, bool]]:
     if mode in IN_MOTION:
-        for turn in ("first", "again"):
-            for name, holds in claims_in_motion(running, repeats_itself=mode == "drafts"):
-                yield f"{turn}: {name}", holds
-        if mode in ("preemption", "drafts"):
-            yield f"there was {mode}", provoked(running, mode) > 0
-        if mode == "drafts":  # by which the sizes of a step, and so bits of neighbours, differ
-            yield from claims_of_prompt(running, 200)
+        yield from claims_of_motion(running, mode)
+        return
+    if mode in RECOMPUTED or mode == ROUTERS_CHOOSE:
+        yield from claims_of_recomputation(running, mode)
         return
     if mode == "sleep":
         yield from claims_of_sleep(running)

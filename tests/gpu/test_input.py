@@ -20,7 +20,15 @@ import torch
 from routed_experts.capture.worker.router_input.formula import Routing, rewritten
 from tests.capture.router_input import FAMILIES, LAYER, Sized, case_of
 from tests.e2e.harness import ROOT
-from tests.gpu.steered_engine import LATENT, MODES, MODES_OF_TINY, OTHERS, SHAPES, TINY
+from tests.gpu.steered_engine import (
+    LATENT,
+    MODES,
+    MODES_OF_TINY,
+    OTHERS,
+    RECOMPUTED,
+    SHAPES,
+    TINY,
+)
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs an NVIDIA GPU")]
@@ -87,17 +95,18 @@ class Engine:
         text = self.log.read_text()
         assert code == 0, text[-3000:]
         assert "\nDONE\n" in text, text[-3000:]
-        print(*[line for line in text.splitlines() if line.startswith("ENGINE ")])
+        print(*[line for line in text.splitlines() if line.startswith(("ENGINE ", "RECOMPUTED "))])
         lines = [line for line in text.splitlines() if line.startswith("CLAIM ")]
         return dict(json.loads(line.removeprefix("CLAIM ")) for line in lines)
 
 
 CASES = [(shape, "graphs") for shape in SHAPES]
 CASES += [(next(iter(SHAPES)), mode) for mode in MODES if mode != "graphs"]
+CASES += [(next(iter(SHAPES)), mode) for mode in RECOMPUTED]
 CASES += [(LATENT, "graphs"), (TINY, "graphs")]
 CASES += [(TINY, mode) for mode in MODES_OF_TINY]
 CASES += [(shape, "graphs") for shape in OTHERS]
-NEED_TWO = {"tensor parallel", "pipeline parallel", "expert load balancing"}
+NEED_TWO = {"tensor parallel", "pipeline parallel", "expert load balancing", *list(RECOMPUTED)[1:]}
 
 
 def as_param(case: tuple[str, str]) -> Any:
