@@ -35,7 +35,7 @@ CODE := server capture protocol tests bench examples
 
 help:
 	@echo "make serve         serve the tiny model on port $(PORT) (PORT=..., ARGS=... for MODEL and flags of vllm serve)"
-	@echo "make test-fast     run the tests that start no server, engine or browser"
+	@echo "make test-fast     run the tests that start no program, engine or browser"
 	@echo "make test          run all tests of behaviour"
 	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
 	@echo "make test-long     run the long runs, an hour or more on two cores, and write a table of them (or ARGS='-k hostile')"

@@ -732,6 +732,7 @@ if sys.argv[2] == "0":
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("num_processes", [0, 1, 2])
 def test_the_folder_of_vllms_own_command_is_removed_when_the_process_ends(
     num_processes: int,

@@ -386,6 +386,7 @@ def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     assert store.used_bytes == FILE_BYTES
 
 
+@pytest.mark.e2e
 def test_a_program_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
     """No call waits: what is stored, fetched and deleted, of others too; starting; ending."""
     with another(tmp_path) as (program, keys):
@@ -439,6 +440,7 @@ def test_counting_many_arrays_takes_a_small_share_of_the_time(
     assert 3 <= len([at for at in counts if at >= began]) <= 5
 
 
+@pytest.mark.e2e
 def test_what_a_killed_process_left_is_swept_by_another(tmp_path: Path, clock: Clock) -> None:
     """In a folder that is kept; the limit holds over restarts. It may be another host's server."""
     with another(tmp_path) as (program, keys):
