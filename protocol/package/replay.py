@@ -7,6 +7,7 @@ reach it. Where a row has a -1, it chooses by itself.
 """
 
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -61,12 +63,14 @@ class Replay:
         return sum(asked * known for asked, known in zip(self.asked, self.known, strict=True))
 
     def check(self) -> None:
-        """Raises `ReplayError` if a router was never asked, or for more than one forward pass."""
+        """Raises `ReplayError` if a router was never asked, or for more than one forward pass, or does
+        not weigh experts as it did in earlier blocks. It waits for the device."""
         if silent := [layer.decoder_layer for layer in self._layers if not layer.asked]:
             raise ReplayError(
                 f"the routers of decoder layers {silent} were never asked: nothing was replayed there"
             )
         _check_one_pass(self._layers)
+        _check_errors(self._layers)
 
 
 @contextmanager
@@ -82,7 +86,8 @@ def replayed(
 
     A block is for one forward pass, as rows are for its tokens, and its backward pass, because
     gradient checkpointing asks the routers again. A backward pass elsewhere makes it ask for other
-    experts, not always with an error. The model may be compiled, before or within.
+    experts, not always with an error. The model may be compiled, before or within. What a router
+    computed otherwise than in earlier blocks is an error at the block's end: step optimizers after it.
 
     Args:
         rows: [..., L, K] ids, an array or tensor, in the order of the model's tokens: [B, S, L, K]
@@ -108,33 +113,37 @@ def replayed(
     ids = _flat_rows(rows, device)
     recorded_weights = _flat_weights(weights, ids, device)
     routers = _routers(model)
-    highest_ids = ids.amax(dim=(0, 2)).cpu() if ids.numel() else torch.full(ids.shape[1:2], -1)
-    candidates: dict[type[Module], _Candidates] = {}
     index_of_layer = _layer_indices(
         list(dict.fromkeys(layer for _, layer, _ in routers)), ids, layer_ids
     )
-    _check_other_layers(ids, index_of_layer, layer_ids)
-    _check_distinct(ids[:, sorted(index_of_layer.values())])
+    found = _Found.of(ids)
+    _check_other_layers(found.highest, index_of_layer, layer_ids)
+    if found.has_twice:
+        _check_distinct(ids[:, sorted(index_of_layer.values())])
     if any("_replay" in vars(router) for _, _, router in routers):
         raise ReplayError("the model is being replayed already")
+    if recorded_weights is not None:
+        recorded_weights = recorded_weights.masked_fill(found.is_unknown, torch.nan)
     layers = {
         layer: _Layer(
             decoder_layer=layer,
             ids=ids[:, index].clone(),
-            is_unknown=(ids[:, index] < 0).any(dim=1, keepdim=True),
+            is_unknown=found.is_unknown[:, index],
+            has_unknown=found.num_known[index] < len(ids),
             weights=None if recorded_weights is None else recorded_weights[:, index],
-            highest_id=highest_ids[index].clone(),
+            highest_id=found.highest[index],
         )
         for layer, index in index_of_layer.items()
     }
-    num_known = [int((~layer.is_unknown).sum()) for layer in layers.values()]
+    num_known = [found.num_known[index] for index in index_of_layer.values()]
+    candidates: dict[type[Module], _Candidates] = {}
     replay = Replay(list(layers), num_known, list(layers.values()))
     with ExitStack() as stack:
         for name, layer, router in routers:
             own_class = type(router)
             if own_class not in candidates:
                 candidates[own_class] = _candidates(router)
-            replaying = _Router(name, layers[layer], candidates[own_class])
+            replaying = _Router(name, router, layers[layer], candidates[own_class])
             stack.enter_context(_replaced(router, replaying))
         loss = stack.enter_context(_replayed_loss(model, replay._layers)) if aux_loss else None
         yield replay
@@ -256,6 +265,7 @@ def _flat_weights(weights: Any, ids: Tensor, device: torch.device | None) -> Ten
     tensor = torch.as_tensor(weights, device=device)
     if tensor.shape[-2:] != ids.shape[-2:] or tensor.numel() != ids.numel():
         raise ReplayError(f"weights of shape {[*tensor.shape]} for rows of shape {[*ids.shape]}")
+    tensor = tensor if tensor.is_floating_point() else tensor.float()
     return tensor.reshape(ids.shape)
 
 
@@ -273,6 +283,7 @@ def _replaced(router: Any, replaying: "_Router") -> Iterator[None]:
         methods = _replaying_methods(router, method, hook, replaying_class, replaying)
     before = {name: vars(router)[name] for name in methods}
     router._replay = replaying
+    _ROUTERS[replaying.number] = replaying
     try:
         if hook is None:
             router.__class__ = replaying_class
@@ -280,6 +291,7 @@ def _replaced(router: Any, replaying: "_Router") -> Iterator[None]:
         yield
     finally:
         del router._replay
+        del _ROUTERS[replaying.number]
         router.__class__ = own_class
         vars(router).update(before)
 
@@ -323,6 +335,43 @@ def _flat_rows(rows: Any, device: torch.device | None = None) -> Tensor:
     return ids.to(torch.int32) if is_narrow or not ids.dtype.is_signed else ids
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What is in rows [T, L, K], read from the device at once."""
+
+    is_unknown: Tensor  # [T, L, 1], on the device
+    num_known: list[int]  # rows of each layer
+    highest: list[int]  # the highest id of each layer
+    has_twice: bool  # whether a row has an expert twice
+
+    @classmethod
+    def of(cls, ids: Tensor) -> "_Found":
+        is_unknown = (ids < 0).any(dim=2, keepdim=True)
+        num_layers = ids.shape[1]
+        if not ids.numel():
+            return cls(is_unknown, [0] * num_layers, [-1] * num_layers, has_twice=False)
+        numbers = torch.cat(
+            [
+                (~is_unknown).sum(dim=(0, 2)),
+                ids.amax(dim=(0, 2)).to(torch.int64),
+                _num_twice(ids)[None],
+            ]
+        ).tolist()
+        return cls(
+            is_unknown, numbers[:num_layers], numbers[num_layers:-1], has_twice=numbers[-1] > 0
+        )
+
+
+def _num_twice(ids: Tensor) -> Tensor:
+    """0-d, without a look at the device: 0 if no row has an expert twice."""
+    top_k = ids.shape[2]
+    # unknown ones become unlike
+    numbered = -1 - torch.arange(top_k, dtype=ids.dtype, device=ids.device)
+    unlike = torch.where(ids < 0, numbered, ids)
+    found = [(unlike[..., apart:] == unlike[..., :-apart]).any() for apart in range(1, top_k)]
+    return torch.stack([torch.zeros_like(ids[0, 0, 0], dtype=torch.bool), *found]).sum()
+
+
 def _check_distinct(ids: Tensor) -> None:
     """Refuses rows that no server has, such as 0 for unknown ones."""
     for apart in range(1, ids.shape[2]):
@@ -349,12 +398,12 @@ def _layer_indices(
 
 
 def _check_other_layers(
-    ids: Tensor, index_of_layer: dict[int, int], layer_ids: Sequence[int] | None
+    highest: Sequence[int], index_of_layer: dict[int, int], layer_ids: Sequence[int] | None
 ) -> None:
     """Refuses rows with experts for layers that the model does not have. Zeros are those of layers
     without experts."""
-    others = sorted(set(range(ids.shape[1])) - set(index_of_layer.values()))
-    if (ids[:, others] > 0).any():
+    others = sorted(set(range(len(highest))) - set(index_of_layer.values()))
+    if any(highest[index] > 0 for index in others):
         lacking = others if layer_ids is None else [int(layer_ids[index]) for index in others]
         raise ReplayError(
             f"the rows have experts of decoder layers {lacking} too, but the model has routers of "
@@ -366,28 +415,6 @@ def _check_other_layers(
 def _is_recomputed() -> bool:
     """Whether this forward pass is a part of a backward pass, as gradient checkpointing has it."""
     return torch._C._current_graph_task_id() != -1
-
-
-@torch.library.custom_op("routed_experts::choose", mutates_args=())
-def _choose(rows: Tensor, own: Tensor, asked: Tensor) -> Tensor:
-    """The experts of `rows`. Unknown ones become the router's own, which a recomputed pass then
-    gets again.
-
-    It counts the forward pass in `asked`, too. Both are changed by way of `data`, where autograd
-    does not see it: checkpointing within compiled code keeps them for the recomputed pass, and
-    refuses what has been changed since. An operator, as compiled code would not ask
-    `_is_recomputed` when it is run.
-    """
-    if not _is_recomputed():
-        asked.data.add_(1)
-        is_unknown = (rows < 0).any(dim=-1, keepdim=True)
-        rows.data.copy_(torch.where(is_unknown, own.to(rows.device, rows.dtype), rows))
-    return rows.to(own.device, own.dtype, copy=True)
-
-
-@_choose.register_fake
-def _(rows: Tensor, own: Tensor, asked: Tensor) -> Tensor:
-    return torch.empty_like(own)
 
 
 @dataclass(frozen=True)
@@ -497,43 +524,52 @@ class _Formula:
     in_logits_dtype: bool  # else in float32
 
     def weigh(self, logits: Tensor, ids: Tensor, factor: Tensor | None) -> Tensor:
-        """Weights [T, K] of `ids`, times the `factor` of each expert. In float32."""
-        chosen = self._scores(logits, ids)
-        weights = chosen / self._divisor(chosen) * self.scale
+        """Weights of `ids` [T, K] or [T, N, K], times the `factor` of each expert. In float32."""
+        dtype = logits.dtype if self.in_logits_dtype else torch.float32
+        chosen = self._scores(self._scores_of_all(logits, dtype), ids)
+        weights = chosen / self._divisor(chosen)
+        if self.scale != 1:
+            weights = weights * self.scale
         return (weights if factor is None else weights * factor[ids]).float()
 
     def gradients(
         self, gradient: Tensor, logits: Tensor, ids: Tensor, factor: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Of the logits and of `factor`, for the `gradient` of the weights."""
-        logits = logits.float()
-        gradient = gradient.float() * self.scale
-        chosen = self._scores(logits, ids)
+        """Of the logits and of `factor`, for the `gradient` of the weights of `ids` [T, K]."""
+        gradient = gradient.float()
+        if self.scale != 1:
+            gradient = gradient * self.scale
+        of_all = self._scores_of_all(logits, torch.float32)
+        chosen = self._scores(of_all, ids)
         total = self._divisor(chosen)
+        shares = chosen / total
         of_factor = None
         if factor is not None:
             of_factor = torch.zeros_like(factor, dtype=torch.float32)
-            of_factor.index_add_(0, ids.flatten(), (gradient * (chosen / total)).flatten())
+            of_factor.index_add_(0, ids.flatten(), (gradient * shares).flatten())
             gradient = gradient * factor[ids]
-        if self.epsilon is not None:
-            shared = (gradient * (chosen / total)).sum(dim=-1, keepdim=True)
-            gradient = (gradient - shared) / total.clamp(min=_LEAST_DIVISOR)  # type: ignore[union-attr]
-        return self._gradient_of_logits(gradient, chosen, logits, ids), of_factor
+        if isinstance(total, Tensor):
+            shared = (gradient * shares).sum(dim=-1, keepdim=True)
+            gradient = (gradient - shared) / total.clamp(min=_LEAST_DIVISOR)
+        return self._gradient_of_logits(gradient, chosen, of_all, ids), of_factor
 
     def _divisor(self, chosen: Tensor) -> Tensor | float:
         """What the scores `chosen` are divided by. A sum that is 0 is 1, as in vLLM's kernels:
         experts of rows, other than a router's own, may all have a score of 0."""
         if self.epsilon is None:
             return 1.0
-        total = chosen.sum(dim=-1, keepdim=True) + self.epsilon
-        return torch.where(total > 0, total, 1.0)
+        total = chosen.sum(dim=-1, keepdim=True)
+        if self.epsilon:
+            total += self.epsilon
+        return total.masked_fill_(total <= 0, 1.0)
 
-    def _scores(self, logits: Tensor, ids: Tensor) -> Tensor:
+    def _scores_of_all(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        """The scores of all experts, if one depends on the others, else their logits."""
+        return logits.softmax(dim=-1, dtype=dtype) if self.score == "softmax" else logits.to(dtype)
+
+    def _scores(self, of_all: Tensor, ids: Tensor) -> Tensor:
         """Of the chosen experts."""
-        logits = logits if self.in_logits_dtype else logits.float()
-        if self.score == "softmax":
-            return logits.softmax(dim=-1).gather(1, ids)
-        chosen = logits.gather(1, ids)
+        chosen = of_all.gather(1, ids.flatten(1)).reshape(ids.shape)
         if self.score == "softmax of chosen":
             return chosen.softmax(dim=-1)
         if self.score == "sigmoid":
@@ -543,21 +579,21 @@ class _Formula:
         return chosen
 
     def _gradient_of_logits(
-        self, gradient: Tensor, chosen: Tensor, logits: Tensor, ids: Tensor
+        self, gradient: Tensor, chosen: Tensor, of_all: Tensor, ids: Tensor
     ) -> Tensor:
         """For the `gradient` of the scores `chosen`."""
-        nothing = torch.zeros_like(logits)
         if self.score == "softmax":
-            shared = (gradient * chosen).sum(dim=-1, keepdim=True)
-            return nothing.scatter_add(1, ids, gradient * chosen) - logits.softmax(dim=-1) * shared
+            gradient = gradient * chosen
+            shared = gradient.sum(dim=-1, keepdim=True)
+            return (of_all * -shared).scatter_add_(1, ids, gradient)
         if self.score == "softmax of chosen":
             gradient = chosen * (gradient - (gradient * chosen).sum(dim=-1, keepdim=True))
         elif self.score == "sigmoid":
             gradient = gradient * chosen * (1 - chosen)
         elif self.score == "sqrtsoftplus":
-            gradient = gradient * logits.gather(1, ids).sigmoid()
+            gradient = gradient * of_all.gather(1, ids).sigmoid()
             gradient = gradient / (2 * chosen).clamp(min=_LEAST_DIVISOR)
-        return nothing.scatter_add(1, ids, gradient)
+        return torch.zeros_like(of_all).scatter_add_(1, ids, gradient)
 
 
 _SCORES = {
@@ -580,8 +616,8 @@ _FORMULAS: list[_Formula] = []
 class _Candidates:
     """Formulas that may be those of a class of routers, by their places in `_FORMULAS`."""
 
-    places: Tensor
-    num_trusted: Tensor
+    places: list[int]
+    num_trusted: int
     """So many of the first are taken if they fit exactly, without a look at the others: the code
     names their function and no other, or another router of the class has them."""
 
@@ -599,10 +635,8 @@ def _candidates(router: Any) -> _Candidates:
         for in_logits_dtype in (False, True)
     ]
     _FORMULAS.extend(formula for formula in formulas if formula not in _FORMULAS)
-    return _Candidates(
-        torch.tensor([_FORMULAS.index(formula) for formula in formulas], device="cpu"),
-        torch.tensor(_num_trusted(formulas, names), device="cpu"),
-    )
+    places = [_FORMULAS.index(formula) for formula in formulas]
+    return _Candidates(places, _num_trusted(formulas, names))
 
 
 def _numbers_of(router: Any) -> dict[str, float]:
@@ -644,77 +678,66 @@ def _named_in_code(of: type[Module]) -> tuple[set[str], list[float]]:
     return names, constants
 
 
-@torch.library.custom_op("routed_experts::pick", mutates_args=())
-def _pick(
-    own: Sequence[Tensor],
-    ids: Tensor,
-    factor: Tensor | None,
-    state: Sequence[Tensor],
-    *,
-    name: str,
-) -> Tensor:
-    """The formula, by its place in `_FORMULAS`, that computes a router's own weights best.
+@dataclass(frozen=True)
+class _Picked:
+    """The formula of a router.
 
-    The first forward pass decides; a recomputed one gets the same. An operator, as compiled code
-    knows no values, and selective checkpointing is not to see the comparisons.
+    Attributes:
+        place: in `_FORMULAS`.
+        is_sure: it computes the router's own weights exactly, and no other formula does.
+    """
+
+    place: int
+    is_sure: bool
+
+
+def _pick(
+    name: str, own: Sequence[Tensor], ids: Tensor, factor: Tensor | None, candidates: _Candidates
+) -> _Picked:
+    """The formula that computes a router's own weights best. It looks at the device for each that
+    it tries.
 
     Args:
         own: logits, weights and ids of the router.
         ids: those of the rows.
-        state: the formula, -1 before it is picked; its candidates; how many of the first of them
-            are trusted; the highest id of the rows. On the host.
+        candidates: the formula that is picked becomes the first of them, and trusted.
     """
     logits, weights, own_ids = own
-    picked, candidates, num_trusted, highest_id = state
-    if int(picked) >= 0:
-        return picked.clone()
-    if int(highest_id) >= logits.shape[-1]:
-        raise ReplayError(
-            f"expert {int(highest_id)} in the rows of a model with {logits.shape[-1]}"
-        )
-    tolerances = [
-        _TOLERANCE.get(dtype, _TOLERANCE_IN_16_BITS) for dtype in (logits.dtype, weights.dtype)
-    ]
+    tolerance = _tolerance(logits, weights)
     errors: dict[int, float] = {}
-    for index, place in enumerate(candidates.tolist()):
+    for index, place in enumerate(candidates.places):
+        if _FORMULAS[place].in_logits_dtype and logits.dtype == torch.float32:
+            continue  # as the one in float32
         computed = _FORMULAS[place].weigh(logits, own_ids, factor).to(weights.dtype)
-        errors[place] = _difference(computed, weights)
-        if errors[place] == 0 and index < int(num_trusted):
+        errors[place] = float(_difference(computed, weights))
+        if errors[place] == 0 and index < candidates.num_trusted:
             break
     best = min(errors, key=lambda place: errors[place])
-    if errors[best] > max(tolerances):
+    if errors[best] > tolerance:
         raise ReplayError(
             f"{name} computes weights in another way than is known, and cannot be replayed"
         )
     # One rounding apart is not as good: it tells a softmax from one that is normalised where the
     # chosen experts have nearly all of it.
-    as_good = [
-        _FORMULAS[place] for place in errors if place != best and errors[place] == errors[best]
-    ]
-    if _are_unlike(_FORMULAS[best], as_good, logits, ids, factor, tolerance=max(tolerances)):
+    as_good = [place for place in errors if place != best and errors[place] == errors[best]]
+    others = [_FORMULAS[place] for place in as_good]
+    if _are_unlike(_FORMULAS[best], others, logits, ids, factor, tolerance=tolerance):
         raise ReplayError(
             f"the weights of {name} fit several formulas in this forward pass, and cannot be replayed: "
             "its scores, or its experts, are all the same. Give the router random weights, or train "
             "it without rows until its scores differ"
         )
-    picked.data.fill_(best)
     # tried first for other routers of the class
-    if best not in candidates[: int(num_trusted)].tolist():
-        num_trusted.data.add_(1)
-    candidates.data.copy_(torch.cat([torch.tensor([best]), candidates[candidates != best]]))
-    return picked.clone()
+    if best not in candidates.places[: candidates.num_trusted]:
+        candidates.num_trusted += 1
+    candidates.places.remove(best)
+    candidates.places.insert(0, best)
+    return _Picked(best, is_sure=errors[best] == 0 and not as_good)
 
 
-@_pick.register_fake
-def _(
-    own: Sequence[Tensor],
-    ids: Tensor,
-    factor: Tensor | None,
-    state: Sequence[Tensor],
-    *,
-    name: str,
-) -> Tensor:
-    return torch.empty_like(state[0])
+def _tolerance(*tensors: Tensor) -> float:
+    """The largest difference that rounding makes of weights that are computed from these."""
+    return max(_TOLERANCE.get(tensor.dtype, _TOLERANCE_IN_16_BITS) for tensor in tensors)
 
 
 def _are_unlike(
@@ -749,56 +772,103 @@ def _are_unlike(
     return False
 
 
-def _difference(computed: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
-    """The largest one, relative to the `scale` of a token, or to the largest value that is
-    expected. Tokens with NaN have none."""
-    apart = (computed.float() - expected.float()).abs().amax(dim=-1)
-    if scale is None:
-        scale = expected.float().abs().amax(dim=-1)
-    apart = apart / scale.clamp(min=1e-30)
-    apart = torch.where(expected.isnan().any(dim=-1), 0, apart.nan_to_num(nan=float("inf")))
-    return float(apart.max()) if apart.numel() else 0.0
+def _difference(computed: Tensor, expected: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The largest one, 0-d on the device, relative to the `scale` of a token, or to the largest
+    value that is expected. Tokens with NaN have none."""
+    expected = expected.float()
+    if not expected.numel():
+        return expected.new_zeros(())
+    apart = _largest(computed.float() - expected)
+    size = _largest(expected)
+    apart /= (size if scale is None else scale).clamp(min=1e-30)
+    return apart.nan_to_num_(nan=float("inf")).masked_fill_(size.isnan(), 0).amax()
 
 
-@torch.library.custom_op("routed_experts::weigh", mutates_args=())
-def _weigh(logits: Tensor, ids: Tensor, factor: Tensor | None, picked: Tensor) -> Tensor:
-    """Weights of `ids` by the formula that was picked, in float32."""
-    return _FORMULAS[int(picked)].weigh(logits, ids, factor)
+def _largest(values: Tensor) -> Tensor:
+    """The largest size of each row, by one operator; NaN if one is NaN."""
+    size: Tensor = torch.linalg.vector_norm(values, ord=float("inf"), dim=-1)
+    return size
 
 
-@_weigh.register_fake
-def _(logits: Tensor, ids: Tensor, factor: Tensor | None, picked: Tensor) -> Tensor:
-    return torch.empty_like(ids, dtype=torch.float32)
+_ROUTERS: "dict[int, _Router]" = {}
+"""Those of the blocks under way, by the numbers that operators get."""
+_NUMBERS = itertools.count()
 
 
-@torch.library.custom_op("routed_experts::weigh_backward", mutates_args=())
-def _weigh_backward(
-    gradient: Tensor, logits: Tensor, ids: Tensor, factor: Tensor | None, picked: Tensor
-) -> tuple[Tensor, Tensor]:
-    of_logits, of_factor = _FORMULAS[int(picked)].gradients(gradient, logits, ids, factor)
-    nothing = torch.zeros(0, device=logits.device)
-    return of_logits.to(logits.dtype), nothing if factor is None else of_factor.to(factor.dtype)  # type: ignore[union-attr]
+@torch.library.custom_op("routed_experts::replay", mutates_args=())
+def _replay(
+    logits: Tensor, weights: Tensor, own_ids: Tensor, factor: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a router's weights [T, K] and ids [T, K] become, and whether a token's weights stay
+    [T, 1].
+
+    An operator: compiled code knows no values, and would not ask `_is_recomputed` when it is run;
+    selective checkpointing, which hands results to a recomputed pass by the number of the call that
+    they are of, is not to see what only the first pass does.
+
+    Args:
+        state: `_Router.state`.
+    """
+    number, _ = state.tolist()
+    router = _ROUTERS.get(number)
+    if router is None:
+        raise ReplayError("a compiled layer is recomputed after the block of its forward pass")
+    return router.replay(logits, weights, own_ids, factor)
 
 
-@_weigh_backward.register_fake
+@_replay.register_fake
 def _(
-    gradient: Tensor, logits: Tensor, ids: Tensor, factor: Tensor | None, picked: Tensor
-) -> tuple[Tensor, Tensor]:
-    nothing = torch.zeros(0, device=logits.device)
-    return torch.empty_like(logits), nothing if factor is None else torch.empty_like(factor)
+    logits: Tensor, weights: Tensor, own_ids: Tensor, factor: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    is_own = own_ids.new_empty((own_ids.shape[0], 1), dtype=torch.bool)
+    return torch.empty_like(weights), torch.empty_like(own_ids), is_own
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+@torch.library.custom_op("routed_experts::replay_backward", mutates_args=())
+def _replay_backward(
+    gradient: Tensor, kept: Sequence[Tensor], factor: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the logits, of the router's own weights, and of `factor`.
+
+    Args:
+        kept: the logits, the ids, and whether a token's weights are the router's own.
+    """
+    logits, ids, is_own = kept
+    nothing = gradient.new_zeros(())
+    of_own = torch.where(is_own, gradient, nothing)
+    of_computed = torch.where(is_own, nothing, gradient)
+    _, place = state.tolist()
+    formula = _FORMULAS[place]
+    of_logits, of_factor = formula.gradients(of_computed, logits, ids, factor)
+    if factor is None or of_factor is None:
+        return of_logits.to(logits.dtype), of_own, gradient.new_zeros(0)
+    return of_logits.to(logits.dtype), of_own, of_factor.to(factor.dtype)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    logits, ids, factor, picked = ctx.saved_tensors
-    of_logits, of_factor = _weigh_backward(gradient, logits, ids, factor, picked)
-    return of_logits, None, None if factor is None else of_factor, None
+@_replay_backward.register_fake
+def _(
+    gradient: Tensor, kept: Sequence[Tensor], factor: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_factor = gradient.new_zeros(0) if factor is None else torch.empty_like(factor)
+    return torch.empty_like(kept[0]), torch.empty_like(gradient), of_factor
 
 
-_weigh.register_autograd(_backward, setup_context=_keep_for_backward)
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    logits, _, _, factor, state = inputs
+    _, ids, is_own = output
+    ctx.save_for_backward(logits, ids, is_own, factor, state)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if gradient is None:
+        return None, None, None, None, None
+    *kept, factor, state = ctx.saved_tensors
+    of_logits, of_own, of_factor = _replay_backward(gradient, kept, factor, state)
+    return of_logits, of_own, None, None if factor is None else of_factor, None
+
+
+_replay.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 @dataclass(eq=False)
@@ -808,8 +878,9 @@ class _Layer:
     decoder_layer: int
     ids: Tensor  # [T, K]; unknown rows become those that the forward pass chose
     is_unknown: Tensor  # [T, 1]
-    weights: Tensor | None
-    highest_id: Tensor  # of `ids`, on the host
+    has_unknown: bool
+    weights: Tensor | None  # [T, K], NaN where the router's own are taken
+    highest_id: int  # of `ids`
     routers: "list[_Router]" = field(default_factory=list)
     keeps_logits: bool = False
     logits: Tensor | None = None
@@ -818,7 +889,7 @@ class _Layer:
     @property
     def asked(self) -> int:
         """Forward passes so far; recomputed ones do not count."""
-        return sum(int(router.asked) for router in self.routers)
+        return sum(router.asked for router in self.routers)
 
 
 def _check_one_pass(layers: "Sequence[_Layer]") -> None:
@@ -830,65 +901,151 @@ def _check_one_pass(layers: "Sequence[_Layer]") -> None:
         raise ReplayError(_TWICE.format(often))
 
 
+def _check_errors(layers: "Sequence[_Layer]") -> None:
+    """Whether the formulas of earlier blocks are still those of the routers. One look at the device
+    for all."""
+    unread = {
+        router: router.error
+        for layer in layers
+        for router in layer.routers
+        if router.error is not None
+    }
+    if not unread:
+        return
+    device = next(iter(unread.values())).device
+    errors = torch.stack([error.to(device) for error in unread.values()]).tolist()
+    wrong = [
+        router for router, error in zip(unread, errors, strict=True) if error > router.tolerance
+    ]
+    for router in unread:
+        router.error = None
+    for router in wrong:
+        del _KNOWN[router.module]
+    if wrong:
+        raise ReplayError(
+            f"the routers {[router.name for router in wrong]} computed weights in another way than in the blocks "
+            "before: what this block computed is wrong. Other blocks look for their formula again"
+        )
+
+
+_KNOWN: "WeakKeyDictionary[Module, _Known]" = WeakKeyDictionary()
+"""Formulas that were found in earlier blocks, which are taken without a look at the device."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The formula of a router, as long as it has these settings."""
+
+    settings: tuple[Any, ...]
+    place: int
+
+
+def _settings(router: Any) -> tuple[Any, ...]:
+    """What decides for a router's formula, beside its configuration: its class, the method that is
+    asked, and plain attributes."""
+    plain = [
+        (name, value)
+        for name, value in vars(router).items()
+        if name != "training" and isinstance(value, bool | int | float | str)
+    ]
+    return (type(router), getattr(type(router), _method(type(router))), *plain)
+
+
 class _Router:
     """What is asked in place of one router."""
 
-    def __init__(self, name: str, layer: _Layer, candidates: _Candidates) -> None:
+    def __init__(self, name: str, module: Module, layer: _Layer, candidates: _Candidates) -> None:
         self.name = name
+        self.module = module
         self.layer = layer
-        # for an int, torch.compile would compile anew
-        self.asked = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.picked = torch.full((), -1, dtype=torch.int64, device="cpu")
-        self.formulas = [
-            self.picked,
-            candidates.places,
-            candidates.num_trusted,
-            layer.highest_id,
-        ]
+        self.candidates = candidates
+        self.settings = _settings(module)
+        self.asked = 0
+        known = _KNOWN.get(module)
+        self.formula: int | None = None  # its place
+        if known is not None and known.settings == self.settings:
+            self.formula = known.place
+        self.error: Tensor | None = None
+        self.tolerance = 0.0
+        self.number = next(_NUMBERS)
+        # The number of this object, and the formula. For an int, torch.compile would compile anew.
+        self.state = torch.tensor(
+            [self.number, -1 if self.formula is None else self.formula], device="cpu"
+        )
         layer.routers.append(self)
 
     def route(self, router: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """`output` with the layer's experts.
-
-        A recomputed pass does what the first one did, operation by operation: selective
-        checkpointing hands it results by the number of the call that they are of.
-        """
+        """`output` with the layer's experts."""
         own = _choice(router, args, output)
-        self.check_shape(own.ids)
-        ids = _choose(self.layer.ids, own.ids, self.asked)
-        if not torch.compiler.is_compiling():  # `Replay.check` finds compiled second passes
-            _check_one_pass([self.layer])
         if self.layer.keeps_logits and not _is_recomputed():
             self.layer.logits = own.logits.detach()
         # what Gemma 4 multiplies an expert's weight by
         factor = getattr(router, "per_expert_scale", None)
-        picked = _pick(
-            [own.logits.detach(), own.weights.detach(), own.ids],
-            ids,
-            None if factor is None else factor.detach(),
-            self.formulas,
-            name=_name(router),
-        )
-        weights = _weigh(own.logits, ids, factor, picked)
-        is_own = (ids == own.ids).all(dim=-1, keepdim=True)
-        if self.layer.weights is not None:
-            is_unknown = self.layer.is_unknown.to(ids.device)
-            recorded = self.layer.weights.to(weights.device, weights.dtype)
-            recorded = torch.where(recorded.isnan() | is_unknown, weights.detach(), recorded)
-            weights = recorded + (weights - weights.detach())
-            is_own = is_own & is_unknown
-        # Where the router chose the same, its own weights stay, bit for bit.
-        return own.write(torch.where(is_own, own.weights, weights.to(own.weights.dtype)), ids)
+        weights, ids, _ = _replay(own.logits, own.weights, own.ids, factor, self.state)
+        return own.write(weights, ids)
 
-    def check_shape(self, own_ids: Tensor) -> None:
-        if self.layer.ids.shape == own_ids.shape:
-            return
-        if not torch.compiler.is_compiling() and not _is_recomputed():
-            self.asked.add_(1)
-            _check_one_pass([self.layer])  # the cause, if it is the second one
-        raise ReplayError(
-            f"rows [T, K] of {[*self.layer.ids.shape]}, but the router has {[*own_ids.shape]}"
-        )
+    def replay(
+        self, logits: Tensor, own_weights: Tensor, own_ids: Tensor, factor: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `_replay`."""
+        is_recomputed = _is_recomputed()
+        if not is_recomputed:
+            self.asked += 1
+            _check_one_pass([self.layer])
+        elif not self.asked:
+            raise ReplayError(
+                f"{self.name} is recomputed in another block than that of its forward pass"
+            )
+        self._check_shape(logits, own_ids)
+        ids = self._choose(own_ids, is_recomputed)
+        own = [logits, own_weights, own_ids]
+        weights = self._weigh(own, ids, factor, is_recomputed).to(own_weights.dtype)
+        is_own = (ids == own_ids).all(dim=-1, keepdim=True)
+        if self.layer.weights is not None:
+            recorded = self.layer.weights.to(weights.device)
+            weights = torch.where(recorded.isnan(), weights, recorded).to(own_weights.dtype)
+            is_own = is_own & self.layer.is_unknown.to(ids.device)
+        # Where the router chose the same, its own weights stay, bit for bit.
+        return torch.where(is_own, own_weights, weights), ids, is_own
+
+    def _check_shape(self, logits: Tensor, own_ids: Tensor) -> None:
+        if self.layer.ids.shape != own_ids.shape:
+            raise ReplayError(
+                f"rows [T, K] of {[*self.layer.ids.shape]}, but the router has {[*own_ids.shape]}"
+            )
+        if self.layer.highest_id >= logits.shape[-1]:
+            raise ReplayError(
+                f"expert {self.layer.highest_id} in the rows of a model with {logits.shape[-1]}"
+            )
+
+    def _choose(self, own_ids: Tensor, is_recomputed: bool) -> Tensor:
+        """The experts of the rows. Unknown ones become the router's own, which a recomputed pass
+        then gets again."""
+        rows = self.layer.ids.to(own_ids.device)
+        if is_recomputed or not self.layer.has_unknown:
+            return rows.to(own_ids.dtype, copy=True)
+        ids = torch.where(self.layer.is_unknown.to(rows.device), own_ids, rows)
+        self.layer.ids = ids.to(rows.dtype, copy=True)
+        return ids
+
+    def _weigh(
+        self, own: Sequence[Tensor], ids: Tensor, factor: Tensor | None, is_recomputed: bool
+    ) -> Tensor:
+        """Weights of `ids` by the router's formula, which the first forward pass decides."""
+        logits, own_weights, own_ids = own
+        if not is_recomputed and self.formula is not None:
+            both = torch.stack([ids, own_ids], dim=1)
+            weights, of_own = _FORMULAS[self.formula].weigh(logits, both, factor).unbind(dim=1)
+            self.error = _difference(of_own.to(own_weights.dtype), own_weights)
+            self.tolerance = _tolerance(logits, own_weights)
+            return weights
+        if self.formula is None:
+            picked = _pick(_name(self.module), own, ids, factor, self.candidates)
+            self.formula = picked.place
+            self.state.data[1] = picked.place
+            if picked.is_sure:
+                _KNOWN[self.module] = _Known(self.settings, picked.place)
+        return _FORMULAS[self.formula].weigh(logits, ids, factor)
 
 
 @cache
