@@ -1137,25 +1137,18 @@ class MegatronReplay:
         self._aux_loss = aux_loss
         self._may_drop = may_drop
         modules = [chunks] if isinstance(chunks, Module) else chunks
-        routers = [_megatron_routers(module) for module in modules]
-        self._chunks = [
-            {layer: router.router_replay for layer, router in of_chunk.items()}
-            for of_chunk in routers
-        ]
-        self._routers = [
-            _MegatronRouter(router) for of_chunk in routers for router in of_chunk.values()
-        ]
+        self._chunks = [_megatron_routers(module) for module in modules]
         self._devices = [
             next((weight.device for weight in module.parameters()), None) for module in modules
         ]
         self._fed: list[int] = []  # microbatches of each chunk; none outside of the block
 
     def __enter__(self) -> "MegatronReplay":
-        if any("get_replay_topk" in vars(router) for router in self._all()):
+        if any("get_replay_topk" in vars(router.replay) for router in self._routers()):
             raise ReplayError("the model is being replayed already")
         self.replayed = 0
         self._fed = [0] * len(self._chunks)
-        for router in self._routers:
+        for router in self._routers():
             router.start(self._aux_loss)
         return self
 
@@ -1163,7 +1156,7 @@ class MegatronReplay:
     def dropped(self) -> int:
         """Experts of replayed rows that were dropped so far because they were full, counted in each
         layer."""
-        return sum(int(router.num_dropped) for router in self._routers)
+        return sum(int(router.num_dropped) for router in self._routers())
 
     def feed(self, rows: Any, layer_ids: Sequence[int], chunk: int = 0) -> None:
         """Rows of the next microbatch for a stage.
@@ -1191,7 +1184,7 @@ class MegatronReplay:
         self._fed[chunk] += 1
         for layer, router in routers.items():
             of_layer = ids[:, index_of_layer[layer]].to(torch.int64)
-            router.set_target_indices(of_layer)
+            router.replay.set_target_indices(of_layer)
             self.replayed += int((of_layer >= 0).all(dim=1).sum())
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
@@ -1199,7 +1192,7 @@ class MegatronReplay:
             for chunk, fed in enumerate(self._fed if kind is None else []):
                 self._check_asked(chunk)
                 for layer, router in self._chunks[chunk].items():
-                    if 0 < (left := len(router.replay_backward_list)) < fed:
+                    if 0 < (left := len(router.replay.replay_backward_list)) < fed:
                         raise ReplayError(
                             f"decoder layer {layer} recomputed {fed - left} of {fed} microbatches"
                         )
@@ -1209,17 +1202,17 @@ class MegatronReplay:
                 )
         finally:
             self._fed = []
-            for router in self._routers:
+            for router in self._routers():
                 router.stop()
 
-    def _all(self) -> Iterator[Any]:
-        return (router for routers in self._chunks for router in routers.values())
+    def _routers(self) -> "Iterator[_MegatronRouter]":
+        return (router for chunk in self._chunks for router in chunk.values())
 
     def _check_asked(self, chunk: int) -> None:
         silent = [
             layer
             for layer, router in self._chunks[chunk].items()
-            if router.target_topk_idx is not None
+            if router.replay.target_topk_idx is not None
         ]
         if silent:
             raise ReplayError(
@@ -1272,15 +1265,19 @@ class _MegatronRouter:
             self.num_dropped = num_dropped
 
     def _counting_replayed(self, apply_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`apply_loss` with the replayed experts in place of those of the live router."""
+        """`apply_loss` with the replayed experts in place of those of the live router, which stay
+        where a row is not known."""
 
         def apply(
             probs: Tensor, scores: Tensor, live_map: Tensor, *args: Any, **kwargs: Any
         ) -> Tensor:
             assert self.ids is not None
-            routing_map = torch.zeros_like(live_map, dtype=torch.bool).scatter(1, self.ids, True)
+            assert self.is_known is not None
+            replayed_map = torch.zeros_like(live_map, dtype=torch.bool).scatter(1, self.ids, True)
             is_token = live_map.any(dim=1, keepdim=True)  # padding has no experts
-            return apply_loss(probs, scores, routing_map & is_token, *args, **kwargs)
+            # Megatron counts the largest scores, which with a bias or groups are not what it chooses.
+            routing_map = torch.where(self.is_known, replayed_map & is_token, live_map.bool())
+            return apply_loss(probs, scores, routing_map, *args, **kwargs)
 
         return apply
 
@@ -1293,7 +1290,9 @@ def _choosing(router: Any, around: _MegatronRouter) -> Callable[..., tuple[Tenso
     `use_reentrant` counts the tensors that autograd keeps, and selective checkpointing all
     operators.
     """
-    peaks: list[NDArray[np.float32]] = []  # largest scores of tokens, of each pass to be recomputed
+    # of each pass to be recomputed: the largest scores of tokens, and which rows are known [T, 1]
+    peaks: list[NDArray[np.float32]] = []
+    known: list[Tensor] = []
 
     def get_replay_topk(
         scores: Tensor,
@@ -1320,8 +1319,10 @@ def _choosing(router: Any, around: _MegatronRouter) -> Callable[..., tuple[Tenso
         is_unknown = (rows < 0).any(dim=1, keepdim=True)
         ids = torch.where(is_unknown, own, rows)
         around.ids = ids
-        around.is_known = ~is_unknown
+        is_known = ~is_unknown
+        around.is_known = known.pop(0) if is_recomputed else is_known
         if not is_recomputed:
+            known.append(is_known)
             router.target_topk_idx = None  # one forward pass per microbatch
             fed[-1] = ids
             peaks.append(peak)
@@ -1350,9 +1351,9 @@ def _is_first_of(peaks: Sequence[NDArray[np.float32]], peak: NDArray[np.float32]
     return apart[0] <= 4 * min(apart[1:], default=np.inf)
 
 
-def _megatron_routers(chunk: Module) -> dict[int, Any]:
+def _megatron_routers(chunk: Module) -> dict[int, _MegatronRouter]:
     """The router of each decoder layer."""
-    routers: dict[int, Any] = {}
+    routers: dict[int, _MegatronRouter] = {}
     for name, module in chunk.named_modules():
         if hasattr(module, "router_replay") and "mtp" not in name.split("."):
             if module.router_replay is None:
@@ -1362,5 +1363,5 @@ def _megatron_routers(chunk: Module) -> dict[int, Any]:
                 raise ReplayError(
                     f"two routers in decoder layer {layer}: give the part of the model that has one"
                 )
-            routers[layer] = module
+            routers[layer] = _MegatronRouter(module)
     return routers

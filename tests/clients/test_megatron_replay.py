@@ -406,6 +406,28 @@ def test_auxiliary_losses_count_replayed_experts(loss_type: str, kind: str) -> N
     assert not vars(chunk.layers[0].router).keys() & set(_AUXILIARY_LOSSES), "something is left"
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
+def test_auxiliary_losses_of_unknown_rows(kind: str) -> None:
+    """As without replay: Megatron counts the largest scores, whatever the bias and the groups let the
+    router choose."""
+    chunk = chunk_of(
+        [3, 4],
+        moe_aux_loss_coeff=COEFFICIENT,
+        **{**ROUTERS["groups, bias"], "moe_router_load_balancing_type": "aux_loss"},
+    )
+    chunk(hidden_of(0)).backward()
+    expected = gradients(chunk)
+    chunk.recompute = CHECKPOINTING.get(kind)
+    with MegatronReplay(chunk, aux_loss=True) as replay:
+        replay.feed(torch.full_like(rows_for(0), -1), LAYER_IDS)
+        chunk(hidden_of(0)).backward()
+    actual = gradients(chunk)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(actual[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
 @pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
 def test_replayed_experts_that_are_full(kind: str) -> None:
     """They are counted once, recomputed or not, and are an error on request."""
