@@ -130,11 +130,11 @@ def start(
         flags = [*flags, INPUT_FLAG]
     elif variant == "vllm":
         env["VLLM_PLUGINS"] = ""  # none, so that nothing of ours is in these processes
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command = [sys.executable, "-m", "bench.vllm_command", "serve", str(model)]
         flags = [*flags, "--enable-return-routed-experts"]
     elif variant in BEHIND_RUST:
         env |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": front_end}
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command = [sys.executable, "-m", "bench.vllm_command", "serve", str(model)]
         flags = [*flags, "--enable-return-routed-experts"] if variant == "rust" else flags
     port = free_port(1 if apart is None else 3)
     if apart is not None:

@@ -98,3 +98,15 @@ def test_the_api_process_without_an_engine(legs: list[str], tmp_path: Path) -> N
     ]
     assert [(run["mode"], run["variant"], run["rows"]) for run in runs] == expected
     assert all(run["cpu_us"] > 0 and not run["faults"] for run in runs)
+
+
+def test_conversations_on_a_cpu(tmp_path: Path) -> None:
+    """vLLM's own capture needs a GPU. The engine's host counts the rows of each turn."""
+    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--shape", "tiny"]
+    command += ["--conversations", "4 of 3 turns", "--skip-peer", "--layers", "2"]
+    command += ["--repeats", "1", "--logs", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, check=True, timeout=400, capture_output=True, text=True
+    )
+    lines = [row[1] for row in rows_of(done.stdout) if row[0] == "4 of 3 turns"]
+    assert lines == ["off", "captured, not asked for", "new rows", "all rows"]
