@@ -2,6 +2,7 @@
 and vLLM's own routers, whose formula must be known."""
 
 import gc
+import pickle
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from routed_experts.capture.engine.versions import UnsupportedConfig
+from routed_experts.capture.scheduler.input_decoder import read_inputs
 from routed_experts.capture.seams.engine import HAS_SINK
 from routed_experts.capture.wire.rows import INPUT_KEY
 from routed_experts.capture.worker.router_input.family import family_of, prove
@@ -159,6 +161,18 @@ def test_what_an_api_process_sends_is_what_the_engine_has(
     client.send("natural", 90)
     client.finish()
     assert set(client.reasons.values()) == {FinishReason.LENGTH}
+
+
+def test_a_worker_of_another_process_gets_the_arrays_as_they_are() -> None:
+    """vLLM pickles a step for workers, with large arrays beside the pickle."""
+    read_inputs()
+    args = routing_args(rows=rows_for(150))
+    encoded = EncodedInput.of(sent(request_of("a", 150, args)).sampling_params)
+    arrays: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(encoded, protocol=5, buffer_callback=arrays.append)
+    assert len(pickled) < 1000
+    assert [memoryview(array).nbytes for array in arrays] == [rows_for(150).nbytes]
+    assert pickle.loads(pickled, buffers=arrays) == args[INPUT_ARG]
 
 
 @pytest.mark.parametrize("place", [0, 2, -1, True, "1", None, [1]])
