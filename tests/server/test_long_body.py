@@ -27,7 +27,8 @@ BODIES: dict[str, Any] = {
     "escapes": {REPLAY: {"data": LONG + "\n\u00e9\\"}},
     "no array": {REPLAY: "data", BIAS: ["data", LONG]},
     "a list": [ARRAY],
-    "the text of a marker": {REPLAY: [ARRAY, {"data": "cut out at 36"}]},
+    "many keys": {"messages": [{"data": "A"}] * 5000, REPLAY: ARRAY},
+    "many blanks": {REPLAY: {"data": LONG, "x": "data"}, "y": " " * 100},
 }
 
 
@@ -48,6 +49,19 @@ def with_texts(parsed: Any) -> Any:
     if isinstance(parsed, list):
         return list(map(with_texts, parsed))
     return parsed
+
+
+def test_a_body_with_more_keys_than_arrays_is_the_parsers() -> None:
+    keys = ",".join(['{"data":"A"}'] * 5000)
+    body = f'{{"messages":[{keys}],"{REPLAY}":{json.dumps(ARRAY)}}}'.encode()
+    assert parse(body)[REPLAY]["data"] == LONG
+
+
+def test_a_text_that_stands_for_a_long_one_elsewhere() -> None:
+    """The first is what a reader that knows the places, and nothing else, would take for a mark."""
+    for at in range(40, 120):
+        body = f'{{"{REPLAY}":{{"data":"cut out at {at}"}},"other":{{"data":"{LONG}"}}}}'.encode()
+        assert with_texts(parse(body)) == json.loads(body)
 
 
 def test_a_long_text_is_no_copy() -> None:
