@@ -393,14 +393,16 @@ def _rows(value: Any) -> tuple[Rows, int]:
         )
     if rows.shape[1] > MAX_LAYERS:
         raise RoutingInputError("rows", f"must have at most {MAX_LAYERS} layers")
-    smallest = int(rows.min())
-    largest = int(rows.max())
+    # What is checked is what is sent: a program may write into its own array meanwhile.
+    result = np.array(rows, order="C")
+    smallest = int(result.min())
+    largest = int(result.max())
     if smallest < UNKNOWN or largest >= MAX_EXPERTS:
         wrong = smallest if smallest < UNKNOWN else largest
         raise RoutingInputError(
             "rows", f"must be ids of experts, or -1 where the router chooses, not {wrong}"
         )
-    result = np.ascontiguousarray(rows, dtype=np.int16)
+    result = result.astype(np.int16, copy=False)
     _check_distinct(result)
     return result, largest
 
@@ -434,6 +436,7 @@ def _bias(value: Any) -> Bias:
         )
     if bias.shape[0] > MAX_LAYERS or bias.shape[1] > MAX_EXPERTS:
         raise RoutingInputError("bias", f"of the shape {list(bias.shape)} fits no model")
+    bias = np.array(bias, order="C")  # what is checked is what is sent
     if np.isnan(bias).any():
         raise RoutingInputError("bias", "must be numbers, but it has NaN")
     if (np.isfinite(bias) & (np.abs(bias) > MAX_BIAS)).any():
@@ -441,7 +444,7 @@ def _bias(value: Any) -> Bias:
             "bias",
             f"must be at most {MAX_BIAS:.0f} from 0; -inf stands for never, inf for always",
         )
-    return np.ascontiguousarray(bias, dtype=np.float32)
+    return bias.astype(np.float32, copy=False)
 
 
 def _check_rows_are_allowed(rows: Rows | None, bias: Bias | None) -> None:

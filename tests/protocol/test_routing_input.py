@@ -88,6 +88,20 @@ def test_rows_that_a_program_changes_later_are_those_that_it_gave() -> None:
         encoded.arrays[0] = 1
 
 
+def test_what_was_checked_is_what_is_sent() -> None:
+    rows = rows_of(5)
+    bias = np.zeros((2, 8), np.float32)
+    of_rows = RoutingInput(rows=rows)
+    of_bias = RoutingInput(bias=bias)
+    expected = rows.copy()
+    rows[:] = 99
+    bias[:] = np.nan
+    decoded = RoutingInput.decode(of_rows.encode())
+    np.testing.assert_array_equal(decoded.rows, expected)
+    assert decoded.largest == expected.max()
+    assert not RoutingInput.decode(of_bias.encode()).bias.any()
+
+
 def test_inputs_are_equal_by_what_they_say() -> None:
     one = RoutingInput(rows=rows_of(4)).encode()
     same = RoutingInput(rows=rows_of(4)).encode()
