@@ -977,7 +977,8 @@ class _Router:
     def route(self, router: Any, args: tuple[Any, ...], output: Any) -> Any:
         """`output` with the layer's experts."""
         own = _choice(router, args, output)
-        if self.layer.keeps_logits and not _is_recomputed():
+        # asked in compiled code, `_is_recomputed` would break the graph
+        if self.layer.keeps_logits and (torch.compiler.is_compiling() or not _is_recomputed()):
             self.layer.logits = own.logits.detach()
         # what Gemma 4 multiplies an expert's weight by
         factor = getattr(router, "per_expert_scale", None)

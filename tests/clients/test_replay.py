@@ -429,6 +429,29 @@ def step_of(compiled: Any, tokens: torch.Tensor) -> Any:
     }
 
 
+def test_the_auxiliary_loss_of_a_compiled_model(load: Callable[..., Any]) -> None:
+    """With other rows in each block, as when it is not compiled."""
+    model = load()
+    compiled: Any = torch.compile(model, backend="eager")
+    inputs: dict[str, Any] = {"input_ids": batch(), "use_cache": False}
+    inputs["output_router_logits"] = True
+    gates = [layer.mlp.gate.weight for layer in model.model.layers]
+
+    def loss_and_gradients(one_model: Any, rows: torch.Tensor) -> list[torch.Tensor]:
+        with replayed(one_model, rows, aux_loss=True) as replay:
+            loss = one_model(**inputs).aux_loss
+            result = [loss.detach(), *torch.autograd.grad(loss, gates)]
+        assert replay.asked == [1] * 3
+        return result
+
+    for seed in (4, 5):
+        rows = given_rows(QWEN3, seed)
+        expected = loss_and_gradients(model, rows)
+        actual = loss_and_gradients(compiled, rows)
+        for one, other in zip(actual, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-3, atol=1e-7)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_compiled_layers_that_are_recomputed(use_reentrant: bool, load: Callable[..., Any]) -> None:
     """What is compiled does not know of the backward pass that it is a part of."""
