@@ -63,6 +63,7 @@ class FirefoxTab(Tab):
         self._context = self._first_context()
         self._chrome = self._first_context("chrome")
         self._element: Any = None
+        self._at: dict[str, Any] | None = None  # the last move of the mouse
 
     def _first_context(self, scope: str | None = None) -> str:
         only = {"moz:scope": scope} if scope else {}
@@ -136,7 +137,11 @@ class FirefoxTab(Tab):
             wheel = {"type": "scroll", "x": round(x), "y": round(y), **delta}
             self._act("wheel", [wheel], has_control=more.get("modifiers") == CONTROL)
         elif type == "mouseMoved":
-            self._act("pointer", [move])
+            # A move to where the mouse is would be none.
+            self._act(
+                "pointer", [{**move, "y": move["y"] + 1}, move] if move == self._at else [move]
+            )
+            self._at = move
         else:
             kind = "pointerDown" if type == "mousePressed" else "pointerUp"
             self._act("pointer", [move, {"type": kind, "button": 0}])

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.e2e
 def test_light_dark_and_every_width(tab: Tab, viewed: Viewed, width: int) -> None:
     """page: as the system has it, unless the switch says otherwise; nothing is wider than the
     window, or cut off."""
-    compare(tab, viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
+    two = two_that_part(149, 20, 70, has_weights=True)
+    compare(tab, viewed(*two), width=width, theme="dark")
     background, pixel = (
         "getComputedStyle(document.body).backgroundColor",
         "$('#load-scale canvas').toDataURL()",
@@ -43,6 +44,8 @@ def test_light_dark_and_every_width(tab: Tab, viewed: Viewed, width: int) -> Non
     assert tab.js("$('#map canvas').getBoundingClientRect().right") <= width
     assert tab.js("$('.side').clientWidth <= $('.left').clientWidth")
     assert tab.js("$$('.chip').every(c => c.scrollWidth <= c.clientWidth)")
+    tops = "[...saves.children].map(button => button.getBoundingClientRect().top)"
+    assert tab.js(f"$$('.saves').every(saves => new Set({tops}).size === 1)")
 
 
 def test_scrollbars_are_dark_in_the_dark_theme(tab: Tab, viewed: Viewed) -> None:
