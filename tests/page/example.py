@@ -1,59 +1,75 @@
-"""Makes the example of the page, two responses of the tiny model: python -m tests.page.example"""
+"""Makes the example of the page, a response to code and one to prose of a trained model of 48 layers
+and 128 experts.
+
+On a GPU, train the model as `examples/train_small_moe.py` says at its top, and serve it:
+
+    routed-experts serve deep-moe --dtype bfloat16 --enable-return-routed-expert-weights
+    python -m tests.page.example http://localhost:8000 deep-moe
+
+docs/page.md says of which run the stored example is.
+"""
 
 import json
-import tempfile
+import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import httpx
+from transformers import AutoTokenizer
+
 import routed_experts.server.page as page
 from routed_experts.protocol.saved import ModelInfo, page_lines
-from routed_experts.server.cli.tiny_model import make_tiny_model, make_tokenizer
-from tests.contract.served import serving_weights
-from tests.e2e.harness import ASK, Server
-from tests.page.screenshots import KV
+from tests.e2e.harness import ASK
 
 PATH = Path(page.__file__).parent / "static" / "example.json"
-PROMPTS = (
-    "The router sends every token to a few of its experts, and some of them read prose.",
-    "def route(token):\n    scores = softmax(gate @ token)\n    return top_k(scores, k=4)\n",
-)
+# Of texts that were held out; and the seeds of the two responses.
+PROMPTS = {
+    "def _getowndoc(obj):\n    try:\n        doc = object.__getattribute__(obj, '__doc__')\n"
+    "        if doc is None:\n            return None\n        if obj is not type:\n"
+    "            typedoc = type(obj).__doc__\n            if isinstance(typedoc, str)": 8,
+    "By default `patch` will fail to replace attributes that don't exist. If\n"
+    "you pass in `create=True`, and the attribute doesn't exist, patch will\n"
+    "create the attribute for you when the patched function is called, and\n"
+    "delete it again afterwards": 10,
+}
+MAX_TOKENS = 48
 
 
-def response(server: Server, prompt: str) -> dict[str, Any]:
+def response(url: str, info: dict[str, Any], tokenizer: Any, prompt: str, seed: int) -> Any:
     """A response with weights, the texts of all tokens, and what is known of the model."""
     said = {
         **ASK,
         "return_routed_expert_weights": True,
-        "routed_experts_dtype": "uint8",
-        "temperature": 1,
-        "seed": 1,
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "seed": seed,
+        "ignore_eos": True,
+        "logprobs": 0,
     }
-    said["ignore_eos"] = True
-    body = server.complete(model="tiny", prompt=prompt, max_tokens=48, logprobs=0, **said)
+    body = {"model": info["model"], "prompt": prompt, "max_tokens": MAX_TOKENS, **said}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+    return with_texts(answer.raise_for_status().json(), info, tokenizer)
+
+
+def with_texts(body: dict[str, Any], info: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """With the texts of the prompt's tokens, and what is known of the model."""
     (choice,), known = body["choices"], ModelInfo.__dataclass_fields__
-    choice["logprobs"]["tokens"][:0] = [
-        make_tokenizer().decode([one]) for one in choice["prompt_token_ids"]
-    ]
-    choice["logprobs"].pop("token_logprobs")
-    return {
-        **body,
-        "routed_experts_info": {
-            name: value for name, value in server.info().items() if name in known
-        },
-    }
+    prompt = [tokenizer.decode([one]) for one in choice["prompt_token_ids"]]
+    choice["logprobs"] = {"tokens": [*prompt, *choice["logprobs"]["tokens"]]}
+    facts = {name: value for name, value in info.items() if name in known}
+    return {**body, "routed_experts_info": facts}
+
+
+def write(bodies: list[dict[str, Any]]) -> None:
+    lines = "".join(f"{json.dumps(body)}\n" for body in bodies)
+    PATH.write_text("".join(page_lines([(PATH.name, StringIO(lines))], ModelInfo())))
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as directory:
-        make_tiny_model(Path(directory))
-        with serving_weights(
-            Path(directory),
-            "--dtype",
-            "float32",
-            "--enforce-eager",
-            "--enable-return-routed-expert-weights",
-            *KV,
-        ) as server:
-            bodies = "".join(f"{json.dumps(response(server, prompt))}\n" for prompt in PROMPTS)
-            PATH.write_text("".join(page_lines([(PATH.name, StringIO(bodies))], ModelInfo())))
+    url, folder = sys.argv[1:]
+    info, tokenizer = (
+        httpx.get(f"{url}/v1/routed_experts", timeout=300).json(),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    write([response(url, info, tokenizer, prompt, seed) for prompt, seed in PROMPTS.items()])

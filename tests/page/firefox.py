@@ -59,9 +59,9 @@ class FirefoxTab(Tab):
         self.console: list[str] = []
         self.requested: list[str] = []
         self.send("session.new", capabilities={})
-        self.send("session.subscribe", events=["log.entryAdded", "network.beforeRequestSent"])
         self._context = self._first_context()
         self._chrome = self._first_context("chrome")
+        self.send("session.subscribe", events=["log.entryAdded", "network.beforeRequestSent"])
         self._element: Any = None
         self._at: dict[str, Any] | None = None  # the last move of the mouse
 
@@ -85,8 +85,9 @@ class FirefoxTab(Tab):
     def _hear(self, method: str | None, params: dict[str, Any]) -> None:
         if method == "log.entryAdded":
             self.console.append(str(params["text"]))
-        elif method == "network.beforeRequestSent":
-            self.requested.append(params["request"]["url"])
+        elif method == "network.beforeRequestSent" and params["context"] == self._context:
+            url = params["request"]["url"]
+            self.requested += [url] if not url.startswith("data:") else []  # a font of its own
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """What a command of Chromium's protocol would do, and its result."""

@@ -2,7 +2,6 @@
 docs/images"""
 
 import io
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -11,10 +10,9 @@ from PIL import Image
 
 from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.contract.served import serving_weights
-from tests.page.answers import two_that_part
 from tests.page.browser import Tab, browser
 from tests.page.conftest import viewing
-from tests.page.seen import ask, compare
+from tests.page.seen import ask, ended
 
 KV = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
 FLAGS = (
@@ -31,19 +29,31 @@ def main(folder: Path) -> None:
         tab, model = tabs(), Path(directory) / "model"
         make_tiny_model(model)
         with serving_weights(model, *FLAGS) as api:
-            for width, theme in ((1440, "light"), (420, "dark")):
-                tab.open(f"{api.url}/routed_experts", width, 1160, theme)
-                ask(tab, "Which experts does this question go to, and why?", 160, kind="chat")
-                tab.wait_for_text("#summary", "finish reason")
-                tab.click("#tokens-a [data-i='80']")
-                take(tab, folder / f"page-chat-{width}-{theme}.png")
-        with viewing(
-            {"two.jsonl": "\n".join(map(json.dumps, two_that_part(299, 60, 110, has_weights=True)))}
-        ) as url:
-            compare(tab, url, height=1160, theme="dark")
-            tab.wait_for_text("#parting", "299")
-            tab.click("#go")
-            take(tab, folder / "page-two-1440-dark.png")
+            tab.open(f"{api.url}/routed_experts", 420, 1160, "dark")
+            ask(tab, "Which experts does this question go to, and why?", 160, kind="chat")
+            ended(tab)
+            tab.click("#tokens-a [data-i='80']")
+            take(tab, folder / "page-chat-420-dark.png")
+        take_the_example(tab, folder)
+
+
+def take_the_example(tab: Tab, folder: Path) -> None:
+    """Code in the light theme; code beside prose in the dark one."""
+    with viewing({}) as url:
+        for theme in ("light", "dark"):
+            tab.open(url, 1440, 1160, theme)
+            tab.wait(
+                "$('#empty-how').textContent.startsWith('Open')"
+            )  # the button moves until then
+            tab.click("#example")
+            ended(tab)
+            tab.js("$$('details.how').forEach(details => (details.open = false))")
+            tab.click("#tokens-a [data-i='80']")
+            if theme == "dark":
+                tab.choose("#pick-b", "1")
+                tab.wait_for("#side-b")
+            name = "page-example-1440-light" if theme == "light" else "page-two-1440-dark"
+            take(tab, folder / f"{name}.png")
 
 
 def take(tab: Tab, path: Path) -> None:

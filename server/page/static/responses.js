@@ -171,7 +171,7 @@ const openViewed = (files) => open(() => Promise.all(files.map(({ place }) => re
 /** Opens the lines that a page in one file has in itself. */
 export const openLines = (lines) => open(async () => [new Response(lines)]);
 
-/** Responses of the tiny model to two prompts. */
+/** Two responses of a trained model, to code and to prose. */
 export const openExample = () => open(() => Promise.all([request(`routed_experts/${EXAMPLE}`)]));
 
 export function save() {
