@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench.http_answers import Expected, Routing
-from bench.http_load import Clients, Load, Request, Result
+from bench.http_load import MORE_FIELDS, Clients, Load, Request, Result
 from bench.http_server import PLAYED, PLAYED_SLOTS, PLAYED_STEP_MS, Server, start
 from bench.http_table import Run, commit_and_device, table
 from bench.shapes import QWEN3_30B_A3B, TINY, TOKEN_CHARS, kv_bytes, write_model
@@ -129,7 +129,8 @@ def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
 def front_ends_of(modes: list[str]) -> list[Line]:
     """vLLM's front ends at its route for tokens: ours in Python, and the one in Rust, which has all
     rows at the end."""
-    servers = {"off": ("off", "none"), "returned": ("ours", "split"), "at_end": ("ours", "at_end")}
+    servers = {"off": ("off", "none")}
+    servers |= {"returned": ("ours", "joined"), "at_end": ("ours", "joined")}  # as vLLM's there
     servers |= {"Rust: off": ("rust_off", "none"), "Rust: returned": ("rust", "joined")}
     return [
         Line(variant, *server, mode == "streamed", "off", to_generate=True)
@@ -137,6 +138,14 @@ def front_ends_of(modes: list[str]) -> list[Line]:
         for variant, server in servers.items()
         if (variant, mode) != ("at_end", "unstreamed")
     ]
+
+
+def fields_at_generate(line: Line) -> dict[str, Any]:
+    """Those by which a request asks for rows at vLLM's route for tokens; the front end in Rust
+    returns them to all."""
+    if line.server != "ours":
+        return {}
+    return {"return_routed_experts": True, **MORE_FIELDS.get(line.variant, {})}
 
 
 def requests_of(case: Case, line: Line, seed: int, vocab: int, routing: Routing) -> list[Request]:
@@ -165,6 +174,7 @@ def requests_of(case: Case, line: Line, seed: int, vocab: int, routing: Routing)
             Expected(prompt_len, tokens, choices, rows),
             apart=role in LONG_ROLES,
             to_generate=line.to_generate,
+            more_fields=fields_at_generate(line) if line.to_generate else {},
         )
 
     g = case.new_tokens
