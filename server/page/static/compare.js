@@ -143,5 +143,7 @@ function chanceInWords(a, b) {
   if (!found) return "";
   const what = a.members ? "the responses" : "their tokens";
   const dealt = b.whole ? "For as many tokens of A, drawn at random" : `If chance dealt ${what} to A and B`;
-  return ` ${dealt}, it would be ${percent(found.mean)} (in 95 % of ${b.whole ? "draws" : "deals"} at most ${percent(found.most)}).`;
+  const level = ` ${dealt}, it would be ${percent(found.mean)} (in 95 % of ${b.whole ? "draws" : "deals"} at most ${percent(found.most)}).`;
+  // The tokens of one text are alike, so that chance is a low bar for a pair.
+  return a.members || b.whole ? level : `${level} Two texts of one kind differ by more than that, too: groups tell kinds apart.`;
 }

@@ -45,7 +45,7 @@ const MODES = {
 const TITLES = {
   largest: "Largest weight",
   entropy: "Entropy of the weights",
-  unusual: "Experts that are not usual in their layer",
+  unusual: "Experts outside the busiest with ¾ of the layer’s choices",
 };
 
 /** The mode that is chosen, if the responses have what it needs; else one that tells tokens apart. */
