@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -277,7 +277,7 @@ def _replaced(router: Any, replaying: "_Router") -> Iterator[None]:
     # of accelerate or of parallelism; it hides the class's method
     hook = vars(router).get(method)
     _check_hook(hook)
-    replaying_class = _replaying(own_class, method)  # type: ignore[arg-type]
+    replaying_class = _replaying(own_class, method, getattr(own_class, method))  # type: ignore[arg-type]
     methods: dict[str, Any] = {}
     if hook is not None:
         methods = _replaying_methods(router, method, hook, replaying_class, replaying)
@@ -618,8 +618,10 @@ class _Candidates:
 
     places: list[int]
     num_trusted: int
-    """So many of the first are taken if they fit exactly, without a look at the others: the code
-    names their function and no other, or another router of the class has them."""
+    """If one of so many of the first is exact, the others are not tried: the code names their
+    function and no other."""
+    found: list[int] = field(default_factory=list)
+    """Those that other routers of the class surely have. They decide where several are exact."""
 
 
 def _candidates(router: Any) -> _Candidates:
@@ -684,11 +686,14 @@ class _Picked:
 
     Attributes:
         place: in `_FORMULAS`.
-        is_sure: it computes the router's own weights exactly, and no other formula does.
+        is_alone: no other formula that was tried is as good, but those that give equal weights
+            for any logits, save for rounding.
+        error: the largest difference of the router's own weights.
     """
 
     place: int
-    is_sure: bool
+    is_alone: bool
+    error: float
 
 
 def _pick(
@@ -700,39 +705,65 @@ def _pick(
     Args:
         own: logits, weights and ids of the router.
         ids: those of the rows.
-        candidates: the formula that is picked becomes the first of them, and trusted.
+        candidates: a formula that a router surely has decides for others of its class.
     """
-    logits, weights, own_ids = own
+    logits, weights, _ = own
     tolerance = _tolerance(logits, weights)
-    errors: dict[int, float] = {}
-    for index, place in enumerate(candidates.places):
-        if _FORMULAS[place].in_logits_dtype and logits.dtype == torch.float32:
-            continue  # as the one in float32
-        computed = _FORMULAS[place].weigh(logits, own_ids, factor).to(weights.dtype)
-        errors[place] = float(_difference(computed, weights))
-        if errors[place] == 0 and index < candidates.num_trusted:
-            break
-    best = min(errors, key=lambda place: errors[place])
-    if errors[best] > tolerance:
+    trusted = candidates.places[: candidates.num_trusted]
+    errors = _errors_of(trusted, own, factor)
+    if 0 not in errors.values():
+        errors |= _errors_of(candidates.places[candidates.num_trusted :], own, factor)
+    least = min(errors.values())
+    if least > tolerance:
         raise ReplayError(
             f"{name} computes weights in another way than is known, and cannot be replayed"
         )
     # One rounding apart is not as good: it tells a softmax from one that is normalised where the
-    # chosen experts have nearly all of it.
-    as_good = [place for place in errors if place != best and errors[place] == errors[best]]
-    others = [_FORMULAS[place] for place in as_good]
-    if _are_unlike(_FORMULAS[best], others, logits, ids, factor, tolerance=tolerance):
+    # chosen experts have nearly all of it. Where they have all, or no token counts, several are.
+    best = [place for place, error in errors.items() if error == least]
+    found = [place for place in best if place in candidates.found]
+    picked = (found or best)[0]
+    as_good = [place for place in best if place != picked]
+    unlike = [place for place in as_good if not _are_equal(picked, place, logits.dtype)]
+    # Of trusted ones that are equal, the code's own is the first.
+    doubtful = [_FORMULAS[place] for place in (unlike if picked in trusted else as_good)]
+    formula = _FORMULAS[picked]
+    if not found and _are_unlike(formula, doubtful, logits, ids, factor, tolerance=tolerance):
         raise ReplayError(
             f"the weights of {name} fit several formulas in this forward pass, and cannot be replayed: "
-            "its scores, or its experts, are all the same. Give the router random weights, or train "
-            "it without rows until its scores differ"
+            "its scores, or its experts, are all the same, or the chosen experts have all of the probability. "
+            "Give the router random weights, or train it without rows until its scores differ"
         )
-    # tried first for other routers of the class
-    if best not in candidates.places[: candidates.num_trusted]:
-        candidates.num_trusted += 1
-    candidates.places.remove(best)
-    candidates.places.insert(0, best)
-    return _Picked(best, is_sure=errors[best] == 0 and not as_good)
+    if least == 0 and not unlike and picked not in candidates.found:
+        candidates.found.append(picked)
+    return _Picked(picked, is_alone=not unlike, error=least)
+
+
+def _errors_of(
+    places: Sequence[int], own: Sequence[Tensor], factor: Tensor | None
+) -> dict[int, float]:
+    """The largest difference of a router's own weights from those of each formula."""
+    logits, weights, own_ids = own
+    errors: dict[int, float] = {}
+    for place in places:
+        formula = _FORMULAS[place]
+        if formula.in_logits_dtype and logits.dtype == torch.float32:
+            continue  # as the one in float32
+        computed = formula.weigh(logits, own_ids, factor).to(weights.dtype)
+        errors[place] = float(_difference(computed, weights))
+    return errors
+
+
+@cache
+def _are_equal(place: int, other: int, dtype: torch.dtype) -> bool:
+    """Whether two formulas give equal weights and gradients for any logits of a type, save for
+    rounding, as of those that add 0 or 1e-20. On the host, without a look at the device."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 16, generator=generator, device="cpu").to(dtype)
+    ids = torch.rand(64, 16, generator=generator, device="cpu").argsort(dim=-1)[:, :4]
+    formula = _FORMULAS[place]
+    others = [_FORMULAS[other]]
+    return not _are_unlike(formula, others, logits, ids, None, tolerance=_tolerance(logits))
 
 
 def _tolerance(*tensors: Tensor) -> float:
@@ -904,40 +935,66 @@ def _check_one_pass(layers: "Sequence[_Layer]") -> None:
 def _check_errors(layers: "Sequence[_Layer]") -> None:
     """Whether the formulas of earlier blocks are still those of the routers. One look at the device
     for all."""
-    unread = {
-        router: router.error
-        for layer in layers
-        for router in layer.routers
-        if router.error is not None
-    }
-    if not unread:
+    routers = [router for layer in layers for router in layer.routers]
+    compared = [router.compared for router in routers if router.compared is not None]
+    if not compared:
         return
-    device = next(iter(unread.values())).device
-    errors = torch.stack([error.to(device) for error in unread.values()]).tolist()
+    device = compared[0].error.device
+    errors = torch.stack([each.error.to(device) for each in compared]).tolist()
     wrong = [
-        router for router, error in zip(unread, errors, strict=True) if error > router.tolerance
+        each.name for each, error in zip(compared, errors, strict=True) if error > each.tolerance
     ]
-    for router in unread:
-        router.error = None
-    for router in wrong:
-        del _KNOWN[router.module]
+    for each, error in zip(compared, errors, strict=True):
+        each.known.error = max(each.known.error, error)
+        each.known.is_wrong |= error > each.tolerance
     if wrong:
         raise ReplayError(
-            f"the routers {[router.name for router in wrong]} computed weights in another way than in the blocks "
+            f"the routers {wrong} computed weights in another way than in the blocks "
             "before: what this block computed is wrong. Other blocks look for their formula again"
         )
 
 
-_KNOWN: "WeakKeyDictionary[Module, _Known]" = WeakKeyDictionary()
-"""Formulas that were found in earlier blocks, which are taken without a look at the device."""
+_Key = tuple[bool, torch.dtype, torch.dtype]
+"""Whether a router is trained, and the types of its logits and weights: in float32 it does not show
+whether a formula is in the type of the logits."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Known:
-    """The formula of a router, as long as it has these settings."""
+    """The formula of a router, as long as it has these settings.
+
+    It was exact when it was found, so a difference in a later block is news, also one that rounding
+    may make: in 16 bits that allows for 2%, which other formulas keep too if the chosen experts have
+    nearly all probability. The next block then looks at all formulas, which waits for the device. If
+    the same one is still the best, the news was rounding, and twice as much is no news from then
+    on. So a router whose rounding differs in each block is looked at a few times (in 16 bits at
+    most 6, as a difference is at least 2^-11), not in each block.
+    """
 
     settings: tuple[Any, ...]
     place: int
+    error: float = 0.0  # the largest so far
+    allowed: float = 0.0  # the largest that is no news
+    is_wrong: bool = False  # what a block computed with it was wrong
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether the next block looks at all formulas."""
+        return self.error > self.allowed
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A formula of earlier blocks in a forward pass."""
+
+    name: str  # of the router
+    known: _Known
+    error: Tensor  # the largest difference of the router's own weights, 0-d on the device
+    tolerance: float
+
+
+_KNOWN: "WeakKeyDictionary[Module, dict[_Key, _Known]]" = WeakKeyDictionary()
+"""Formulas that were found in earlier blocks, which are taken without a look at the device."""
 
 
 def _settings(router: Any) -> tuple[Any, ...]:
@@ -956,22 +1013,20 @@ class _Router:
 
     def __init__(self, name: str, module: Module, layer: _Layer, candidates: _Candidates) -> None:
         self.name = name
-        self.module = module
+        self.module = ref(module)  # a `Replay` that is kept does not keep the model
+        self.class_name = _name(module)
         self.layer = layer
         self.candidates = candidates
         self.settings = _settings(module)
+        self.known = _KNOWN.setdefault(module, {})
         self.asked = 0
-        known = _KNOWN.get(module)
         self.formula: int | None = None  # its place
-        if known is not None and known.settings == self.settings:
-            self.formula = known.place
-        self.error: Tensor | None = None
-        self.tolerance = 0.0
+        self.compared: _Compared | None = None
         self.number = next(_NUMBERS)
         # The number of this object, and the formula. For an int, torch.compile would compile anew.
-        self.state = torch.tensor(
-            [self.number, -1 if self.formula is None else self.formula], device="cpu"
-        )
+        # Autograd keeps it, which it does not with tensors of inference mode.
+        with torch.inference_mode(False):
+            self.state = torch.tensor([self.number, -1], device="cpu")
         layer.routers.append(self)
 
     def route(self, router: Any, args: tuple[Any, ...], output: Any) -> Any:
@@ -1025,7 +1080,9 @@ class _Router:
         rows = self.layer.ids.to(own_ids.device)
         if is_recomputed or not self.layer.has_unknown:
             return rows.to(own_ids.dtype, copy=True)
-        ids = torch.where(self.layer.is_unknown.to(rows.device), own_ids, rows)
+        # The operator promises ids of the type of `own_ids`; `where` would take the wider of two.
+        rows_of_type = rows.to(own_ids.dtype)
+        ids = torch.where(self.layer.is_unknown.to(rows.device), own_ids, rows_of_type)
         self.layer.ids = ids.to(rows.dtype, copy=True)
         return ids
 
@@ -1034,26 +1091,47 @@ class _Router:
     ) -> Tensor:
         """Weights of `ids` by the router's formula, which the first forward pass decides."""
         logits, own_weights, own_ids = own
-        if not is_recomputed and self.formula is not None:
-            both = torch.stack([ids, own_ids], dim=1)
-            weights, of_own = _FORMULAS[self.formula].weigh(logits, both, factor).unbind(dim=1)
-            self.error = _difference(of_own.to(own_weights.dtype), own_weights)
-            self.tolerance = _tolerance(logits, own_weights)
-            return weights
-        if self.formula is None:
-            picked = _pick(_name(self.module), own, ids, factor, self.candidates)
-            self.formula = picked.place
-            self.state.data[1] = picked.place
-            if picked.is_sure:
-                _KNOWN[self.module] = _Known(self.settings, picked.place)
-        return _FORMULAS[self.formula].weigh(logits, ids, factor)
+        if is_recomputed and self.formula is not None:
+            return _FORMULAS[self.formula].weigh(logits, ids, factor)
+        module = self.module()
+        assert module is not None
+        key = (module.training, logits.dtype, own_weights.dtype)
+        known = self.known.pop(key, None)
+        if known is not None and (known.settings != self.settings or known.is_wrong):
+            known = None
+        if known is None or known.is_doubted:
+            picked = _pick(self.class_name, own, ids, factor, self.candidates)
+            self._take(picked.place)
+            if sure := self._sure(picked, known):
+                self.known[key] = sure
+            return _FORMULAS[picked.place].weigh(logits, ids, factor)
+        self.known[key] = known
+        self._take(known.place)
+        both = torch.stack([ids, own_ids], dim=1)
+        weights, of_own = _FORMULAS[known.place].weigh(logits, both, factor).unbind(dim=1)
+        error = _difference(of_own.to(own_weights.dtype), own_weights)
+        self.compared = _Compared(self.name, known, error, _tolerance(logits, own_weights))
+        return weights
+
+    def _take(self, formula: int) -> None:
+        self.formula = formula
+        self.state.data[1] = formula
+
+    def _sure(self, picked: _Picked, doubted: _Known | None) -> _Known | None:
+        """What later blocks know, if the formula is sure: it is alone, and is exact or the one that
+        was doubted."""
+        if not picked.is_alone:
+            return None
+        if doubted is not None and doubted.place == picked.place:
+            error = max(picked.error, doubted.error)
+            return _Known(self.settings, picked.place, error, allowed=2 * error)
+        return _Known(self.settings, picked.place) if picked.error == 0 else None
 
 
 @cache
-def _replaying(of: type[Module], method: str) -> type[Module]:
-    """A class whose routers replay. torch.compile notices another class, unlike a hook, and
-    compiles for it."""
-    original = getattr(of, method)
+def _replaying(of: type[Module], method: str, original: Callable[..., Any]) -> type[Module]:
+    """A class whose routers replay, made of the method `original` that it has now. torch.compile
+    notices another class, unlike a hook, and compiles for it."""
 
     def route(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replay.route(self, args, original(self, *args, **kwargs))

@@ -3,11 +3,13 @@
 `examples/replay.py` is run on a server.
 """
 
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
@@ -923,6 +925,210 @@ def test_a_formula_that_changes_between_blocks() -> None:
         gradient()
     for _ in range(2):
         assert torch.allclose(gradient(), router.gradient(hidden, rows), atol=1e-6)
+
+
+class SoftmaxRouter(torch.nn.Module):
+    """Its code names softmax and no other function, as that of most routers does."""
+
+    def __init__(self, top_k: int = 2) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.top_k = top_k
+        self.weight = torch.nn.Parameter(torch.randn(16, 32, generator=generator))
+        self.hidden = torch.randn(64, 32, generator=generator)
+        self.config: dict[str, Any] = {"is_normalised": False, "ids": torch.int64}
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor | None = None) -> Any:
+        """Logits, weights and ids: the `ids`, or its own choice."""
+        logits = torch.nn.functional.linear(hidden, self.weight)
+        scores = logits.softmax(dim=-1, dtype=self.config.get("scores", torch.float32))
+        if ids is None:
+            ids = scores.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, ids.to(torch.int64))
+        if self.config["is_normalised"] or (
+            self.config.get("normalises_eval") and not self.training
+        ):
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights * (1 + self.config.get("rounding", 0.0))
+        return logits, weights.to(logits.dtype), ids.to(self.config["ids"])
+
+    def rows(self) -> torch.Tensor:
+        """[T, K], other in each call."""
+        return torch.rand(len(self.hidden), 16).argsort(dim=-1)[:, : self.top_k]
+
+    def block(self, hidden: torch.Tensor | None = None) -> float:
+        """The largest error of weights in a block, for experts that the router does not choose."""
+        hidden = self.hidden.to(self.weight.dtype) if hidden is None else hidden
+        rows = self.rows()[: len(hidden)]
+        with replayed(torch.nn.ModuleList([self]), rows[:, None]):
+            _, weights, _ = self(hidden)
+        _, expected, _ = self(hidden, rows)
+        apart = (weights - expected).abs().nan_to_num(nan=0.0)
+        return float(apart.max()) if len(hidden) else 0.0
+
+
+IN_ANOTHER_WAY = r"\['0'\] computed weights in another way than in"
+
+
+@pytest.mark.parametrize("rows_type", [torch.int16, torch.int64])
+def test_ids_keep_the_routers_type(rows_type: torch.dtype) -> None:
+    """Compiled code reads them as that type, whatever they are."""
+    router = SoftmaxRouter()
+    router.config["ids"] = torch.int32
+    rows = router.rows().to(rows_type)
+    rows[3] = -1
+    with replayed(torch.nn.ModuleList([router]), rows[:, None]):
+        _, _, ids = router(router.hidden)
+    _, _, own = router(router.hidden)
+    assert ids.dtype == torch.int32
+    assert torch.equal(ids, torch.where(rows < 0, own, rows.to(torch.int32)))
+
+
+@pytest.mark.parametrize("kind", ["NaN", "no tokens"])
+def test_a_first_block_that_shows_no_formula(kind: str) -> None:
+    """All formulas are exact in it."""
+    router = SoftmaxRouter()
+    router.block(router.hidden[:0] if kind == "no tokens" else router.hidden * torch.nan)
+    for _ in range(2):
+        assert router.block() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "saturated", "nearly"), [(torch.float32, 100, 8), (torch.bfloat16, 20, 2)]
+)
+def test_a_first_block_in_which_chosen_experts_have_all_probability(
+    dtype: torch.dtype, saturated: float, nearly: float
+) -> None:
+    """There, it makes no difference for the router's own weights whether they are normalised, but
+    for those of other experts. In the next block it does."""
+    router = SoftmaxRouter().to(dtype)
+    own_weight = router.weight.data
+    router.weight.data = own_weight * saturated
+    with pytest.raises(ReplayError, match="fit several formulas"):
+        router.block()
+    router.weight.data = own_weight * nearly
+    for _ in range(2):
+        assert router.block() < 1e-6
+
+
+def test_a_formula_that_is_no_longer_exact_is_looked_for_again() -> None:
+    """Where chosen experts have nearly all probability, another formula gives nearly the same."""
+    router = SoftmaxRouter()
+    router.config["is_normalised"] = True
+    assert router.block() < 1e-6
+    router.weight.data *= 16
+    router.config["is_normalised"] = False
+    router.block()
+    for _ in range(2):
+        assert router.block() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_looked_at_once(dtype: torch.dtype) -> None:
+    """And not in each block."""
+    router = SoftmaxRouter(top_k=4).to(dtype)
+    router.block()
+    router.config["rounding"] = 1e-6 if dtype == torch.float32 else 2e-3
+    model = torch.nn.ModuleList([router])
+    hidden = router.hidden.to(dtype)
+    looks = []
+    for _ in range(6):
+        with replayed(model, router.rows()[:, None]):
+            looks.append(looks_at_values(lambda: router(hidden)) > 0)
+    assert looks == [False, True, False, False, False, False]
+
+
+def test_a_formula_is_of_types() -> None:
+    """In float32 it does not show whether scores are computed in the type of the logits."""
+    router = SoftmaxRouter(top_k=4)
+    router.config |= {"is_normalised": True, "scores": None}
+    assert router.block() < 1e-6
+    router.bfloat16()
+    for _ in range(2):
+        assert router.block() == 0
+
+
+def test_a_formula_that_depends_on_the_mode() -> None:
+    """Each of training and evaluation has its own."""
+    router = SoftmaxRouter()
+    router.config["normalises_eval"] = True
+    for is_training in (True, False, True, False):
+        assert router.train(is_training).block() < 1e-6
+
+
+def test_a_method_that_changes_between_blocks() -> None:
+    router = SoftmaxRouter()
+    assert router.block() < 1e-6
+
+    def normalised(self: Any, hidden: torch.Tensor, ids: torch.Tensor | None = None) -> Any:
+        logits = torch.nn.functional.linear(hidden, self.weight)
+        scores = logits.float().softmax(dim=-1)
+        if ids is None:
+            ids = scores.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        return logits, weights / weights.sum(dim=-1, keepdim=True), ids
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SoftmaxRouter, "forward", normalised)
+        assert router.block() < 1e-6
+    assert router.block() < 1e-6
+
+
+def test_a_wrong_block_stays_wrong() -> None:
+    """After `check`, too, and when a later block has another formula."""
+    router = SoftmaxRouter()
+    router.block()
+    model = torch.nn.ModuleList([router])
+    router.config["is_normalised"] = True
+    wrong = pytest.raises(ReplayError, match=IN_ANOTHER_WAY)
+    with wrong, replayed(model, router.rows()[:, None]) as first:
+        router(router.hidden)
+        with pytest.raises(ReplayError, match=IN_ANOTHER_WAY):
+            first.check()
+    assert router.block() < 1e-6
+    with pytest.raises(ReplayError, match=IN_ANOTHER_WAY):
+        first.check()
+
+
+def test_a_block_that_an_exception_leaves() -> None:
+    """It is not checked, but the next one is, and the first can be."""
+    router = SoftmaxRouter()
+    router.block()
+    model = torch.nn.ModuleList([router])
+    router.config["is_normalised"] = True
+    with suppress(KeyError), replayed(model, router.rows()[:, None]) as left:
+        router(router.hidden)
+        raise KeyError
+    with pytest.raises(ReplayError, match=IN_ANOTHER_WAY):
+        router.block()
+    with pytest.raises(ReplayError, match=IN_ANOTHER_WAY):
+        left.check()
+
+
+def test_what_was_replayed_does_not_keep_the_model() -> None:
+    router = SoftmaxRouter()
+    with replayed(torch.nn.ModuleList([router]), router.rows()[:, None]) as replay:
+        router(router.hidden)
+    alive = weakref.ref(router)
+    del router
+    gc.collect()
+    assert alive() is None
+    assert replay.replayed == 64
+
+
+def test_a_block_that_is_entered_in_inference_mode() -> None:
+    router = SoftmaxRouter()
+    rows = router.rows()
+    with ExitStack() as block:
+        with torch.inference_mode():
+            block.enter_context(replayed(torch.nn.ModuleList([router]), rows[:, None]))
+        _, weights, _ = router(router.hidden)
+        weights.square().sum().backward()
+    gradient, router.weight.grad = router.weight.grad, None
+    router(router.hidden, rows)[1].square().sum().backward()
+    assert gradient is not None
+    assert router.weight.grad is not None
+    assert torch.allclose(gradient, router.weight.grad, atol=1e-5)
 
 
 def test_a_forward_pass_of_another_block_is_not_recomputed() -> None:
