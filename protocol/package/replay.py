@@ -966,9 +966,9 @@ class _Known:
     It was exact when it was found, so a difference in a later block is news, also one that rounding
     may make: in 16 bits that allows for 2%, which other formulas keep too if the chosen experts have
     nearly all probability. The next block then looks at all formulas, which waits for the device. If
-    the same one is still the best, the news was rounding, and twice as much is no news from then
-    on. So a router whose rounding differs in each block is looked at a few times (in 16 bits at
-    most 6, as a difference is at least 2^-11), not in each block.
+    the same one is still the best, or an equal one, the news was rounding, and twice as much is no
+    news from then on. So a router whose rounding differs in each block is looked at a few times,
+    each time for more than twice the difference before, and not in each block.
     """
 
     settings: tuple[Any, ...]
@@ -1102,7 +1102,7 @@ class _Router:
         if known is None or known.is_doubted:
             picked = _pick(self.class_name, own, ids, factor, self.candidates)
             self._take(picked.place)
-            if sure := self._sure(picked, known):
+            if sure := self._sure(picked, known, logits.dtype):
                 self.known[key] = sure
             return _FORMULAS[picked.place].weigh(logits, ids, factor)
         self.known[key] = known
@@ -1117,12 +1117,12 @@ class _Router:
         self.formula = formula
         self.state.data[1] = formula
 
-    def _sure(self, picked: _Picked, doubted: _Known | None) -> _Known | None:
-        """What later blocks know, if the formula is sure: it is alone, and is exact or the one that
-        was doubted."""
+    def _sure(self, picked: _Picked, doubted: _Known | None, dtype: torch.dtype) -> _Known | None:
+        """What later blocks know, if the formula is sure: it is alone, and is exact or equal to the
+        one that was doubted. `dtype` is that of the logits."""
         if not picked.is_alone:
             return None
-        if doubted is not None and doubted.place == picked.place:
+        if doubted is not None and _are_equal(doubted.place, picked.place, dtype):
             error = max(picked.error, doubted.error)
             return _Known(self.settings, picked.place, error, allowed=2 * error)
         return _Known(self.settings, picked.place) if picked.error == 0 else None
