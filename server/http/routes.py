@@ -115,7 +115,8 @@ async def token_texts(raw_request: Request) -> TokenTexts:
 async def stored_rows(raw_request: Request) -> Response:
     """An array that a response refers to, or with `?layers=12:24&tokens=0:8192` a part of it. Both
     count from 0 in this array."""
-    store, key = raw_request.app.state.routed_experts.store, raw_request.path_params["id"]
+    store = raw_request.app.state.routed_experts.store
+    key = raw_request.path_params["id"]
     part = raw_request.query_params
     return await stored_array(raw_request, store, key, part.get("layers"), part.get("tokens"))
 
@@ -123,7 +124,8 @@ async def stored_rows(raw_request: Request) -> Response:
 @router.delete(ROWS_PATH + "/{id}", status_code=204, **schemas.DELETION)
 async def delete_rows(raw_request: Request) -> Response:
     """Deletes an array that a response refers to, before it expires."""
-    store, key = raw_request.app.state.routed_experts.store, raw_request.path_params["id"]
+    store = raw_request.app.state.routed_experts.store
+    key = raw_request.path_params["id"]
     return await delete_array(raw_request, store, key)
 
 
