@@ -64,23 +64,30 @@ def test_a_stream_has_them_in_its_last_chunk(front_end: RustFrontEnd) -> None:
     assert '"routed_experts"' in response.text.split("data: ")[-2]
 
 
+def test_a_field_of_our_server_that_completions_pass_on_is_refused(front_end: RustFrontEnd) -> None:
+    prompt = prompt_of(5, 0)
+    body = {"prompt": prompt, "max_tokens": 2, "vllm_xargs": {"routed_experts_replay": [1]}}
+    assert front_end.post("/v1/completions", **body).status_code == 500
+    front_end.generate(prompt, max_tokens=2)
+
+
 @pytest.mark.parametrize(
-    ("path", "body"),
+    "fields",
     [
-        ("/v1/completions", {"vllm_xargs": {"routed_experts_replay": [1]}}),
-        ("/inference/v1/generate", {"extra_args": {"routed_experts_deactivate": [1]}}),
-        ("/inference/v1/generate", {"vllm_xargs": {"return_routed_experts": True}}),
+        {"extra_args": {"routed_experts_deactivate": [1]}},
+        {"vllm_xargs": {"return_routed_experts": True}},
     ],
 )
-def test_fields_of_our_server_that_it_passes_on_are_refused(
-    front_end: RustFrontEnd, path: str, body: dict[str, Any]
+def test_a_field_of_our_server_that_generate_passes_on_is_refused(
+    front_end: RustFrontEnd, fields: dict[str, Any]
 ) -> None:
+    """There, the front end tells of an error with status 200."""
     prompt = prompt_of(5, 0)
-    if path == "/v1/completions":
-        response = front_end.post(path, prompt=prompt, max_tokens=2, **body)
-    else:
-        response = front_end.post(path, token_ids=prompt, sampling_params={"max_tokens": 2, **body})
-    assert response.status_code == 500
+    front_end.generate(prompt, max_tokens=2)
+    choice = front_end.generate(prompt, max_tokens=2, **fields)
+    assert choice["finish_reason"] == "error"
+    assert choice["token_ids"] == []
+    assert len(rows_in(choice)) == 0
     front_end.generate(prompt, max_tokens=2)
 
 
