@@ -52,6 +52,9 @@ class Encoder:
         self._captured_id_bytes = num_captured_layers * num_captured_columns * _CAPTURED_ID_BYTES
         self._has_low_bytes = form.has_low_bytes
         self._is_cut_from_captured = form.is_as_captured or form.has_low_bytes
+        self._header_of_row = b""
+        if form.format == "npy":
+            self._header_of_row = npy_header(form.wire_dtype.str, (1, *form.wire_shape))
 
     @property
     def num_bytes(self) -> int:
@@ -80,15 +83,23 @@ class Encoder:
             if UNKNOWN_BYTE not in ids and UNKNOWN_BYTE not in weights[3::4]:
                 if self._has_low_bytes:
                     ids = ids[::2]  # each is int16, with the low byte first
-                fields = f'"{name}":{self._object(ids, 1, start, 0)},'
+                fields = f'"{name}":{self._known_row(ids, start)},'
                 if self.weights is not None:
-                    text = self.weights._object(weights, 1, start, 0)
-                    fields += f'"{_weights_name(name)}":{text},'
+                    fields += f'"{_weights_name(name)}":{self.weights._known_row(weights, start)},'
                 return fields
         fields = f'"{name}":{self._text(rows, start)},'
         if self.weights is not None:
             fields += f'"{_weights_name(name)}":{self.weights._text(rows, start)},'
         return fields
+
+    def _known_row(self, data: bytes, start: int) -> str:
+        """The bytes of one row as an array in JSON."""
+        if self.form.format == "object":
+            return self._object(data, 1, start, 0)
+        text = f'"{pybase64.b64encode_as_string(self._header_of_row + data)}"'
+        self.counts.rows += 1
+        self.counts.num_bytes += len(text)
+        return text
 
     def _text(self, rows: Rows, start: int) -> str:
         """An array as JSON, at once."""

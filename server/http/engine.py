@@ -53,9 +53,12 @@ class CapturedEngine:
         return row_shape(*self.shape, with_weights)
 
     @property
-    def layers(self) -> tuple[list[int], int]:
-        """The decoder layer of each of the L layers, and the number of decoder layers."""
-        return self.info.layer_ids, self.info.num_hidden_layers
+    def decoder_layers(self) -> tuple[list[int], int] | None:
+        """The decoder layer of each of the L layers, and the number of decoder layers; None if the
+        L layers are all decoder layers."""
+        layer_ids = self.info.layer_ids
+        num_layers = self.info.num_hidden_layers
+        return None if layer_ids == list(range(num_layers)) else (layer_ids, num_layers)
 
 
 async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:

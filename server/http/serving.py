@@ -438,7 +438,7 @@ class RoutedServing:
         """The form of the arrays that the options ask for."""
         assert self.captured is not None
         captured = self.captured
-        decoder_layers = captured.layers if options.layers == "all" else None
+        decoder_layers = captured.decoder_layers if options.layers == "all" else None
         if options.format == "paired":
             return PairedForm(
                 ids_shape=captured.shape,

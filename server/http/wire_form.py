@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.wire.rows import row_shape, weights_of
-from routed_experts.protocol.batch import spread_layers
+from routed_experts.protocol.batch import spread_unchecked
 from routed_experts.protocol.codec import (
     NUMPY_DTYPES,
     UNKNOWN,
@@ -45,20 +45,20 @@ class WireForm:
     dtype: str = "int16"  # on the wire
     ids_shape: tuple[int, int]  # (L, K): of a captured row of ids
     num_experts: int
-    # decoder layers of the L layers, and how many there are; None to send MoE layers only
+    # decoder layers of the L layers, and how many there are; None to send the L layers as they are
     decoder_layers: tuple[Sequence[int], int] | None = None
     has_weights: bool = False
 
     @cached_property
     def is_as_captured(self) -> bool:
-        """Whether `data` has the bytes of captured rows, in which nothing has to be converted."""
-        return self.format == "object" and self.dtype == "int16" and self.decoder_layers is None
+        """Whether the bytes that are sent are those of captured rows: nothing has to be converted."""
+        return self.format != "list" and self.dtype == "int16" and self.decoder_layers is None
 
     @property
     def has_low_bytes(self) -> bool:
-        """Whether `data` has the low byte of each captured id. The other is zero, where `uint8` is
-        sent."""
-        return self.format == "object" and self.dtype == "uint8" and self.decoder_layers is None
+        """Whether the bytes that are sent are the low byte of each captured id. The other is zero,
+        where `uint8` is sent."""
+        return self.format != "list" and self.dtype == "uint8" and self.decoder_layers is None
 
     @cached_property
     def weights(self) -> "WeightsForm | None":
@@ -180,7 +180,16 @@ class WireForm:
 
     def spread(self, array: NDArray[Any]) -> NDArray[Any]:
         """`array` [..., L, K], with all decoder layers if they are sent."""
-        return array if self.decoder_layers is None else spread_layers(array, *self.decoder_layers)
+        if self.decoder_layers is None:
+            return array
+        _, num_layers = self.decoder_layers
+        return spread_unchecked(array, self._layer_indexes, num_layers)
+
+    @cached_property
+    def _layer_indexes(self) -> NDArray[np.intp]:
+        """The decoder layers as numpy indexes with them at once: each row of a stream needs it."""
+        assert self.decoder_layers is not None
+        return np.asarray(self.decoder_layers[0], np.intp)
 
 
 class WeightsForm(WireForm):
