@@ -273,6 +273,11 @@ def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
         for stream in (False, True):
             refused(server, COMPLETIONS, "return_routed_experts", **body, **ASKS, stream=stream)
         assert server.complete(**body, **ASKS, routed_experts_layers="moe")["prompt_routed_experts"]
+        # In the joined layout, each choice has the rows of the prompt.
+        two = {"prompt": prompt_of(60, 1), "max_tokens": 1, "n": 2, "temperature": 1}
+        assert server.complete(**two, **ASKS)["prompt_routed_experts"]
+        joined = {"routed_experts_layout": "joined"}
+        refused(server, COMPLETIONS, "return_routed_experts", **two, **joined, **ASKS, stream=True)
         # Where only the server asks, vLLM's answer is better than none.
         assert b"routed" not in orjson.dumps([server.complete(**body), *server.stream(**body)])
         short = server.complete(prompt=prompt_of(50, 1), max_tokens=1)

@@ -184,6 +184,15 @@ def test_view_needs_a_free_port(
     assert "--port" in sentence
 
 
+def test_two_views_at_once_take_two_ports() -> None:
+    port = view.parse([]).port
+    with (
+        view.ViewServer([], port, ModelInfo()) as first,
+        view.ViewServer([], port, ModelInfo()) as second,
+    ):
+        assert first.url != second.url
+
+
 def test_a_page_in_one_file_must_have_responses_that_fit(
     capsys: pytest.CaptureFixture[str], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
