@@ -616,11 +616,11 @@ _FORMULAS: list[_Formula] = []
 class _Candidates:
     """Formulas that may be those of a class of routers, by their places in `_FORMULAS`."""
 
-    places: list[int]
-    num_trusted: int
-    """If one of so many of the first is exact, the others are not tried: the code names their
-    function and no other."""
-    found: list[int] = field(default_factory=list)
+    trusted: list[int]
+    """Those with the function that the code names, if it names a single one. If one of them is
+    exact, the others are not tried."""
+    untrusted: list[int]
+    sure: list[int] = field(default_factory=list)
     """Those that other routers of the class surely have. They decide where several are exact."""
 
 
@@ -638,7 +638,8 @@ def _candidates(router: Any) -> _Candidates:
     ]
     _FORMULAS.extend(formula for formula in formulas if formula not in _FORMULAS)
     places = [_FORMULAS.index(formula) for formula in formulas]
-    return _Candidates(places, _num_trusted(formulas, names))
+    num_trusted = _num_trusted(formulas, names)
+    return _Candidates(trusted=places[:num_trusted], untrusted=places[num_trusted:])
 
 
 def _numbers_of(router: Any) -> dict[str, float]:
@@ -659,7 +660,8 @@ def _scales(numbers: dict[str, float]) -> list[float]:
 
 
 def _num_trusted(formulas: Sequence[_Formula], names: set[str]) -> int:
-    """How many have the function that the code names, if it names a single one."""
+    """How many of `formulas` have the function that the code names, if it names a single one. They
+    come first."""
     if len(names & set(_SCORES.values())) != 1:
         return 0
     return sum(_SCORES[formula.score] in names for formula in formulas)
@@ -705,38 +707,76 @@ def _pick(
     Args:
         own: logits, weights and ids of the router.
         ids: those of the rows.
-        candidates: a formula that a router surely has decides for others of its class.
+        candidates: a formula that a router surely has is added to `candidates.sure`.
+
+    Raises:
+        ReplayError: no formula computes these weights, or several do that are not the same for the
+            rows.
     """
     logits, weights, _ = own
-    tolerance = _tolerance(logits, weights)
-    trusted = candidates.places[: candidates.num_trusted]
-    errors = _errors_of(trusted, own, factor)
-    if 0 not in errors.values():
-        errors |= _errors_of(candidates.places[candidates.num_trusted :], own, factor)
+    errors = _errors_of_candidates(candidates, own, factor)
     least = min(errors.values())
-    if least > tolerance:
+    if least > _tolerance(logits, weights):
         raise ReplayError(
             f"{name} computes weights in another way than is known, and cannot be replayed"
         )
-    # One rounding apart is not as good: it tells a softmax from one that is normalised where the
-    # chosen experts have nearly all of it. Where they have all, or no token counts, several are.
     best = [place for place, error in errors.items() if error == least]
-    found = [place for place in best if place in candidates.found]
-    picked = (found or best)[0]
-    as_good = [place for place in best if place != picked]
-    unlike = [place for place in as_good if not _are_equal(picked, place, logits.dtype)]
-    # Of trusted ones that are equal, the code's own is the first.
-    doubtful = [_FORMULAS[place] for place in (unlike if picked in trusted else as_good)]
+    picked = _first_sure(best, candidates)
+    others = [place for place in best if place != picked]
+    unlike = [place for place in others if not _are_equal(picked, place, logits.dtype)]
+    if picked not in candidates.sure:
+        # Of trusted formulas that are equal, the first is the one in the code.
+        doubtful = unlike if picked in candidates.trusted else others
+        _check_doubt(name, own, ids, factor, picked=picked, doubtful=doubtful)
+        if least == 0 and not unlike:
+            candidates.sure.append(picked)
+    return _Picked(picked, is_alone=not unlike, error=least)
+
+
+def _errors_of_candidates(
+    candidates: _Candidates, own: Sequence[Tensor], factor: Tensor | None
+) -> dict[int, float]:
+    """The errors of trusted formulas, and if none of them is exact, those of all."""
+    errors = _errors_of(candidates.trusted, own, factor)
+    if 0 not in errors.values():
+        errors |= _errors_of(candidates.untrusted, own, factor)
+    return errors
+
+
+def _first_sure(best: Sequence[int], candidates: _Candidates) -> int:
+    """Which of the formulas that are as good is taken.
+
+    A formula that is worse by one rounding is not among them: that tells a softmax from one that is
+    normalised where the chosen experts have nearly all of the probability. Several are as good where
+    these experts have all of it, or where no token counts.
+    """
+    for place in best:
+        if place in candidates.sure:
+            return place
+    return best[0]
+
+
+def _check_doubt(
+    name: str,
+    own: Sequence[Tensor],
+    ids: Tensor,
+    factor: Tensor | None,
+    *,
+    picked: int,
+    doubtful: Sequence[int],
+) -> None:
+    """Refuses the rows `ids` if a doubtful formula gives them other weights or gradients than the
+    picked one."""
+    logits, weights, _ = own
     formula = _FORMULAS[picked]
-    if not found and _are_unlike(formula, doubtful, logits, ids, factor, tolerance=tolerance):
+    others = [_FORMULAS[place] for place in doubtful]
+    tolerance = _tolerance(logits, weights)
+    if _are_unlike(formula, others, logits, ids, factor, tolerance=tolerance):
         raise ReplayError(
             f"the weights of {name} fit several formulas in this forward pass, and cannot be replayed: "
             "its scores, or its experts, are all the same, or the chosen experts have all of the probability. "
             "Give the router random weights, or train it without rows until its scores differ"
         )
-    if least == 0 and not unlike and picked not in candidates.found:
-        candidates.found.append(picked)
-    return _Picked(picked, is_alone=not unlike, error=least)
 
 
 def _errors_of(
