@@ -10,7 +10,7 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -108,48 +108,69 @@ def replayed(
             asked in a second forward pass; or, at the end, was never asked. With `aux_loss`, the model
             has no such loss, or did not compute it.
     """
-    # On a GPU, the checks below take a thousandth of the time that they take on its host.
-    device = next((weight.device for weight in model.parameters() if not weight.is_meta), None)
+    device = _device_of(model)
     ids = _flat_rows(rows, device)
     recorded_weights = _flat_weights(weights, ids, device)
     routers = _routers(model)
-    index_of_layer = _layer_indices(
-        list(dict.fromkeys(layer for _, layer, _ in routers)), ids, layer_ids
-    )
-    found = _Found.of(ids)
-    _check_other_layers(found.highest, index_of_layer, layer_ids)
-    if found.has_twice:
+    decoder_layers = list(dict.fromkeys(layer for _, layer, _ in routers))
+    index_of_layer = _layer_indices(decoder_layers, ids, layer_ids)
+    facts = _RowFacts.of(ids)
+    _check_other_layers(facts.highest, index_of_layer, layer_ids)
+    if facts.has_twice:
         _check_distinct(ids[:, sorted(index_of_layer.values())])
     if any("_replay" in vars(router) for _, _, router in routers):
         raise ReplayError("the model is being replayed already")
-    if recorded_weights is not None:
-        recorded_weights = recorded_weights.masked_fill(found.is_unknown, torch.nan)
-    layers = {
-        layer: _Layer(
-            decoder_layer=layer,
-            ids=ids[:, index].clone(),
-            is_unknown=found.is_unknown[:, index],
-            has_unknown=found.num_known[index] < len(ids),
-            weights=None if recorded_weights is None else recorded_weights[:, index],
-            highest_id=found.highest[index],
-        )
-        for layer, index in index_of_layer.items()
-    }
-    num_known = [found.num_known[index] for index in index_of_layer.values()]
-    candidates: dict[type[Module], _Candidates] = {}
+    layers = _layers_of(ids, recorded_weights, facts, index_of_layer)
+    num_known = [facts.num_known[index] for index in index_of_layer.values()]
     replay = Replay(list(layers), num_known, list(layers.values()))
     with ExitStack() as stack:
-        for name, layer, router in routers:
-            own_class = type(router)
-            if own_class not in candidates:
-                candidates[own_class] = _candidates(router)
-            replaying = _Router(name, router, layers[layer], candidates[own_class])
-            stack.enter_context(_replaced(router, replaying))
+        _replace_all(routers, layers, stack)
         loss = stack.enter_context(_replayed_loss(model, replay._layers)) if aux_loss else None
         yield replay
         replay.check()
         if loss is not None:
             loss.check()
+
+
+def _device_of(model: Module) -> torch.device | None:
+    """Where rows are checked: on a GPU, that takes a thousandth of the time that it takes on its
+    host."""
+    return next((weight.device for weight in model.parameters() if not weight.is_meta), None)
+
+
+def _layers_of(
+    ids: Tensor,
+    recorded_weights: Tensor | None,
+    facts: "_RowFacts",
+    index_of_layer: Mapping[int, int],
+) -> "dict[int, _Layer]":
+    """What each decoder layer replays of the rows `ids` [T, L, K], and of their weights."""
+    if recorded_weights is not None:
+        recorded_weights = recorded_weights.masked_fill(facts.is_unknown, torch.nan)
+    return {
+        layer: _Layer(
+            decoder_layer=layer,
+            ids=ids[:, index].clone(),
+            is_unknown=facts.is_unknown[:, index],
+            has_unknown=facts.num_known[index] < len(ids),
+            weights=None if recorded_weights is None else recorded_weights[:, index],
+            highest_id=facts.highest[index],
+        )
+        for layer, index in index_of_layer.items()
+    }
+
+
+def _replace_all(
+    routers: Sequence[tuple[str, int, Any]], layers: "Mapping[int, _Layer]", stack: ExitStack
+) -> None:
+    """Has the routers replay until the `stack` is closed."""
+    candidates: dict[type[Module], _Candidates] = {}
+    for name, layer, router in routers:
+        own_class = type(router)
+        if own_class not in candidates:
+            candidates[own_class] = _candidates(router)
+        replaying = _Router(name, router, layers[layer], candidates[own_class])
+        stack.enter_context(_replaced(router, replaying))
 
 
 _LOSS = "load_balancing_loss_func"
@@ -336,7 +357,7 @@ def _flat_rows(rows: Any, device: torch.device | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RowFacts:
     """What is in rows [T, L, K], read from the device at once."""
 
     is_unknown: Tensor  # [T, L, 1], on the device
@@ -345,7 +366,7 @@ class _Found:
     has_twice: bool  # whether a row has an expert twice
 
     @classmethod
-    def of(cls, ids: Tensor) -> "_Found":
+    def of(cls, ids: Tensor) -> "_RowFacts":
         is_unknown = (ids < 0).any(dim=2, keepdim=True)
         num_layers = ids.shape[1]
         if not ids.numel():
@@ -431,19 +452,31 @@ class _Choice:
 def _choice(router: Any, args: tuple[Any, ...], output: Any) -> _Choice:
     """Finds logits, weights and ids in a router's output, in any order."""
     parts = output if isinstance(output, tuple) else (output,)
-    is_whole = all(isinstance(part, Tensor) for part in parts)
-    floats = _floats(parts)
-    integers = [part for part in parts if isinstance(part, Tensor) and not part.is_floating_point()]
-    if is_whole and len(integers) == 0 and len(floats) == 2:
-        return _dense_choice(router, *floats)
-    if is_whole and len(integers) == 1 and len(floats) == 1:
-        floats += _floats(args)[-1:]  # a method that gets the logits
-    if not is_whole or len(integers) != 1 or len(floats) != 2:
+    if not all(isinstance(part, Tensor) for part in parts):
         raise ReplayError(_unlike(router, parts))
-    ids = integers[0]
-    # if all experts are chosen, both have the shape of the ids, which the weights are beside
-    beside = floats if parts[0] is ids else floats[::-1]
-    weights_and_logits = _weights_and_logits(beside, ids)
+    floats = _floats(parts)
+    integers = [part for part in parts if not part.is_floating_point()]
+    if not integers and len(floats) == 2:
+        return _dense_choice(router, *floats)
+    if len(floats) == 1:
+        floats += _floats(args)[-1:]  # a method that gets the logits
+    if len(integers) != 1 or len(floats) != 2:
+        raise ReplayError(_unlike(router, parts))
+    return _sparse_choice(router, parts, floats, integers[0])
+
+
+def _floats(values: Sequence[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def _sparse_choice(
+    router: Any, parts: Sequence[Tensor], floats: Sequence[Tensor], ids: Tensor
+) -> _Choice:
+    """Of a router that returns ids, and weights of these alone. `floats` are the weights and the
+    logits, in the order in which the router has them."""
+    # If all experts are chosen, both have the shape of the ids. The weights are beside the ids.
+    nearest_first = floats if parts[0] is ids else floats[::-1]
+    weights_and_logits = _weights_and_logits(nearest_first, ids)
     if weights_and_logits is None:
         raise ReplayError(_unlike(router, parts))
     weights, logits = weights_and_logits
@@ -454,10 +487,6 @@ def _choice(router: Any, args: tuple[Any, ...], output: Any) -> _Choice:
         ids.reshape(-1, top_k),
         _writer(parts, weights, ids),
     )
-
-
-def _floats(values: Sequence[Any]) -> list[Tensor]:
-    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def _weights_and_logits(tensors: Sequence[Tensor], ids: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -980,13 +1009,14 @@ def _check_errors(layers: "Sequence[_Layer]") -> None:
     if not compared:
         return
     device = compared[0].error.device
-    errors = torch.stack([each.error.to(device) for each in compared]).tolist()
-    wrong = [
-        each.name for each, error in zip(compared, errors, strict=True) if error > each.tolerance
-    ]
-    for each, error in zip(compared, errors, strict=True):
-        each.known.error = max(each.known.error, error)
-        each.known.is_wrong |= error > each.tolerance
+    errors = torch.stack([comparison.error.to(device) for comparison in compared]).tolist()
+    wrong: list[str] = []
+    for comparison, error in zip(compared, errors, strict=True):
+        known = comparison.known
+        known.error = max(known.error, error)
+        if error > comparison.tolerance:
+            known.is_wrong = True
+            wrong.append(comparison.name)
     if wrong:
         raise ReplayError(
             f"the routers {wrong} computed weights in another way than in the blocks "
@@ -1198,19 +1228,26 @@ def _routers(model: Module) -> list[tuple[str, int, Any]]:
     """With their names and decoder layers: the innermost modules that choose experts. Of several in
     a layer one is asked: PEFT's copy that is trained, or the original."""
     choosing = {name: module for name, module in model.named_modules() if _is_router(module)}
-    blocks = [name for name, module in choosing.items() if _method(type(module)) == _BLOCK_METHOD]
     routers: list[tuple[str, int, Any]] = []
-    for name, module in choosing.items():
-        is_inner = not any(_is_within(other, name) for other in choosing)
-        if name in blocks or (is_inner and not any(_is_within(name, block) for block in blocks)):
-            numbers = _DECODER_LAYER.search(f"{name}.")
-            layer = int(numbers[1]) if numbers else len(routers)
-            routers.append((name, layer, module))
+    for name in _asked_names(choosing):
+        numbers = _DECODER_LAYER.search(f"{name}.")
+        layer = int(numbers[1]) if numbers else len(routers)
+        routers.append((name, layer, choosing[name]))
     if not routers:
         raise ReplayError(
             f"{type(model).__name__} has no routers: no module has `top_k`, and none with experts is called a Router"
         )
     return routers
+
+
+def _asked_names(choosing: Mapping[str, Module]) -> list[str]:
+    """Which of the modules that choose experts are asked: blocks with a method for that, and of
+    those that are not in a block, the innermost."""
+    blocks = [name for name, module in choosing.items() if _method(type(module)) == _BLOCK_METHOD]
+    parts_of_blocks = {name for name in choosing for block in blocks if _is_within(name, block)}
+    outer = {name for name in choosing for other in choosing if _is_within(other, name)}
+    not_asked = (parts_of_blocks | outer) - set(blocks)
+    return [name for name in choosing if name not in not_asked]
 
 
 def _is_within(name: str, outer: str) -> bool:
