@@ -324,10 +324,7 @@ class SSERewriter:
                     continue
                 chunk = self._chunk_of(event)
                 choice = self._due.choice_of(chunk)
-                if choice is None:
-                    yield chunk.text
-                    continue
-                text = self._with_only_row(chunk, choice)
+                text = chunk.text if choice is None else self._with_only_row(chunk, choice)
                 if text is not None:  # as with most chunks
                     yield text
                     continue
@@ -391,11 +388,13 @@ class SSERewriter:
         choice.next_row = position + 1
         return chunk.with_fields(self._fields(_OWN, row, position))
 
-    async def _with_all(self, chunk: Chunk, choice: Choice) -> AsyncIterator[str]:
-        """The chunk with all that is due with it. One whose arrays are stored comes later, so that
-        those of choices that end together are stored beside each other."""
-        due = self._due.take(choice)
-        if due is None:
+    async def _with_all(self, chunk: Chunk, choice: Choice | None) -> AsyncIterator[str]:
+        """The chunk with all that is due with it.
+
+        A chunk whose arrays are stored is not sent yet, so that arrays of choices that end together
+        are stored beside each other.
+        """
+        if choice is None or (due := self._due.take(choice)) is None:
             yield chunk.text
             return
         arrays: Arrays = {_OWN: (choice.next_row - num_rows(due.rows), due.rows)}
@@ -426,18 +425,9 @@ class SSERewriter:
                 async for line in self._ended(waits=True):
                     yield line
             if event is not None:
-                async for line in self._lines_of(event):
+                chunk = self._chunk_of(event)
+                async for line in self._with_all(chunk, self._due.choice_of(chunk)):
                     yield line
-
-    async def _lines_of(self, event: str) -> AsyncIterator[str]:
-        """What is sent of an event: as in `rewrite`."""
-        chunk = self._chunk_of(event)
-        choice = self._due.choice_of(chunk)
-        if choice is None:
-            yield chunk.text
-            return
-        async for line in self._with_all(chunk, choice):
-            yield line
 
     async def _ended(self, waits: bool) -> AsyncIterator[str]:
         """The last chunks of choices whose arrays are stored by now, or of all, if it `waits`. They
