@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import msgspec
 from pydantic import BaseModel, Field
@@ -34,6 +34,17 @@ from routed_experts.server.http.vllm_http import (
 from routed_experts.server.vllm_api import VLLM_VERSION
 
 Responses = dict[int | str, dict[str, Any]]
+"""By status, as FastAPI takes them."""
+
+
+class Operation(TypedDict, total=False):
+    """Arguments of FastAPI's decorators that describe a route."""
+
+    responses: Responses
+    openapi_extra: dict[str, Any]
+    """What FastAPI does not know of the operation, as OpenAPI has it."""
+
+
 Ids = list[list[list[int]]]
 Histogram = RoutedExpertsHistogram
 Rows = RoutedExpertsArray | RoutedExpertsReference | str | Ids
@@ -265,16 +276,15 @@ _KEYLESS: Responses = {
 
 def _route(
     name: str, ok: dict[str, Any], errors: dict[int, str], request: dict[str, Any] | None = None
-) -> Any:
-    """Arguments of FastAPI's decorators for a route. The examples are those of `name`; only the
-    first error has one."""
+) -> Operation:
+    """Describes a route with the examples of `name`. Of errors, only the first has one."""
     responses: Responses = {
         code: {"model": ErrorResponse, "description": text} for code, text in errors.items()
     }
     responses[next(iter(errors))]["content"] = {
         "application/json": {"example": _EXAMPLES[name]["error"]}
     }
-    operation: dict[str, Any] = {"responses": {200: ok, **responses, **_KEYLESS}}
+    operation: Operation = {"responses": {200: ok, **responses, **_KEYLESS}}
     if "request" in _EXAMPLES[name]:
         content = {"application/json": {**(request or {}), "example": _EXAMPLES[name]["request"]}}
         operation["openapi_extra"] = {
@@ -283,7 +293,7 @@ def _route(
     return operation
 
 
-def _generating(model: type[BaseModel], name: str) -> Any:
+def _generating(model: type[BaseModel], name: str) -> Operation:
     """As `_route`, for a route that generates."""
     events = (
         f"data: {msgspec.json.encode(chunk).decode()}\n\n" for chunk in _EXAMPLES[name]["stream"]
@@ -342,14 +352,14 @@ TEXTS = _route(
     {"schema": TokenIds.model_json_schema()},
 )
 _ARRAY_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-DELETION: Any = {
+DELETION: Operation = {
     "responses": {
         204: {"description": "The array is deleted."},
         **_part_errors(404, 410, 412, 503),
     },
     "openapi_extra": {"parameters": [_ARRAY_ID]},
 }
-ROWS: Any = {
+ROWS: Operation = {
     "responses": {
         200: {"description": _ARRAY, "content": _BYTES},
         206: {"description": "The bytes that `Range` asks for.", "content": _BYTES},
