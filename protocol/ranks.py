@@ -96,12 +96,7 @@ def pack(
     routings = arguments.sequence_of("routings", routings, Routing)
     counts = token_counts(routings, num_tokens)
     check_rows(routings)
-    starts = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum([-(-count // multiple) * multiple for count in counts], out=starts[1:])
-    if length is not None:
-        if starts[-1] > arguments.integer("length", length):
-            raise RoutingError(f"{starts[-1]} tokens with padding do not fit length {length}")
-        starts[-1] = length
+    starts = _padded_starts(counts, multiple, length)
     ids = [routing.rows[:, layers] for routing in routings]
     dtype = np.result_type(np.int16, *ids)
     rows = _packed(ids, counts, starts, np.array(UNKNOWN, dtype))
@@ -118,6 +113,17 @@ def pack(
         generated=_packed(generated, counts, starts, np.array(False)) if generated else None,
         logprobs=_packed(logprobs, counts, starts, np.array(0.0)) if logprobs else None,
     )
+
+
+def _padded_starts(counts: Sequence[int], multiple: int, length: int | None) -> NDArray[np.int32]:
+    """`Packed.cu_seqlens` of sequences of `counts` tokens."""
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum([-(-count // multiple) * multiple for count in counts], out=starts[1:])
+    if length is not None:
+        if starts[-1] > arguments.integer("length", length):
+            raise RoutingError(f"{starts[-1]} tokens with padding do not fit length {length}")
+        starts[-1] = length
+    return starts
 
 
 def _values_of_tokens(

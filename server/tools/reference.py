@@ -104,17 +104,23 @@ class Reference:
         modules with `top_k`."""
         if not isinstance(output, tuple):
             return
-        tensors = [part for part in output if hasattr(part, "dtype")]
-        chosen = [part for part in tensors if not part.dtype.is_floating_point]
-        floats = [part for part in tensors if part.dtype.is_floating_point]
-        if len(chosen) != 1 or not floats:
+        floats, integers = _by_kind(output)
+        if len(integers) != 1 or not floats:
             return
-        ids = chosen[0]
+        ids = integers[0]
         top_k = ids.shape[-1]
         logits = max(floats, key=lambda part: part.shape[-1])
         scores = _scores(logits, (_bias_of(module), *args[1:], *kwargs.values()))
         weights = _weights([part for part in floats if part is not logits], top_k)
         self._on_router(name, ids.reshape(-1, top_k).cpu().numpy(), scores.cpu().numpy(), weights)
+
+
+def _by_kind(output: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The tensors of floats in a module's output, and those of integers."""
+    tensors = [part for part in output if hasattr(part, "dtype")]
+    floats = [part for part in tensors if part.dtype.is_floating_point]
+    integers = [part for part in tensors if not part.dtype.is_floating_point]
+    return floats, integers
 
 
 def _scores(logits: Any, others: Iterable[Any]) -> Any:

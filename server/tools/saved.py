@@ -105,27 +105,30 @@ def _check_kind(name: str, file: TextIO) -> None:
 
 
 def files_in(paths: Sequence[str]) -> list[str]:
-    """Files, and in place of a folder or a bucket's prefix those in it and below, by name, without empty ones, which a
-    server may write."""
+    """Files, and in place of a folder or a bucket's prefix those in it and below, by name. Empty
+    ones there are left out: a server may write such."""
     files: list[str] = []
     for path in paths:
         if is_broken_url(path):
             raise CommandError(f"{path} is neither a path nor a URL: a slash is missing.")
         if is_bucket(path):
             files += _objects_in(path)
-            continue
-        if path == STDIN or not Path(path).is_dir():
+        elif path != STDIN and Path(path).is_dir():
+            files += _files_below(path)
+        else:
             files.append(path)
-            continue
-        inside = [
-            file
-            for file in sorted(Path(path).rglob("*.json*"))
-            if file.suffix in SUFFIXES and file.is_file()
-        ]
-        filled = [str(file) for file in inside if file.stat().st_size]
-        if not filled:
-            raise CommandError(f"{path} has no files *.json or *.jsonl with responses.")
-        files += filled
+    return files
+
+
+def _files_below(folder: str) -> list[str]:
+    """The files with responses in a folder and below, by name."""
+    files = [
+        str(file)
+        for file in sorted(Path(folder).rglob("*.json*"))
+        if file.suffix in SUFFIXES and file.is_file() and file.stat().st_size
+    ]
+    if not files:
+        raise CommandError(f"{folder} has no files *.json or *.jsonl with responses.")
     return files
 
 
