@@ -57,7 +57,11 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a command of the protocol."""
+        """The result of a command of Chromium's protocol."""
+        return self.send(method, **params)
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        """The result of a command that the browser knows. What it tells before that is noted."""
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:

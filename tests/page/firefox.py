@@ -70,19 +70,7 @@ class FirefoxTab(Tab):
         context: str = self.send("browsingContext.getTree", **only)["contexts"][0]["context"]
         return context
 
-    def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a command of BiDi."""
-        number = next(self._ids)
-        self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
-        while True:
-            message = json.loads(self._socket.recv(timeout=LIMIT_S))
-            if message.get("id") == number:
-                assert message["type"] == "success", message
-                result: dict[str, Any] = message["result"]
-                return result
-            self._hear(message.get("method"), message.get("params", {}))
-
-    def _hear(self, method: str | None, params: dict[str, Any]) -> None:
+    def _note(self, method: str | None, params: dict[str, Any]) -> None:
         if method == "log.entryAdded":
             self.console.append(str(params["text"]))
         elif method == "network.beforeRequestSent" and params["context"] == self._context:
