@@ -181,6 +181,10 @@ class Task:
         return int(self.body.get("n", 1))
 
     @property
+    def has_one_choice(self) -> bool:
+        return self.n == 1 and len(self.prompts) < 2
+
+    @property
     def start(self) -> int:
         return int(self.body.get("routed_experts_prompt_start", 0))
 
@@ -284,7 +288,22 @@ class Mix:
         return Task({"messages": messages}, [])
 
     def _sampling(self, task: Task, rng: random.Random) -> None:
-        body, without = task.body, self._profile.without
+        body = task.body
+        without = self._profile.without
+        self._length(body, rng)
+        if rng.random() < 0.08 and "structured output" not in without:
+            body["structured_outputs"] = rng.choice(
+                [{"choice": ["yes", "no", "perhaps"]}, {"regex": "[a-f]{3,30}x"}]
+            )
+            return  # what follows would contradict it
+        self._stops(task, rng)
+        if rng.random() < 0.1 and "logit bias" not in without:
+            body["logit_bias"] = rng.choice([{str(END_TOKEN): 4}, {str(rng.randrange(33, 94)): 6}])
+        if rng.random() < 0.1:
+            body["min_tokens"] = min(rng.randrange(1, 12), body["max_tokens"])
+
+    def _length(self, body: dict[str, Any], rng: random.Random) -> None:
+        """How many choices there are, and of how many tokens."""
         body["temperature"] = rng.choice([0, 0, 1])
         body["max_tokens"] = rng.choice(
             [2, rng.randrange(2, 60), rng.randrange(20, 110), rng.randrange(20, 110)]
@@ -295,11 +314,11 @@ class Mix:
             body["max_tokens"] = 1
         elif rng.random() < 0.12:
             body |= {"n": rng.randrange(2, 4), "temperature": 1}
-        if rng.random() < 0.08 and "structured output" not in without:
-            body["structured_outputs"] = rng.choice(
-                [{"choice": ["yes", "no", "perhaps"]}, {"regex": "[a-f]{3,30}x"}]
-            )
-            return  # what follows would contradict it
+
+    @staticmethod
+    def _stops(task: Task, rng: random.Random) -> None:
+        """Which strings and tokens end a choice."""
+        body = task.body
         if task.n > 1:  # so that one ends before the other
             body["stop"] = [chr(rng.randrange(33, 127)) for _ in range(4)]
             body["max_tokens"] = max(body["max_tokens"], 20)
@@ -310,10 +329,6 @@ class Mix:
             ]
         if rng.random() < 0.2:
             body["stop_token_ids"] = [rng.randrange(33, 94) for _ in range(10)]
-        if rng.random() < 0.1 and "logit bias" not in without:
-            body["logit_bias"] = rng.choice([{str(END_TOKEN): 4}, {str(rng.randrange(33, 94)): 6}])
-        if rng.random() < 0.1:
-            body["min_tokens"] = min(rng.randrange(1, 12), body["max_tokens"])
 
     def _delivery(self, task: Task, rng: random.Random) -> None:
         body = task.body
@@ -492,27 +507,27 @@ class Torture:
         self._count_prefix_hits(received)
         if not complete:
             self._count_abort(choices)
-        names = [name for holder in (*received, *choices) for name in holder]
-        names_of_ours = {name for name in names if "routed_expert" in name}
-        assert task.weights or not any("weights" in name for name in names_of_ours)
+        check_names(task, [*received, *choices])
         if not task.opted_in:
-            assert not names_of_ours
             self._remember_what_it_wrote(task, choices)
             return
         if task.stream and "stream_interval" not in task.body:
             self._count_several_tokens(choices)
-        if task.at_end and not complete:
-            return
+        if complete or not task.at_end:
+            self._check_routing(task, received, complete)
+        if complete:
+            self._count_stops(choices)
+
+    def _check_routing(self, task: Task, received: list[dict[str, Any]], complete: bool) -> None:
+        """Of a whole response, or of what came of a stream until the client left."""
         answers = self._answers(task, received)
         weights: list[Answer] = []
         if task.weights:
             weights = self._answers(task, [*map(with_weights_as_rows, received)])
         if complete:
             assert len(answers) == max(len(task.prompts), 1) * task.n
-            self._check_answers(task, answers, weights)
-            self._count_stops(choices)
-        # else it is not known here which choice is which
-        elif task.n == 1 and len(task.prompts) < 2:
+        # In what came of several choices it is not known which is which.
+        if complete or task.has_one_choice:
             self._check_answers(task, answers, weights)
 
     def _remember_what_it_wrote(self, task: Task, choices: list[dict[str, Any]]) -> None:
@@ -584,6 +599,14 @@ class Torture:
     def _remember(self, tokens: list[int]) -> None:
         if len(tokens) < LONGEST_KNOWN:
             self._mix.answered.append(tokens)
+
+
+def check_names(task: Task, holders: list[dict[str, Any]]) -> None:
+    """Checks that chunks and choices have fields of routing and of weights only if these were asked
+    for."""
+    names = {name for holder in holders for name in holder if "routed_expert" in name}
+    assert task.opted_in or not names
+    assert task.weights or not any("weights" in name for name in names)
 
 
 @contextmanager
