@@ -17,7 +17,7 @@ from routed_experts.server.page import page_files
 from routed_experts.server.tools.saved import opened
 from tests.contract.engine import weights_for
 from tests.contract.served import serving
-from tests.e2e.harness import ASK, Server, answers_of
+from tests.e2e.harness import ASK, Answer, Server, answers_of
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab
 from tests.page.conftest import Viewed
@@ -55,54 +55,78 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
     page: texts come with the stream, those of the prompt in one request, below /v1, which every
     proxy passes.
     """
-    body: dict[str, Any] = {**ASK, "max_tokens": 40}
-    chat = {"messages": [{"role": "user", "content": PROMPT}]}
-    (said,) = answers_of(
-        api.chat(**body, **chat) if kind == "chat" else api.complete(**body, prompt=PROMPT)
-    )
+    said = said_to(api, kind)
+    rows = np.concatenate([said.prompt_rows, said.rows])
     tab.open(f"{api.url}/routed_experts")
     start = time.monotonic()
     ask(tab, kind=kind)
     ended(tab)
-    assert not tab.js("$('#ask').open")  # the form makes room for the answer, and comes again
-    assert tab.js("document.activeElement === $('#ask summary')")
-    tab.click("#ask summary")
-    assert tab.js("$('#ask').open && $('#prompt').value") == PROMPT
-    rows = np.concatenate([said.prompt_rows, said.rows])
+    check_form_makes_room(tab)
     tab.wait("!$('#tokens-a .number')")  # the texts are asked for in addition
     assert shown_tokens(tab) == texts_of([*said.prompt, *said.tokens])
     assert not [text for text in tab.texts("#experts .typical") if text.startswith("#")]
-    assert (
-        f"{len(said.prompt)} prompt and 40 generated tokens, {len(rows)} rows of 8 layers"
-        in tab.text("#summary")
-    )
-    for token in (len(rows) - 1, 3):  # the last row is selected while the answer grows
-        if token == 3:
-            choose(tab, token)
-        weights = weights_for(rows[token : token + 1])[0]
-        order = by_weight(weights)
-        shows(tab, np.take_along_axis(rows[token], order, 1))
-        shows_weights(tab, np.take_along_axis(weights, order, 1))
-    assert [url for url in tab.requested if not url.startswith(api.url)] == []
-    requests = [url for url in tab.requested if url.endswith("texts") or "tokenize" in url]
-    assert set(requests) == {f"{api.url}/{TEXTS}"}
-    # one a second, where chunks bring several tokens
-    assert len(requests) <= 2 + time.monotonic() - start
+    tokens = f"{len(said.prompt)} prompt and 40 generated tokens"
+    assert f"{tokens}, {len(rows)} rows of 8 layers" in tab.text("#summary")
+    shows_row(tab, rows[-1])  # it is selected while the answer grows
+    choose(tab, 3)
+    shows_row(tab, rows[3])
+    check_requested(tab, api, time.monotonic() - start)
 
     download(tab, "#save", "answer.jsonl", tmp_path)
-    (saved,) = read(opened([str(tmp_path / "answer.jsonl")]), ModelInfo())
-    (routing,) = saved.routings()
-    assert np.array_equal(routing.rows, rows)
-    assert list(routing.token_ids or ()) == said.tokens
-    info = api.info()
-    dimensions = [info[name] for name in ("num_layers", "top_k", "num_experts")]
-    assert saved.info == ModelInfo(
-        *dimensions, tuple(info["layer_ids"]), weights_scale=tuple(info["weights_scale"])
-    )
+    check_saved(tmp_path / "answer.jsonl", rows, said.tokens, api.info())
     tab.give_file("#file", tmp_path / "answer.jsonl")
     tab.wait("$$('#pick-a option').length === 3")
     tab.choose("#pick-b", "0")
     tab.wait_for_text("#parting", "Experts are equal")
+
+
+def said_to(api: Server, kind: str) -> Answer:
+    """The same request, without the page."""
+    body: dict[str, Any] = {**ASK, "max_tokens": 40}
+    if kind == "chat":
+        body["messages"] = [{"role": "user", "content": PROMPT}]
+        response = api.chat(**body)
+    else:
+        response = api.complete(**body, prompt=PROMPT)
+    (said,) = answers_of(response)
+    return said
+
+
+def check_form_makes_room(tab: Tab) -> None:
+    """For the answer; it comes again by a click, as it was."""
+    assert not tab.js("$('#ask').open")
+    assert tab.js("document.activeElement === $('#ask summary')")
+    tab.click("#ask summary")
+    assert tab.js("$('#ask').open && $('#prompt').value") == PROMPT
+
+
+def shows_row(tab: Tab, row: np.ndarray) -> None:
+    """The selected token has a row's experts [L, K] and their weights, the heaviest first."""
+    weights = weights_for(row[None])[0]
+    order = by_weight(weights)
+    shows(tab, np.take_along_axis(row, order, 1))
+    shows_weights(tab, np.take_along_axis(weights, order, 1))
+
+
+def check_requested(tab: Tab, api: Server, seconds: float) -> None:
+    """The page asked its server alone, and for texts once a second, where chunks bring several
+    tokens."""
+    assert [url for url in tab.requested if not url.startswith(api.url)] == []
+    requests = [url for url in tab.requested if url.endswith("texts") or "tokenize" in url]
+    assert set(requests) == {f"{api.url}/{TEXTS}"}
+    assert len(requests) <= 2 + seconds
+
+
+def check_saved(file: Path, rows: np.ndarray, tokens: list[int], info: dict[str, Any]) -> None:
+    """A file that the page wrote has the answer's rows and tokens, and says what `info` does."""
+    (saved,) = read(opened([str(file)]), ModelInfo())
+    (routing,) = saved.routings()
+    assert np.array_equal(routing.rows, rows)
+    assert list(routing.token_ids or ()) == tokens
+    dimensions = [info[name] for name in ("num_layers", "top_k", "num_experts")]
+    assert saved.info == ModelInfo(
+        *dimensions, tuple(info["layer_ids"]), weights_scale=tuple(info["weights_scale"])
+    )
 
 
 def test_stop_ends_the_request(tab: Tab, api: Server) -> None:

@@ -123,19 +123,23 @@ def check_every_cell(tab: Tab, routing: Routing) -> None:
     """What the pointer shows at each token: every expert of every layer."""
     shown = tips(tab, "#tokens-a .token")
     assert len(shown) == routing.start + len(routing.rows) + 1
-    order = order_of(routing)
-    rows = np.take_along_axis(routing.rows, order, 2)
     for position, (title, layers) in enumerate(shown):
         assert title.startswith(f"Token {position} ")
         row = position - routing.start
-        if not 0 <= row < len(routing.rows):
+        if 0 <= row < len(routing.rows):
+            check_tip(layers, routing, row)
+        else:
             assert {id for layer in layers for id, _ in layer} == {"\u2013"}
-            continue
-        ids = [[-1 if id == "?" else int(id) for id, _ in layer] for layer in layers]
-        assert ids == rows[row].tolist()
-        if routing.weights is not None and (rows[row] >= 0).all():
-            weights = [weight for layer in layers for _, weight in layer]
-            assert near(weights, np.take_along_axis(routing.weights, order, 2)[row].ravel(), 3)
+
+
+def check_tip(layers: list[list[tuple[str, str | None]]], routing: Routing, row: int) -> None:
+    """The ids of a row, and its weights where all of it is known."""
+    order = order_of(routing)[row]
+    ids = np.take_along_axis(routing.rows[row], order, 1)
+    assert [[-1 if id == "?" else int(id) for id, _ in layer] for layer in layers] == ids.tolist()
+    if routing.weights is not None and (ids >= 0).all():
+        weights = np.take_along_axis(routing.weights[row], order, 1)
+        assert near([weight for layer in layers for _, weight in layer], weights.ravel(), 3)
 
 
 def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
@@ -291,30 +295,43 @@ def test_the_map_colours_the_largest_weight_or_the_rarest_colour(
     if not has_weights:
         del body["prompt_routed_expert_weights"], body["choices"][0]["routed_expert_weights"]
     show(tab, viewed(body, model_info=ModelInfo(num_experts=experts)))
-    legend = tab.js(
-        "$$('#legend span').map(e => [e.textContent, getComputedStyle(e.firstChild).backgroundColor])"
-    )
-    colours = {name: [int(part) for part in re.findall(r"\d+", rgb)] for name, rgb in legend}
+    colours = legend_colours(tab)
     seven = [int(name) for name in colours if name.isdigit()]
     assert len(seven) == len(OKABE_ITO)
-    wide = tab.js("($('#map').clientWidth - 42) / 70")
-    pixels = np.array(tab.js(MAP_COLOURS)).reshape(-1, 4)
-    for position, (ids, rank) in enumerate(
-        zip(routing.rows[:, 0], order_of(routing)[:, 0, 0], strict=True)
-    ):
-        if position == 0 or ids[0] < 0:  # the selected token has a frame
-            continue
-        coloured = [id for id in seven if id in ids]  # the busiest first
-        rarest = coloured[-1] if coloured else ids[0]
-        top = int(ids[rank] if has_weights else rarest)
-        pixel = pixels[GUTTER + int((position + 0.5) * min(wide, 18))][:3].tolist()
-        assert pixel == colours[str(top) if top in seven else "others"], position
+    ids = routing.rows[:, 0]  # of the first layer
+    heaviest = np.take_along_axis(ids, order_of(routing)[:, 0, :1], 1)[:, 0]
+    pixels = map_colours(tab, len(ids) + 1)
+    for position in range(1, len(ids)):  # the token before them is selected, and has a frame
+        if ids[position, 0] >= 0:
+            top = heaviest[position] if has_weights else rarest_colour(seven, ids[position])
+            colour = colours.get(str(top), colours["others"])
+            assert pixels[position] == rgb(colour), position
     tab.console.clear()  # where the browser advises against reading pictures
 
 
-MAP_COLOURS = (
-    "[...$('#map canvas').getContext('2d').getImageData(0, 22, $('#map').clientWidth, 1).data]"
-)
+def legend_colours(tab: Tab) -> dict[str, str]:
+    """The colour of each expert that has one, the busiest first; then that of the others."""
+    colour = "getComputedStyle(e.firstChild).backgroundColor"
+    return dict(tab.js(f"$$('#legend span').map(e => [e.textContent, {colour}])"))
+
+
+def rgb(colour: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", colour)]
+
+
+def rarest_colour(coloured: list[int], ids: np.ndarray) -> int:
+    """Of a token's experts, the last in `coloured`; its first one if none is there."""
+    return next((id for id in reversed(coloured) if id in ids), int(ids[0]))
+
+
+def map_colours(tab: Tab, tokens: int) -> list[list[int]]:
+    """Red, green and blue in the middle of each token of the map, in its first layer."""
+    line = "$('#map canvas').getContext('2d').getImageData(0, 22, $('#map').clientWidth, 1)"
+    pixels = np.array(tab.js(f"[...{line}.data]")).reshape(-1, 4)
+    wide = min(tab.js(f"($('#map').clientWidth - 42) / {tokens}"), 18)
+    middles = GUTTER + ((np.arange(tokens) + 0.5) * wide).astype(int)
+    colours: list[list[int]] = pixels[middles, :3].tolist()
+    return colours
 
 
 def tints(tab: Tab) -> dict[int, str]:
@@ -438,48 +455,63 @@ def test_the_load_and_its_keys(tab: Tab, viewed: Viewed) -> None:
 
 def test_a_layers_experts_and_their_tokens(tab: Tab, viewed: Viewed) -> None:
     """By the rows that are known."""
-    rows, known = ROWS.copy(), np.arange(99) != 33
+    rows = ROWS.copy()
     rows[33] = -1
     show(tab, viewed(answer(rows, 10, TEXTS), model_info=GIVEN))
     tab.click("#detail tbody tr:nth-child(3) th")
     tab.wait_for_text("#expert-title", "Experts of MoE layer 2")
-    counts = counts_of(rows, E)[2]
     listed = cells(tab, "#experts")
-    loads = [float(row[1].removesuffix(f" {TIMES}")) for row in listed]
-    assert loads == [
-        pytest.approx(load, abs=0.005)
-        for load in sorted(counts * E / counts.sum(), reverse=True)[:25]
-    ]
-    assert tab.texts("#legend span")[:7] == [row[0] for row in listed[:7]]
-    colours = dict(
-        tab.js(
-            "$$('#legend span').map(e => [e.textContent, getComputedStyle(e.firstChild).backgroundColor])"
-        )
-    )
-    parts = [re.findall(r"\d+", colour) for colour in colours.values()]
-    assert ["".join(f"{int(part):02x}" for part in rgb) for rgb in parts[:7]] == OKABE_ITO
-    chips = "$$('#detail tr.selected .chip').map(e => [e.textContent, getComputedStyle(e).borderLeftColor])"
-    assert all(colour == colours.get(expert, colours["others"]) for expert, colour in tab.js(chips))
+    check_loads(listed, counts_of(rows, E)[2])
+    check_colours(tab, [expert for expert, *_ in listed])
     shown = tab.js(
         "$$('#experts tbody tr').map(r => [...r.querySelectorAll('.typical')].map(e => e.textContent))"
     )
-    for (name, *_), tokens in zip(listed, shown, strict=True):
-        chose = (rows[:, 2] == int(name)).any(1)
-        beyond = {}
-        for text in set(TEXTS[:99]):
-            has = known & [other == text for other in TEXTS[:99]]
-            beyond[f"{text} {(has & chose).sum()}/{has.sum()}"] = (
-                has & chose
-            ).sum() - has.sum() * chose[known].mean()
+    for (expert, *_), tokens in zip(listed, shown, strict=True):
+        excess = excess_of_tokens(rows[:, 2], int(expert))
         shown_tokens = [token.replace("␣", " ").replace("⏎", "\n") for token in tokens]
-        assert [beyond[token] for token in shown_tokens] == pytest.approx(
-            sorted(beyond.values(), reverse=True)[: len(shown_tokens)]
+        assert [excess[token] for token in shown_tokens] == pytest.approx(
+            sorted(excess.values(), reverse=True)[: len(shown_tokens)]
         )
     tab.click("#experts tbody button")
     tab.wait_for_text("#expert-title", f"Expert {listed[0][0]} of MoE layer 2")
     assert set(tab.texts("#experts mark")) <= {text.replace("\n", "⏎") for text in TEXTS}
     tab.click("#all-experts")
     tab.wait_for_text("#expert-title", "Experts of MoE layer 2")
+
+
+def check_loads(listed: list[list[str]], counts: np.ndarray) -> None:
+    """Of the 25 busiest experts, as multiples of the even share."""
+    loads = [float(row[1].removesuffix(f" {TIMES}")) for row in listed]
+    busiest = sorted(counts * E / counts.sum(), reverse=True)[:25]
+    assert loads == [pytest.approx(load, abs=0.005) for load in busiest]
+
+
+def check_colours(tab: Tab, busiest: list[str]) -> None:
+    """The seven busiest experts have the colours, here and in the token in full."""
+    colours = legend_colours(tab)
+    assert [*colours][:7] == busiest[:7]
+    seven = [*colours.values()][:7]
+    assert [bytes(rgb(colour)).hex() for colour in seven] == OKABE_ITO
+    chips = "$$('#detail tr.selected .chip').map(e => [e.textContent, getComputedStyle(e).borderLeftColor])"
+    assert all(colour == colours.get(expert, colours["others"]) for expert, colour in tab.js(chips))
+
+
+def excess_of_tokens(rows: np.ndarray, expert: int) -> dict[str, float]:
+    """How many more tokens of a text chose an expert than if all texts had its share, by what the
+    page writes: the text, how many chose it, and how many there are.
+
+    rows: int [n, K], of one layer; -1 where not known, which does not count.
+    """
+    known = rows[:, 0] >= 0
+    chose = (rows == expert).any(1)
+    texts = np.array(TEXTS[: len(rows)])
+    excess = {}
+    for text in set(texts):
+        has_text = known & (texts == text)
+        count = has_text.sum()
+        count_chose = (has_text & chose).sum()
+        excess[f"{text} {count_chose}/{count}"] = count_chose - count * chose[known].mean()
+    return excess
 
 
 COLOURS = "[...$('#load canvas').getContext('2d').getImageData(0, %d, %d, 1).data]"
