@@ -257,9 +257,12 @@ class Machine(RuleBasedStateMachine):
         self.captures_weights = case.engine.get("weights", False)
         self.client = Client(self.core)
         self.client.answer("warm up", [1])
-        self.prefill = Client(
-            engine_with_store(PULL, is_async=False, num_blocks=32, weights=self.captures_weights)
-        )
+        self.prefill = Client()  # of the instance that others pull from
+        if self.pulls:
+            engine = engine_with_store(
+                PULL, is_async=False, num_blocks=32, weights=self.captures_weights
+            )
+            self.prefill = Client(engine)
         # prompts that another instance computed, and where their KV is
         self.offers: list[tuple[list[int], Any]] = []
         self.is_sound = True  # whether nothing failed in a turn
