@@ -541,6 +541,17 @@ def check_nothing_is_left(capture: Any) -> None:
     assert not capture.prefill_rows.pulls
 
 
+def children_of(request: EngineCoreRequest, n: int) -> list[EngineCoreRequest]:
+    """The requests that vLLM makes of one with `n` choices: itself, or one for each."""
+    if n == 1:
+        return [request]
+    parent = ParentRequest(request)
+    children = [copy(request) for _ in range(n)]
+    for index, child in enumerate(children):
+        child.request_id, child.sampling_params = parent.get_child_info(index)
+    return children
+
+
 class Client:
     """Takes the place of an API process: adds and aborts requests, and keeps what the engines send,
     in order."""
@@ -578,7 +589,9 @@ class Client:
         their ids. The first prompt row to send is `start`; None for no opt-in."""
         opt_in = OptIn(start or 0, os.urandom(16), n > 1, weights, at_end, allow_missing)
         self.starts[opt_in.prompt_id] = start or 0
-        extra_args: dict[str, Any] = {} if start is None else {OPT_IN_ARG: opt_in.encode()}
+        extra_args: dict[str, Any] = {}
+        if start is not None:
+            extra_args[OPT_IN_ARG] = opt_in.encode()
         if kv_transfer_params is not None:
             extra_args["kv_transfer_params"] = kv_transfer_params
         sampling = SamplingParams(
@@ -587,20 +600,20 @@ class Client:
         request = EngineCoreRequest(
             name, prompt, None, sampling, None, time.time(), None, None, None
         )
-        request.client_index, request.external_req_id = self.index, name
-        parent = ParentRequest(request)
-        children = (
-            [(name, sampling)] if n == 1 else [parent.get_child_info(index) for index in range(n)]
-        )
-        self._weighed |= {request_id for request_id, _ in children} if weights else set()
-        for index, (request_id, params) in enumerate(children):
-            child, core = copy(request), self.engines[index % len(self.engines)]
-            child.request_id, child.sampling_params = request_id, params
-            sender = request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt)
+        request.client_index = self.index
+        request.external_req_id = name
+        children = children_of(request, n)
+        request_ids = [child.request_id for child in children]
+        if weights:
+            self._weighed.update(request_ids)
+        for index, child in enumerate(children):
+            core = self.engines[index % len(self.engines)]
+            sender = child.request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt)
             received = core.model_executor.received(self, core.model_executor, *sender)
-            received.at_end, self.received[request_id] = at_end, received
+            received.at_end = at_end
+            self.received[child.request_id] = received
             core.take(sent(child))
-        return [request_id for request_id, _ in children]
+        return request_ids
 
     def answer(
         self, name: str, prompt: list[int], start: int | None = 0, **options: Any

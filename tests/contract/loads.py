@@ -314,6 +314,18 @@ class TracedReceived(around.Received):
             assert is_own, f"position {position}: a row of another computation"
 
 
+def take_out(scheduler_output: SchedulerOutput, kind: type[KVConnectorMetadata]) -> Any:
+    """Gives the metadata of the connector of that kind, and puts that of one with nothing to do in
+    its place."""
+    metadata = scheduler_output.kv_connector_metadata
+    is_several = isinstance(metadata, MultiKVConnectorMetadata)
+    children = metadata.metadata if is_several else (metadata,)
+    (taken,) = (child for child in children if isinstance(child, kind))
+    rest = tuple(_Metadata([], []) if child is taken else child for child in children)
+    scheduler_output.kv_connector_metadata = MultiKVConnectorMetadata(rest)
+    return taken
+
+
 def _children_of(scheduler_output: SchedulerOutput) -> list[_Metadata]:
     """What each KV connector of the step's scheduler says."""
     metadata = scheduler_output.kv_connector_metadata

@@ -8,7 +8,6 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -24,7 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from routed_experts.capture.scheduler.kv.children import OffloadChild
 from routed_experts.capture.scheduler.kv.offloading import OffloadedRows
 from tests.contract.engine import Core
-from tests.contract.loads import Slot, TracingExecutor, _Metadata, engine_with, slots_of
+from tests.contract.loads import Slot, TracingExecutor, engine_with, slots_of, take_out
 from tests.e2e.offload_on_cpu import LateWorker
 
 NAME = "OffloadingConnector"
@@ -70,10 +69,11 @@ class OffloadingExecutor(TracingExecutor):
         super().initialize_from_config(kv_cache_configs)
         vllm_config = self.vllm_config
         config = vllm_config.kv_transfer_config
-        self._is_multi = config.kv_connector == "MultiConnector"
-        if self._is_multi:
+        self._names: list[str] = []  # of the children; of one alone, none
+        if config.kv_connector == "MultiConnector":
             children = config.kv_connector_extra_config["connectors"]
-            (child,) = (child for child in children if child["kv_connector"] == NAME)
+            self._names = [child["kv_connector"] for child in children]
+            child = children[self._names.index(NAME)]
             vllm_config = copy(vllm_config)
             vllm_config.kv_transfer_config = KVTransferConfig(engine_id=config.engine_id, **child)
         self.connector = OffloadingConnector(
@@ -83,14 +83,7 @@ class OffloadingExecutor(TracingExecutor):
         self.worker = side.worker = SlotWorker(self, side.spec.blocks_per_chunk)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        whole = scheduler_output.kv_connector_metadata
-        children = whole.metadata if self._is_multi else (whole,)
-        is_ours = [isinstance(child, OffloadingConnectorMetadata) for child in children]
-        others = tuple(child for child, ours in zip(children, is_ours, strict=True) if not ours)
-        metadata = children[is_ours.index(True)]
-        scheduler_output.kv_connector_metadata = MultiKVConnectorMetadata(
-            others or (_Metadata([], []),)
-        )
+        metadata = take_out(scheduler_output, OffloadingConnectorMetadata)
         self.connector.bind_connector_metadata(metadata)
         self.connector.handle_preemptions(metadata)
         result = super().execute_model(scheduler_output, non_block)
@@ -100,12 +93,18 @@ class OffloadingExecutor(TracingExecutor):
         report = self._output.kv_connector_output or KVConnectorOutput()
         _, received = self.connector.get_finished(scheduler_output.finished_req_ids)
         report.finished_recving = (report.finished_recving or set()) | received
-        done = self.connector.build_connector_worker_meta()
-        if done is not None and self._is_multi:
-            done = MultiKVConnectorWorkerMetadata(tuple(done if ours else None for ours in is_ours))
-        report.kv_connector_worker_meta = done
+        report.kv_connector_worker_meta = self._done()
         self._output.kv_connector_output = report
         return result
+
+    def _done(self) -> Any:
+        """What the connector did in this step, as its whole tells it."""
+        done = self.connector.build_connector_worker_meta()
+        if done is None or not self._names:
+            return done
+        return MultiKVConnectorWorkerMetadata(
+            tuple(done if name == NAME else None for name in self._names)
+        )
 
 
 def engine_that_offloads(

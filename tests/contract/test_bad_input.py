@@ -15,7 +15,6 @@ import httpx
 import jsonschema
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -24,7 +23,7 @@ from routed_experts.server.vllm_api import VLLM_VERSION
 from tests.conftest import Cases
 from tests.contract.engine import K, L, Tokens, _digest
 from tests.contract.hostile import PULL, SPEC, VALID, Hostile, check_response
-from tests.contract.loads import TracingExecutor, _Metadata
+from tests.contract.loads import TracingExecutor, take_out
 from tests.contract.offloading import NAME, OffloadingExecutor
 from tests.contract.served import DECODER_LAYERS, SIZES, ServedExecutor, served
 from tests.e2e.harness import prompt_of, wait_until
@@ -67,13 +66,7 @@ class UnreachableNixl(TracingExecutor):
     nobody comes for KV."""
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        metadata = scheduler_output.kv_connector_metadata
-        children = (
-            metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else (metadata,)
-        )
-        (nixl,) = (child for child in children if isinstance(child, NixlConnectorMetadata))
-        others = tuple(_Metadata([], []) if child is nixl else child for child in children)
-        scheduler_output.kv_connector_metadata = MultiKVConnectorMetadata(others)
+        nixl = take_out(scheduler_output, NixlConnectorMetadata)
         result = super().execute_model(scheduler_output, non_block)
         assert self._output is not None
         report = self._output.kv_connector_output or KVConnectorOutput()
