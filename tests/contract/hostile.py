@@ -140,8 +140,26 @@ class Hostile:
         # Names that mean something elsewhere, and names that are nearly ours.
         for name in ("extra_body", "sampling_params", "routing", "routed_experts_top"):
             fields.setdefault(name, {"type": "object"})
+        names = st.sampled_from(ours) | st.sampled_from(sorted(fields))
         transfer = mostly(self._transfer())
         extra_args = mostly(self._extra_args(transfer))
+        if path == GENERATE:
+            extra = {"sampling_params": mostly(self._sampling(extra_args))}
+        else:
+            extra = {"vllm_xargs": extra_args}
+
+        @st.composite
+        def some_fields(draw: Any) -> dict[str, Any]:
+            return {
+                name: draw(SMALL if name in COUNTS else values(fields[name]) | JUNK)
+                for name in draw(st.lists(names, min_size=1, max_size=3))
+            }
+
+        changes = {
+            "fields": some_fields(),
+            "transfer": st.fixed_dictionaries({"kv_transfer_params": transfer}),
+            "extra": st.fixed_dictionaries(extra),
+        }
         # Mostly in one place: what is refused first hides what comes after it.
         places = st.sampled_from(
             [["fields"], ["transfer"], ["transfer"], ["extra"], ["fields", "transfer", "extra"]]
@@ -152,17 +170,8 @@ class Hostile:
             made = {"model": "tiny", **VALID[path]}
             if draw(st.booleans()):
                 made["return_routed_experts"] = True
-            changed = draw(places)
-            if "fields" in changed:
-                names = st.sampled_from(ours) | st.sampled_from(sorted(fields))
-                for name in draw(st.lists(names, min_size=1, max_size=3)):
-                    made[name] = draw(SMALL if name in COUNTS else values(fields[name]) | JUNK)
-            if "transfer" in changed:
-                made["kv_transfer_params"] = draw(transfer)
-            if "extra" in changed and path == GENERATE:
-                made["sampling_params"] = draw(mostly(self._sampling(extra_args)))
-            elif "extra" in changed:
-                made["vllm_xargs"] = draw(extra_args)
+            for place in draw(places):
+                made |= draw(changes[place])
             return made
 
         return body()
