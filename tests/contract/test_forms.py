@@ -147,15 +147,21 @@ def check_stream(form: Form, lines: list[str], prompt: list[int], n: int, at_end
     """The pieces are together what the codec says, in lines of up to 64 KiB of routing."""
     chunks = [chunk for chunk in read_events(iter(lines)) if chunk["choices"]]
     assert max(map(len, lines)) <= (64 << 10) + 1500
+    choices = [chunk["choices"][0] for chunk in chunks]
     for index in range(n):
-        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        tokens = [token for part in parts for token in part.get("token_ids") or ()]
-        first = form.start if form.is_joined else len(prompt)
-        check_pieces(form, parts, form.arrays("", [*prompt, *tokens][:-1], first), first)
+        parts = [choice for choice in choices if choice["index"] == index]
+        check_choice(form, parts, prompt)
         if at_end:
             check_only_the_last_has_rows(form, parts)
     of_prompt = {} if form.is_joined else form.arrays("prompt_", prompt, form.start)
     check_pieces(form, chunks, of_prompt, form.start)
+
+
+def check_choice(form: Form, parts: list[dict[str, Any]], prompt: list[int]) -> None:
+    """The arrays in the parts of a choice have the rows of its tokens, but for the last."""
+    tokens = [token for part in parts for token in part.get("token_ids") or ()]
+    first = form.start if form.is_joined else len(prompt)
+    check_pieces(form, parts, form.arrays("", [*prompt, *tokens][:-1], first), first)
 
 
 def check_only_the_last_has_rows(form: Form, parts: list[dict[str, Any]]) -> None:
