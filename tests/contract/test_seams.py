@@ -146,19 +146,26 @@ def overrides(cls: type) -> dict[str, list[type]]:
     that name too."""
     overridden = {}
     for index, ours in enumerate(cls.__mro__):
-        if not ours.__module__.startswith("routed_experts."):
-            continue
-        for name, value in vars(ours).items():
-            if isinstance(value, FunctionType | property | classmethod) and name not in (
-                "__init__",
-                "model_post_init",
-            ):
-                behind = [base for base in cls.__mro__[index + 1 :] if name in vars(base)]
-                bases = [base for base in behind if is_vllms(base)]
-                # which calls it, whatever vLLM does
-                if bases and behind[-1].__module__ != "argparse":
-                    overridden[name] = bases
+        for name in functions_of(ours):
+            behind = [base for base in cls.__mro__[index + 1 :] if name in vars(base)]
+            bases = [base for base in behind if is_vllms(base)]
+            # which calls it, whatever vLLM does
+            if bases and behind[-1].__module__ != "argparse":
+                overridden[name] = bases
     return overridden
+
+
+def functions_of(cls: type) -> list[str]:
+    """The names of the functions in a class of ours, without those that make an object; of another
+    class, none."""
+    if not cls.__module__.startswith("routed_experts."):
+        return []
+    functions = {
+        name
+        for name, value in vars(cls).items()
+        if isinstance(value, FunctionType | property | classmethod)
+    }
+    return sorted(functions - {"__init__", "model_post_init"})
 
 
 def test_every_method_of_vllms_that_is_replaced_is_listed() -> None:
