@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -442,7 +443,9 @@ def fill_and_save(
         for name, tensor in sorted(
             {**dict(model.named_parameters()), **dict(model.named_buffers())}.items()
         ):
-            _fill(name, tensor, router_std)
+            std = _std_of(name, tensor.dim(), router_std)
+            if std is not None:
+                tensor.normal_(0, std)
         # Printable ASCII only, so that every token is a character of the text.
         head = model.get_output_embeddings().weight
         head[:33] = head[127:] = 0
@@ -451,24 +454,27 @@ def fill_and_save(
     tokenizer.save_pretrained(directory)
 
 
-def _fill(name: str, tensor: torch.Tensor, router_std: float) -> None:
-    """Random values for a weight; norms, and what describes a recurrence, stay as Hugging Face
-    initialises them."""
-    routers = (".gate.weight", ".router.weight", ".router.layer.weight", ".router.proj.weight")
-    if "correction_bias" in name or "expert_bias" in name:
-        tensor.normal_(0, 0.3)
-    elif any(part in name for part in routers):
-        tensor.normal_(0, router_std)
-    elif name == "lm_head.weight":
-        tensor.normal_(0, 0.6)
-    elif "embed_tokens" in name:
+_BIAS_OF_ROUTER = re.compile("correction_bias|expert_bias")
+_ROUTER = re.compile(r"\.(gate|router|router\.layer|router\.proj)\.weight")
+
+
+def _std_of(name: str, num_dimensions: int, router_std: float) -> float | None:
+    """The standard deviation of a weight's random values. None for norms, and for what describes a
+    recurrence: they stay as Hugging Face initialises them."""
+    if _BIAS_OF_ROUTER.search(name):
+        return 0.3
+    if _ROUTER.search(name):
+        return router_std
+    if name == "lm_head.weight":
+        return 0.6
+    if "embed_tokens" in name:
         # enough to tell tokens apart, and little beside what attention adds: both must matter
-        tensor.normal_(0, 0.3)
-    elif name.endswith("_bias") or name.endswith(".bias") or "sinks" in name:
-        if "dt" not in name:
-            tensor.normal_(0, 0.1)
-    elif tensor.dim() > 1 and name.endswith(("weight", "_proj")):
-        tensor.normal_(0, 0.08)
+        return 0.3
+    if name.endswith(("_bias", ".bias")) or "sinks" in name:
+        return None if "dt" in name else 0.1
+    if num_dimensions > 1 and name.endswith(("weight", "_proj")):
+        return 0.08
+    return None
 
 
 class HookOracle(Oracle):
