@@ -31,7 +31,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -300,17 +300,15 @@ def answers_of(llm: LLM, turns: int, adapters: Sequence[str], images: int) -> An
     dice = random.Random(int(RANK or 0))
     answered = Answered([], [])
     for turn in range(turns):
-        requests = [
-            (prompt, params, lora) for prompt, params in mix(dice, turn, images) for lora in loras
-        ]
-        prompts: Any = [prompt for prompt, _, _ in requests]
+        requests = [*product(mix(dice, turn, images), loras)]
+        prompts: Any = [prompt for (prompt, _), _ in requests]
         answered.images += [
             int(prompt.get("multi_modal_uuids", {"image": 0})["image"]) for prompt in prompts
         ]
         answered.outputs += llm.generate(
             prompts,
-            [params for _, params, _ in requests],
-            lora_request=[lora for _, _, lora in requests] if adapters else None,
+            [params for (_, params), _ in requests],
+            lora_request=[lora for _, lora in requests] if adapters else None,
             use_tqdm=False,
         )
         if turn == turns // 2:

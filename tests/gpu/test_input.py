@@ -109,11 +109,15 @@ CASES += [(shape, "graphs") for shape in OTHERS]
 NEED_TWO = {"tensor parallel", "pipeline parallel", "expert load balancing", *list(RECOMPUTED)[1:]}
 
 
+def can_run(case: tuple[str, str]) -> bool:
+    return GPUS >= 2 or case[1] not in NEED_TWO
+
+
 def as_param(case: tuple[str, str]) -> Any:
     marks = [pytest.mark.xdist_group("engines with an input")]
     if case[0] in OTHERS:
         marks.append(pytest.mark.slow)
-    if case[1] in NEED_TWO and GPUS < 2:
+    if not can_run(case):
         marks.append(pytest.mark.skip(reason="needs 2 GPUs"))
     return pytest.param(case, id=", ".join(case), marks=marks)
 
@@ -124,31 +128,37 @@ def engines(
 ) -> Iterator[dict[tuple[str, str], Engine]]:
     """Those that the chosen tests need."""
     folder = tmp_path_factory.mktemp("engines")
-    needed = {
-        item.callspec.params["case"]
-        for item in request.session.items
-        if getattr(item, "callspec", None) and "case" in item.callspec.params
-    }
     running = {}
-    for number, case in enumerate(case for case in CASES if case in needed):
-        if case[1] in NEED_TWO and GPUS < 2:
-            continue
-        log = folder / f"{number}.log"
-        command = [sys.executable, "-m", "tests.gpu.steered_engine", *case]
-        env = {**os.environ}
-        if case[0] in OTHERS:
-            env.update(OTHERS[case[0]].env)
-        if case[1] not in NEED_TWO:
-            env["CUDA_VISIBLE_DEVICES"] = str(number % GPUS)
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
-        running[case] = Engine(process, log)
+    for number, case in enumerate(needed_cases(request.session)):
+        if can_run(case):
+            running[case] = started(case, number % GPUS, folder / f"{number}.log")
     try:
         yield running
     finally:
         for engine in running.values():
             engine.process.kill()
             engine.process.wait()
+
+
+def needed_cases(session: pytest.Session) -> list[tuple[str, str]]:
+    """Those of the chosen tests, in the order of `CASES`."""
+    calls = [getattr(item, "callspec", None) for item in session.items]
+    needed = {call.params.get("case") for call in calls if call}
+    return [case for case in CASES if case in needed]
+
+
+def started(case: tuple[str, str], gpu: int, log: Path) -> Engine:
+    """The engine of a case, on a GPU of its own or on all."""
+    shape, mode = case
+    env = {**os.environ}
+    if shape in OTHERS:
+        env.update(OTHERS[shape].env)
+    if mode not in NEED_TWO:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    command = [sys.executable, "-m", "tests.gpu.steered_engine", *case]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
+    return Engine(process, log)
 
 
 @pytest.mark.parametrize("case", [as_param(case) for case in CASES])
