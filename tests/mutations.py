@@ -188,20 +188,29 @@ def run(args: argparse.Namespace) -> None:
     assert "routed_experts" not in sys.modules, "each child imports the code with its change"
     folder = Path.cwd().parent
     mtimes = itertools.count(10**9)
-    listed = [json.loads(line) for line in args.changes.read_text().splitlines()]
+    changes = lines_of(args.changes)
     if args.unchanged:
-        run_unchanged({test for change in listed for test in change["tests"]}, args.limit, folder)
-    results: list[dict[str, Any]] = []
-    if args.out.exists():
-        results = [json.loads(line) for line in args.out.read_text().splitlines()]
-    done = {result["id"] for result in results}
-    for change in listed:
-        if change["id"] not in done and (not args.only or change["id"] in args.only):
-            results.append({"id": change["id"]} | run_change(change, folder, args.limit, mtimes))
-            with args.out.open("a") as file:
-                print(json.dumps(results[-1]), file=file)
-            print(change["file"], change["line"], results[-1], flush=True)
-    print(dict(collections.Counter(result["outcome"] for result in results)))
+        run_unchanged({test for change in changes for test in change["tests"]}, args.limit, folder)
+    for change in left_of(changes, args):
+        result = {"id": change["id"]} | run_change(change, folder, args.limit, mtimes)
+        with args.out.open("a") as file:
+            print(json.dumps(result), file=file)
+        print(change["file"], change["line"], result, flush=True)
+    print(dict(collections.Counter(result["outcome"] for result in lines_of(args.out))))
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none where it is not there."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def left_of(changes: list[Change], args: argparse.Namespace) -> list[Change]:
+    """The chosen changes that have no result yet."""
+    done = {result["id"] for result in lines_of(args.out)}
+    chosen = [change for change in changes if not args.only or change["id"] in args.only]
+    return [change for change in chosen if change["id"] not in done]
 
 
 def run_unchanged(tests: set[str], limit: float, folder: Path) -> None:
