@@ -51,24 +51,17 @@ def test_the_wheel_has_every_file_in_one_folder(wheel_environment: Environment) 
     site = wheel_environment.site_packages
     names = {path.name for path in site.iterdir() if not path.name.startswith(("numpy", "orjson"))}
     assert names == {"routed_experts", f"routed_experts_server-{VERSION}.dist-info"}
-    installed = {
-        path.relative_to(site / "routed_experts") for path in (site / "routed_experts").rglob("*")
-    }
-    # what is installed at the top
-    package = {path.name for path in (ROOT / "protocol/package").iterdir()}
-    assert {path.parts[0] for path in installed} | {"__pycache__"} == {
-        *FOLDERS,
-        *package,
-        "__pycache__",
-    }
-    sources = {
-        path.relative_to(ROOT)
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*")
-        if path.is_file()
-    }
-    sources -= {path for path in sources if path.parts[:2] == ("protocol", "package")}
-    assert {path for path in sources if "__pycache__" not in path.parts} <= installed
+    installed = files_in(site / "routed_experts")
+    top = files_in(ROOT / "protocol/package")  # what is installed at the top
+    assert {Path(name).parts[0] for name in installed} == {*FOLDERS, *top}
+    sources = {f"{folder}/{name}" for folder in FOLDERS for name in files_in(ROOT / folder)}
+    assert {name for name in sources if not name.startswith("protocol/package/")} <= installed
+
+
+def files_in(folder: Path) -> set[str]:
+    """The paths of all files below a folder, but for bytecode."""
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    return {path.as_posix() for path in files if "__pycache__" not in path.parts}
 
 
 def test_the_metadata_is_the_projects(wheel_environment: Environment) -> None:
