@@ -184,6 +184,10 @@ def own_start(chunk: Chunk) -> int | None:
     return None if own is None else own["start"]
 
 
+def prompt_positions(chunks: list[Chunk]) -> list[int]:
+    return [position for chunk in chunks for position in placed(chunk)[0] or ()]
+
+
 def own_positions(chunks: list[Chunk]) -> list[int]:
     return [position for chunk in chunks for position in placed(chunk)[1] or ()]
 
@@ -407,16 +411,17 @@ def test_a_message_that_is_lost_leaves_a_gap_at_its_place(
     Where not one array arrived to tell the shape, the fields are there all the same."""
     engine = Engine(prompt_len=2)
     steps = [engine.lose if token in lost else engine.step for token in range(5)]
-    results = (step(1, "stop" if token == 4 else None) for token, step in enumerate(steps))
+    finishes = [None, None, None, None, "stop"]
+    results = (step(1, finish) for step, finish in zip(steps, finishes, strict=True))
     chunks = stream(aligner_of(layout=layout, histogram=histogram), results)
-    sent = [*(at for chunk in chunks for at in placed(chunk)[0] or ()), *own_positions(chunks)]
+    sent = prompt_positions(chunks) + own_positions(chunks)
     assert sent == [-1 if at in engine.lost else at for at in range(6)]
     if histogram:
-        counted = (
-            chunks[-1]["prompt_routed_experts_histogram"],
-            chunks[-1]["choices"][0]["routed_experts_histogram"],
-        )
-        assert [array["missing"] for array in counted] == [2 * (0 in lost), len(lost - {0})]
+        last = chunks[-1]
+        of_prompt = last["prompt_routed_experts_histogram"]
+        own = last["choices"][0]["routed_experts_histogram"]
+        assert of_prompt["missing"] == (2 if 0 in lost else 0)
+        assert own["missing"] == len(lost - {0})
 
 
 def test_a_prompt_whose_last_row_is_late_comes_before_the_rows_of_its_choice() -> None:
