@@ -191,36 +191,43 @@ def warm_up_of(case: Case) -> Case:
     return replace(case, new_tokens=32)
 
 
+FIGURES = {
+    "tokens_per_s": "tokens/s",
+    "first_token_ms": "first token ms",
+    "tpot_ms": "TPOT ms",
+    "itl_p99_ms": "ITL p99 ms",
+}
+
+
 def table(results: dict[str, dict[str, list[Run]]]) -> str:
     """Markdown: medians, and their ratios to the baseline that ran in the same turns.
 
     The noise is a row of its own: the runs of the baseline in even turns against those in odd ones.
     """
-    figures = {"tokens_per_s": "tokens/s", "first_token_ms": "first token ms", "tpot_ms": "TPOT ms"}
-    figures["itl_p99_ms"] = "ITL p99 ms"
-    head = f"| case | variant | {' | to off | '.join(figures.values())} | to off | ITL max ms |"
+    head = f"| case | variant | {' | to off | '.join(FIGURES.values())} | to off | ITL max ms |"
     rows = [head, "| --- " * (head.count("|") - 1) + "|"]
     for case, variants in results.items():
         off = variants[OFF.name]
         beside_peer = variants.get(OFF_BESIDE_PEER.name, off)
-        peers = (OFF_BESIDE_PEER.name, PEER.name)
-        lines = [
-            (name, runs, beside_peer if name in peers else off) for name, runs in variants.items()
-        ]
+        for name, runs in variants.items():
+            is_of_peers_turns = name in (OFF_BESIDE_PEER.name, PEER.name)
+            rows.append(row_of(case, name, runs, beside_peer if is_of_peers_turns else off))
         if len(off) > 1:
-            lines.append(("off: even turns to odd", off[::2], off[1::2]))
-        for name, runs, base in lines:
-            cells = [case, name]
-            for key in figures:
-                value, reference = (
-                    median(run[key] for run in runs),
-                    median(run[key] for run in base),
-                )
-                ratio = "" if runs is base else f"{100 * (value / reference - 1):+.2f} %"
-                cells += [f"{value:.1f}" if value >= 100 else f"{value:.2f}", ratio]
-            cells.append(f"{median(run['itl_max_ms'] for run in runs):.1f}")
-            rows.append("| " + " | ".join(cells) + " |")
+            rows.append(row_of(case, "off: even turns to odd", off[::2], off[1::2]))
     return "\n".join(rows)
+
+
+def row_of(case: str, name: str, runs: list[Run], base: list[Run]) -> str:
+    """A row of the table: the medians of `runs`, and their ratios to those of `base`, if that is
+    another."""
+    cells = [case, name]
+    for key in FIGURES:
+        value = median(run[key] for run in runs)
+        reference = median(run[key] for run in base)
+        ratio = "" if runs is base else f"{100 * (value / reference - 1):+.2f} %"
+        cells += [f"{value:.1f}" if value >= 100 else f"{value:.2f}", ratio]
+    cells.append(f"{median(run['itl_max_ms'] for run in runs):.1f}")
+    return "| " + " | ".join(cells) + " |"
 
 
 def engine_options(model: Path, config: dict[str, Any], cases: list[Case]) -> dict[str, Any]:
