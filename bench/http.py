@@ -338,37 +338,45 @@ class Bench:
         """Has just these servers run: at most two fit on a GPU."""
         for variant in [variant for variant in self._servers if variant not in variants]:
             self._servers.pop(variant).stop()
-        longest = max(max(case.prompt_len + 2 * case.new_tokens, case.long + 64) for case in cases)
-        longest = max(longest, _ODD_SIZES[-1]) if self._args.device == "cuda" else longest
-        flags = [
-            *(GPU_FLAGS if self._args.device == "cuda" else CPU_FLAGS),
-            "--max-model-len",
-            str(longest + 64),
-        ]
-        flags += ["--max-num-seqs", str(max(max(c.streams * c.choices, 256) for c in cases))]
-        flags += ["--max-num-batched-tokens", "8192" if self._args.device == "cuda" else "2048"]
-        flags += ["--enable-scale-out"] if self._args.rust else []
-        flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes), *self._args.serve]
+        flags = self._flags(cases)
         started = [variant for variant in variants if variant not in self._servers]
         for variant in started:
-            gpu = self._gpus[len(self._servers) % self._args.gpus] if self._args.gpus > 1 else None
-            log = self._out / f"{variant}.log"
-            apart = self._gpus[:2] if self._args.prefill_decode else None
-            self._servers[variant] = start(
-                variant,
-                self._model,
-                flags,
-                log,
-                self._args.api_servers,
-                gpu,
-                apart,
-                front_end=self._args.rust or "",
-            )
+            self._servers[variant] = self._start(variant, flags)
         for variant in started:
             say(f"Starting the server of {variant}; its log is {self._servers[variant].log}.")
             self._servers[variant].wait_until_healthy()
             if self._args.device == "cuda":
                 self._warm_up(self._servers[variant])
+
+    def _flags(self, cases: list[Case]) -> list[str]:
+        """Of all servers: with them, each of the cases fits."""
+        longest = max(max(case.prompt_len + 2 * case.new_tokens, case.long + 64) for case in cases)
+        most = max(case.streams * case.choices for case in cases)
+        flags = [*CPU_FLAGS, "--max-num-batched-tokens", "2048"]
+        if self._args.device == "cuda":
+            longest = max(longest, _ODD_SIZES[-1])
+            flags = [*GPU_FLAGS, "--max-num-batched-tokens", "8192"]
+        flags += ["--max-model-len", str(longest + 64), "--max-num-seqs", str(max(most, 256))]
+        if self._args.rust:
+            flags.append("--enable-scale-out")
+        flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes)]
+        return [*flags, *self._args.serve]
+
+    def _start(self, variant: str, flags: list[str]) -> Server:
+        """The server of a variant, on the next GPU if there are several."""
+        args = self._args
+        gpu = self._gpus[len(self._servers) % args.gpus] if args.gpus > 1 else None
+        apart = self._gpus[:2] if args.prefill_decode else None
+        return start(
+            variant,
+            self._model,
+            flags,
+            self._out / f"{variant}.log",
+            args.api_servers,
+            gpu,
+            apart,
+            front_end=args.rust or "",
+        )
 
     def _warm_up(self, server: Server) -> None:
         """Prompts of odd lengths, one after the other: vLLM's MoE kernel is compiled for each kind
@@ -441,32 +449,43 @@ def main() -> None:
     # so that the servers end too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     if args.without_engine is not None:
-        args.serve = ["--distributed-executor-backend", PLAYED, *args.serve]
-        os.environ[PLAYED_STEP_MS] = str(args.without_engine)
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-        )
-    every = {case.name: case for case in CASES}
-    every |= {
-        f"{case.name}:{mode}": replace(case, modes=(mode,)) for case in CASES for mode in MODES
-    }
-    unknown = set(args.cases) - set(every)
-    if unknown:
-        raise SystemExit(
-            f"no such case: {sorted(unknown)}; there are {[case.name for case in CASES]}"
-        )
+        play_the_engine(args)
+    named = cases_named(args.cases)
     bench = Bench(args)
-    for name in args.cases:
-        if every[name].slots > bench.slots:
+    for name, case in named:
+        if case.slots > bench.slots:
             print(
                 f"{name} does not fit the KV cache at once: see --kv-cache-bytes and --gpus",
                 file=sys.stderr,
             )
     fitting = [case for case in CASES if case.slots <= bench.slots]
-    runs = bench.run([every[name] for name in args.cases] or fitting)
+    runs = bench.run([case for _, case in named] or fitting)
     print(table(runs))
     if any(run["faults"] for run in runs):
         raise SystemExit("answers were not what they must be: see the column of faults")
+
+
+def play_the_engine(args: argparse.Namespace) -> None:
+    """Has the servers run without an engine."""
+    args.serve = ["--distributed-executor-backend", PLAYED, *args.serve]
+    os.environ[PLAYED_STEP_MS] = str(args.without_engine)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    )
+
+
+def cases_named(names: list[str]) -> list[tuple[str, Case]]:
+    """Cases with their names; `CASE:MODE` names one in one mode. Raises `SystemExit` for another name."""
+    every = {case.name: case for case in CASES}
+    every |= {
+        f"{case.name}:{mode}": replace(case, modes=(mode,)) for case in CASES for mode in MODES
+    }
+    unknown = set(names) - set(every)
+    if unknown:
+        raise SystemExit(
+            f"no such case: {sorted(unknown)}; there are {[case.name for case in CASES]}"
+        )
+    return [(name, every[name]) for name in names]
 
 
 def parse() -> argparse.Namespace:
