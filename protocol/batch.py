@@ -469,8 +469,8 @@ def spread_layers(
         )
     if len(set(layers)) < len(layers):
         raise ValueError(f"layer_ids must differ, not {layers}")
-    fill = arguments.fitting("fill", fill, rows.dtype)
-    return spread_unchecked(rows, layers, num_hidden_layers, fill)
+    of_dense_layers = arguments.fitting("fill", fill, rows.dtype)
+    return spread_unchecked(rows, layers, num_hidden_layers, of_dense_layers)
 
 
 def spread_unchecked(
