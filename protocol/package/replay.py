@@ -389,8 +389,9 @@ def _num_twice(ids: Tensor) -> Tensor:
     # unknown ones become unlike
     numbered = -1 - torch.arange(top_k, dtype=ids.dtype, device=ids.device)
     unlike = torch.where(ids < 0, numbered, ids)
-    found = [(unlike[..., apart:] == unlike[..., :-apart]).any() for apart in range(1, top_k)]
-    return torch.stack([torch.zeros_like(ids[0, 0, 0], dtype=torch.bool), *found]).sum()
+    none_twice = torch.zeros_like(ids[0, 0, 0], dtype=torch.bool)  # for K = 1
+    are_twice = [(unlike[..., apart:] == unlike[..., :-apart]).any() for apart in range(1, top_k)]
+    return torch.stack([none_twice, *are_twice]).sum()
 
 
 def _check_distinct(ids: Tensor) -> None:
@@ -902,9 +903,10 @@ def _replay(
     """What a router's weights [T, K] and ids [T, K] become, and whether a token's weights stay
     [T, 1].
 
-    An operator: compiled code knows no values, and would not ask `_is_recomputed` when it is run;
-    selective checkpointing, which hands results to a recomputed pass by the number of the call that
-    they are of, is not to see what only the first pass does.
+    It is an operator for two reasons. Code that is compiled knows no values, and asks
+    `_is_recomputed` once, when it is compiled. Selective checkpointing gives a recomputed pass the
+    results of the first pass, by the numbers of their calls: so it must not see calls that only the
+    first pass makes.
 
     Args:
         state: `_Router.state`.
@@ -926,14 +928,15 @@ def _(
 
 @torch.library.custom_op("routed_experts::replay_backward", mutates_args=())
 def _replay_backward(
-    gradient: Tensor, kept: Sequence[Tensor], factor: Tensor | None, state: Tensor
+    gradient: Tensor, saved: Sequence[Tensor], factor: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the logits, of the router's own weights, and of `factor`.
 
     Args:
-        kept: the logits, the ids, and whether a token's weights are the router's own.
+        saved: the logits, the ids, and whether a token's weights are the router's own.
+        state: `_Router.state`.
     """
-    logits, ids, is_own = kept
+    logits, ids, is_own = saved
     nothing = gradient.new_zeros(())
     of_own = torch.where(is_own, gradient, nothing)
     of_computed = torch.where(is_own, nothing, gradient)
@@ -947,10 +950,11 @@ def _replay_backward(
 
 @_replay_backward.register_fake
 def _(
-    gradient: Tensor, kept: Sequence[Tensor], factor: Tensor | None, state: Tensor
+    gradient: Tensor, saved: Sequence[Tensor], factor: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    logits, _, _ = saved
     of_factor = gradient.new_zeros(0) if factor is None else torch.empty_like(factor)
-    return torch.empty_like(kept[0]), torch.empty_like(gradient), of_factor
+    return torch.empty_like(logits), torch.empty_like(gradient), of_factor
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -963,8 +967,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if gradient is None:
         return None, None, None, None, None
-    *kept, factor, state = ctx.saved_tensors
-    of_logits, of_own, of_factor = _replay_backward(gradient, kept, factor, state)
+    *saved, factor, state = ctx.saved_tensors
+    of_logits, of_own, of_factor = _replay_backward(gradient, saved, factor, state)
     return of_logits, of_own, None, None if factor is None else of_factor, None
 
 
@@ -1033,12 +1037,13 @@ whether a formula is in the type of the logits."""
 class _Known:
     """The formula of a router, as long as it has these settings.
 
-    It was exact when it was found, so a difference in a later block is news, also one that rounding
-    may make: in 16 bits that allows for 2%, which other formulas keep too if the chosen experts have
-    nearly all probability. The next block then looks at all formulas, which waits for the device. If
-    the same one is still the best, or an equal one, the news was rounding, and twice as much is no
-    news from then on. So a router whose rounding differs in each block is looked at a few times,
-    each time for more than twice the difference before, and not in each block.
+    It was exact when it was found. So a difference in a later block is news, even one that rounding
+    may make: in 16 bits that is up to 2%, and if the chosen experts have nearly all of the
+    probability, other formulas differ by less.
+
+    After news, the next block tries all formulas, which waits for the device. If the same one is
+    still the best, or an equal one, the news was rounding. Twice as much is no news from then on. So
+    a router whose rounding differs from block to block is tried a few times, and not in each block.
     """
 
     settings: tuple[Any, ...]
@@ -1049,7 +1054,7 @@ class _Known:
 
     @property
     def is_doubted(self) -> bool:
-        """Whether the next block looks at all formulas."""
+        """Whether the next block tries all formulas."""
         return self.error > self.allowed
 
 
@@ -1090,11 +1095,11 @@ class _Router:
         self.settings = _settings(module)
         self.known = _KNOWN.setdefault(module, {})
         self.asked = 0
-        self.formula: int | None = None  # its place
+        self.place: int | None = None  # of its formula in `_FORMULAS`, once it is known
         self.compared: _Compared | None = None
         self.number = next(_NUMBERS)
-        # The number of this object, and the formula. For an int, torch.compile would compile anew.
-        # Autograd keeps it, which it does not with tensors of inference mode.
+        # This object's number, and the place of its formula. A tensor, because torch.compile would
+        # compile anew for each value of an int. Not one of inference mode: autograd saves none.
         with torch.inference_mode(False):
             self.state = torch.tensor([self.number, -1], device="cpu")
         layer.routers.append(self)
@@ -1161,8 +1166,8 @@ class _Router:
     ) -> Tensor:
         """Weights of `ids` by the router's formula, which the first forward pass decides."""
         logits, own_weights, own_ids = own
-        if is_recomputed and self.formula is not None:
-            return _FORMULAS[self.formula].weigh(logits, ids, factor)
+        if is_recomputed and self.place is not None:
+            return _FORMULAS[self.place].weigh(logits, ids, factor)
         module = self.module()
         assert module is not None
         key = (module.training, logits.dtype, own_weights.dtype)
@@ -1172,8 +1177,8 @@ class _Router:
         if known is None or known.is_doubted:
             picked = _pick(self.class_name, own, ids, factor, self.candidates)
             self._take(picked.place)
-            if sure := self._sure(picked, known, logits.dtype):
-                self.known[key] = sure
+            if to_know := self._to_know(picked, known, logits.dtype):
+                self.known[key] = to_know
             return _FORMULAS[picked.place].weigh(logits, ids, factor)
         self.known[key] = known
         self._take(known.place)
@@ -1183,11 +1188,14 @@ class _Router:
         self.compared = _Compared(self.name, known, error, _tolerance(logits, own_weights))
         return weights
 
-    def _take(self, formula: int) -> None:
-        self.formula = formula
-        self.state.data[1] = formula
+    def _take(self, place: int) -> None:
+        """Takes the formula at that place, and tells the operators."""
+        self.place = place
+        self.state.data[1] = place
 
-    def _sure(self, picked: _Picked, doubted: _Known | None, dtype: torch.dtype) -> _Known | None:
+    def _to_know(
+        self, picked: _Picked, doubted: _Known | None, dtype: torch.dtype
+    ) -> _Known | None:
         """What later blocks know, if the formula is sure: it is alone, and is exact or equal to the
         one that was doubted. `dtype` is that of the logits."""
         if not picked.is_alone:
@@ -1438,17 +1446,17 @@ class _MegatronRouter:
         return apply
 
 
-def _choosing(router: Any, around: _MegatronRouter) -> Callable[..., tuple[Tensor, Tensor]]:
-    """In place of the method that asks a `RouterReplay` for experts. It replays all rows, as they
-    are.
+def _choosing(replay: Any, router: _MegatronRouter) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What takes the place of `get_replay_topk` of a router's `RouterReplay`. It replays all rows,
+    as they are.
 
-    A recomputed pass does what the first one did, operation by operation, as checkpointing without
-    `use_reentrant` counts the tensors that autograd keeps, and selective checkpointing all
+    A recomputed pass does what the first one did, operation by operation. Checkpointing without
+    `use_reentrant` counts the tensors that autograd saves, and selective checkpointing counts all
     operators.
     """
-    # of each pass to be recomputed: the largest scores of tokens, and which rows are known [T, 1]
-    peaks: list[NDArray[np.float32]] = []
-    known: list[Tensor] = []
+    # Of each pass that may be recomputed, in the order of the passes.
+    peaks: list[NDArray[np.float32]] = []  # the largest score of each token [T]
+    known: list[Tensor] = []  # whether each row is known [T, 1]
 
     def get_replay_topk(
         scores: Tensor,
@@ -1458,7 +1466,7 @@ def _choosing(router: Any, around: _MegatronRouter) -> Callable[..., tuple[Tenso
         choose: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
         is_recomputed = _is_recomputed()
-        fed = router.replay_backward_list
+        fed = replay.replay_backward_list
         peak = scores.detach().amax(dim=1).float().cpu().numpy()
         if is_recomputed:
             if not _is_first_of(peaks, peak):
@@ -1468,18 +1476,18 @@ def _choosing(router: Any, around: _MegatronRouter) -> Callable[..., tuple[Tenso
             peaks.pop(0)
             rows = fed.pop(0)
         else:
-            rows = router.target_topk_idx
+            rows = replay.target_topk_idx
         _check_rows_fit(rows, scores, topk)
         rows = rows.to(scores.device)
         _, own = choose(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
         is_unknown = (rows < 0).any(dim=1, keepdim=True)
         ids = torch.where(is_unknown, own, rows)
-        around.ids = ids
+        router.ids = ids
         is_known = ~is_unknown
-        around.is_known = known.pop(0) if is_recomputed else is_known
+        router.is_known = known.pop(0) if is_recomputed else is_known
         if not is_recomputed:
             known.append(is_known)
-            router.target_topk_idx = None  # one forward pass per microbatch
+            replay.target_topk_idx = None  # one forward pass per microbatch
             fed[-1] = ids
             peaks.append(peak)
         return scores.gather(1, ids), ids

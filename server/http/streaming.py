@@ -41,7 +41,7 @@ Arrays = dict[str, tuple[int, list[Rows]]]
 
 _OWN = "routed_experts"
 _PROMPT = "prompt_routed_experts"
-# of lines that are sent without a pause, which takes longer than to make one
+# of lines that are sent between two pauses: a pause takes longer than to make a line
 _PAUSE_BYTES = 512 << 10
 
 
@@ -59,7 +59,7 @@ class Prompt:
     keys: range  # of its choices
     length: int  # in tokens
     is_pending: bool  # until the rows are sent or counted; False in the joined layout
-    # whose rows of the prompt the histogram counts in the joined layout
+    # in the joined layout, the choice whose rows of the prompt the histogram counts
     counter: "Choice | None" = None
     counted: list[Rows] = field(default_factory=list)  # for the histogram
     was_counted: bool = False  # whether the histogram was sent
@@ -306,8 +306,8 @@ class SSERewriter:
         self._delivery = delivery or Delivery()
         self._rows_in_line = encoder.form.rows_in(LINE_BYTES)
         self._endings: deque[Ending] = deque()
-        # the next event, which was asked for while arrays are stored
-        self._asked: asyncio.Future[str | None] | None = None
+        # what vLLM's generator was asked for while arrays are stored
+        self._next_event: asyncio.Future[str | None] | None = None
 
     def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yields `results` after taking off their row buffers."""
@@ -347,9 +347,9 @@ class SSERewriter:
 
     async def _close(self, events: AsyncIterator[str]) -> None:
         """Ends the generator of a stream, which aborts a running request in the engine."""
-        if self._asked is not None:  # a generator that runs cannot be closed
-            self._asked.cancel()
-            await asyncio.gather(self._asked, return_exceptions=True)
+        if self._next_event is not None:  # a generator that runs cannot be closed
+            self._next_event.cancel()
+            await asyncio.gather(self._next_event, return_exceptions=True)
         close = getattr(events, "aclose", None)
         if close is not None:
             await close()
@@ -376,8 +376,8 @@ class SSERewriter:
         """The short way for most chunks: the chunk with the one row that is due with it. None for
         any other, of which nothing is taken.
 
-        Apart from `rewrite`, which waits for the next chunk and must not keep a view of the engine's
-        message meanwhile.
+        Not a part of `rewrite`, which waits for the next chunk, and must not keep a view of the
+        engine's message meanwhile.
         """
         if not choice.has_rows_only or choice.finish is not None:
             return None
@@ -409,18 +409,22 @@ class SSERewriter:
             yield line
 
     async def _until_stored(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
-        """What follows while arrays of choices that have ended are being stored: their last chunks,
-        each as soon as its arrays are stored, which may be before vLLM has its next event, and what
-        is made of further events. All last chunks come before an event for after all choices."""
+        """What is sent while arrays of choices that have ended are being stored.
+
+        These are the last chunks of the choices, and what is made of further events. Each last chunk
+        comes as soon as its arrays are stored, perhaps before vLLM's next event, and all of them
+        before an event that follows all choices.
+        """
         while self._endings:
-            asked = self._asked = asyncio.ensure_future(anext(events, None))
-            while self._endings and not asked.done():
+            next_event = asyncio.ensure_future(anext(events, None))
+            self._next_event = next_event
+            while self._endings and not next_event.done():
                 stored = self._endings[0].values
-                await asyncio.wait({asked, stored}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({next_event, stored}, return_when=asyncio.FIRST_COMPLETED)
                 async for line in self._ended(waits=False):
                     yield line
-            event = await asked
-            self._asked = None
+            event = await next_event
+            self._next_event = None
             if _is_after_all_choices(event):
                 async for line in self._ended(waits=True):
                     yield line
