@@ -71,7 +71,7 @@ def reader() -> InputReader:
 
 async def message_of(parts: list[bytes]) -> Any:
     """The frames of the message to the engine."""
-    body = await long_body.read(await long_body.joined(parts))
+    body = await long_body.read(await long_body.joined(parts), long_body.parse)
     fields = parse_input(take_input(body))
     assert fields is not None
     encoded = await reader().encode(fields, [NUM_TOKENS], 1, Connection(nothing, nothing))

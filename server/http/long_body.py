@@ -9,7 +9,7 @@ All of this runs in a thread, in pieces.
 import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from routed_experts.protocol.input_fields import LongText
@@ -47,11 +47,11 @@ async def joined(parts: Sequence[bytes]) -> bytes:
     return await _READER.run(b"".join, parts)  # which lets other threads run
 
 
-async def read(body: bytes) -> Any:
-    """As `parse`, for the event loop."""
+async def read(body: bytes, function: Callable[[bytes], Any]) -> Any:
+    """What `function` reads in a body, for the event loop: a long one in a thread."""
     if len(body) < LONG_BYTES:
-        return json.loads(body)
-    return await _READER.run(parse, body)
+        return function(body)
+    return await _READER.run(function, body)
 
 
 def parse(body: bytes) -> Any:

@@ -55,33 +55,37 @@ _MESSAGE_INTEGERS = {"top_k", "stream_interval"}
 _MESSAGE_BITS = 63
 
 
-class PackedRoute(APIRoute):
-    """A route that also takes MessagePack, in which rows from a prefill instance need no base64."""
+class LongRoute(APIRoute):
+    """A route that reads long bodies in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
-        async def unpacking(raw_request: Request) -> Response:
-            media_type = (
-                raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            )
-            if media_type == MSGPACK:
-                headers = [
-                    pair for pair in raw_request.scope["headers"] if pair[0] != b"content-type"
-                ]
-                headers.append((b"content-type", b"application/json"))
-                raw_request = _PackedRequest(
-                    {**raw_request.scope, "headers": headers}, raw_request.receive
-                )
-            else:
-                raw_request = _LongRequest(raw_request.scope, raw_request.receive)
-            return await handle(raw_request)
+        async def reading(raw_request: Request) -> Response:
+            return await handle(self._long(raw_request))
 
-        return unpacking
+        return reading
+
+    def _long(self, raw_request: Request) -> Request:
+        return _LongRequest(raw_request.scope, raw_request.receive)
+
+
+class PackedRoute(LongRoute):
+    """A route that also takes MessagePack, in which rows from a prefill instance need no base64."""
+
+    def _long(self, raw_request: Request) -> Request:
+        media_type = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != MSGPACK:
+            return super()._long(raw_request)
+        headers = [pair for pair in raw_request.scope["headers"] if pair[0] != b"content-type"]
+        headers.append((b"content-type", b"application/json"))
+        return _PackedRequest({**raw_request.scope, "headers": headers}, raw_request.receive)
 
 
 class _LongRequest(Request):
     """A request in JSON, of any length."""
+
+    _parse: Callable[[bytes], Any] = staticmethod(long_body.parse)
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -90,16 +94,7 @@ class _LongRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            self._json = await long_body.read(await self.body())
-        return self._json
-
-
-class _PackedRequest(_LongRequest):
-    """A request in MessagePack that FastAPI and vLLM read as JSON."""
-
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            self._json = unpacked(await self.body())
+            self._json = await long_body.read(await self.body(), self._parse)
         return self._json
 
 
@@ -123,6 +118,12 @@ def unpacked(content: bytes) -> Any:
         if data is not None:
             array["data"] = data
     return body
+
+
+class _PackedRequest(_LongRequest):
+    """A request in MessagePack that FastAPI and vLLM read as JSON."""
+
+    _parse = staticmethod(unpacked)
 
 
 def _without_copies(content: bytes) -> Any:

@@ -29,6 +29,7 @@ from routed_experts.server.http.forms import (
 from routed_experts.server.http.misplaced import unread_fields
 from routed_experts.server.http.request import (
     ENDPOINTS,
+    LongRoute,
     RoutedChatRequest,
     RoutedCompletionRequest,
     refuse_odd_values,
@@ -75,6 +76,7 @@ def attach(app: FastAPI) -> None:
             responses=route.responses,
             summary=route.summary,
             name=route.name,
+            route_class_override=LongRoute,
         )
 
 

@@ -4,13 +4,18 @@ import asyncio
 import json
 import threading
 import time
+from base64 import b64encode
 from typing import Any
 
+import msgspec
 import pytest
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.testclient import TestClient
 
 from routed_experts.protocol.input_fields import LongText
 from routed_experts.protocol.models import BIAS, REPLAY
 from routed_experts.server.http.long_body import LONG_BYTES, joined, parse, read
+from routed_experts.server.http.request import MSGPACK, PackedRoute
 
 LONG = "A" * LONG_BYTES
 ARRAY = {"data": LONG, "shape": [1, 2, 3]}
@@ -89,8 +94,8 @@ def test_in_the_event_loop_a_long_body_is_joined_and_read_elsewhere(
     monkeypatch.setattr(json, "loads", noting)
     assert asyncio.run(joined(parts)) == long
     assert asyncio.run(joined([b"a", b"b"])) == b"ab"
-    asyncio.run(read(long))
-    asyncio.run(read(b'{"prompt": "a"}'))
+    asyncio.run(read(long, parse))
+    asyncio.run(read(b'{"prompt": "a"}', parse))
     assert names == ["routed-experts-body", "MainThread"]
 
 
@@ -126,3 +131,29 @@ def test_a_long_array_does_not_hold_up_others() -> None:
         return time.process_time() - begun
 
     assert min(seconds(parse) for _ in range(5)) < 0.5 * min(seconds(json.loads) for _ in range(5))
+
+
+def test_a_long_body_in_messagepack_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where bytes that are long are in no array: they become text."""
+    encode = msgspec.json.encode
+    names: list[str] = []
+
+    def noting(body: Any) -> bytes:
+        names.append(threading.current_thread().name)
+        return encode(body)
+
+    monkeypatch.setattr(msgspec.json, "encode", noting)
+    app = FastAPI()
+    router = APIRouter(route_class=PackedRoute)
+
+    @router.post("/")
+    async def length(raw_request: Request) -> int:
+        return len((await raw_request.json())["other"])
+
+    app.include_router(router)
+    with TestClient(app) as client:
+        for other in (b"short", b"A" * LONG_BYTES):
+            content = msgspec.msgpack.encode({"prompt": "a", "other": other})
+            answer = client.post("/", content=content, headers={"Content-Type": MSGPACK})
+            assert answer.json() == len(b64encode(other))
+    assert names[1] == "routed-experts-body" != names[0]
