@@ -24,7 +24,6 @@ from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.scheduler.input_decoder import read_inputs
 from routed_experts.capture.scheduler.kv.tracker import ExternalKVTracker, LocalHit, NoExternalKV
 from routed_experts.capture.scheduler.prefill_exchange import PrefillRowsExchange
-from routed_experts.capture.scheduler.refused_prompts import RefusedPrompts
 from routed_experts.capture.scheduler.router_inputs import RouterInputs, check_told
 from routed_experts.capture.scheduler.row_source import RowSource
 from routed_experts.capture.scheduler.step import Step
@@ -62,7 +61,6 @@ class SchedulerHooks(AuxOutputHooks):
         )
         self.output_queue = self.distributor.queue
         self.router_inputs = RouterInputs(is_on=takes_input(config))
-        self.refused_prompts = RefusedPrompts()
         self.bare_rows: BareRows | None = None  # for a front end that is not ours
         if sends_bare_rows(config):
             self.bare_rows = BareRows(config.model_config, self.output_queue)
@@ -271,11 +269,34 @@ class SchedulerCapture(HookedScheduler):
     def add_request(self, request: Request) -> None:
         hooks = self.aux_output_connector
         running = self.requests.get(request.request_id)
-        if request in hooks.refused_prompts and not request.resumable:
-            hooks.refused_prompts.forget(request.request_id)
+        if running is not None and running.streaming_queue is None:
+            # vLLM would raise, and so end. An API process refuses an id that runs there, but does
+            # not know what runs in others.
+            logger.error(
+                "The request id %r of API process %d is in use: the new request ends with an error.",
+                request.request_id,
+                request.client_index,
+            )
+            hooks.output_queue.refuse(request.request_id, request.client_index)
             return
-        if self._is_refused(request, running):
-            self._refuse(request, running)
+        unserved_field = hooks.bare_rows and hooks.bare_rows.unserved_field(request.sampling_params)
+        if unserved_field is not None:
+            logger.error(
+                "Request %r has the field %r, which vLLM's front end in Rust does not serve: it ends with an error. "
+                "`routed-experts serve` does, without VLLM_USE_RUST_FRONTEND.",
+                request.request_id,
+                unserved_field,
+            )
+            hooks.output_queue.refuse(request.request_id, request.client_index)
+            return
+        reason = hooks.router_inputs.refusal(request)
+        if reason is not None:
+            logger.error(
+                "Request %r says which experts its tokens take, which cannot be done, as %s: it ends with an error.",
+                request.request_id,
+                reason,
+            )
+            hooks.output_queue.refuse(request.request_id, request.client_index)
             return
         hooks.router_inputs.salt(request)
         continues_prompt = running is not None  # which is streamed in
@@ -285,57 +306,6 @@ class SchedulerCapture(HookedScheduler):
         if not continues_prompt:
             hooks.prefill_rows.add(request, taken_params)
             hooks.add(request)
-
-    def _is_refused(self, request: Request, running: Request | None) -> bool:
-        """Whether a request, or a chunk of the prompt of `running`, cannot run. Logs why."""
-        hooks = self.aux_output_connector
-        if request in hooks.refused_prompts:
-            logger.error(
-                "Request %r: an earlier chunk of its prompt was refused: this one ends with an error, too.",
-                request.request_id,
-            )
-            return True
-        if running is not None and running.streaming_queue is None:
-            # vLLM would raise, and so end. An API process refuses an id that runs there, but does
-            # not know what runs in others.
-            logger.error(
-                "The request id %r of API process %d is in use: the new request ends with an error.",
-                request.request_id,
-                request.client_index,
-            )
-            return True
-        if running is not None and not request.resumable:
-            return False  # It says that no chunk comes any more: nothing of it is computed.
-        unserved_field = hooks.bare_rows and hooks.bare_rows.unserved_field(request.sampling_params)
-        if unserved_field is not None:
-            logger.error(
-                "Request %r has the field %r, which vLLM's front end in Rust does not serve: it ends with an error. "
-                "`routed-experts serve` does, without VLLM_USE_RUST_FRONTEND.",
-                request.request_id,
-                unserved_field,
-            )
-            return True
-        reason = hooks.router_inputs.refusal(request)
-        if reason is not None:
-            logger.error(
-                "Request %r says which experts its tokens take, which cannot be done, as %s: it ends with an error.",
-                request.request_id,
-                reason,
-            )
-            return True
-        return False
-
-    def _refuse(self, request: Request, running: Request | None) -> None:
-        """Ends a request with an error, and with it a prompt of which it is a chunk."""
-        hooks = self.aux_output_connector
-        num_ends = 1
-        if request.resumable:
-            hooks.refused_prompts.add(request)
-        if running is not None and running.streaming_queue is not None:
-            num_ends += _num_chunks_without_end(running)
-            self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
-        for _ in range(num_ends):
-            hooks.output_queue.refuse(request.request_id, request.client_index)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -356,7 +326,6 @@ class SchedulerCapture(HookedScheduler):
             return others
         for request_id in ids:
             distributor.leave(request_id)
-            self.aux_output_connector.refused_prompts.forget(request_id)
         return finished
 
     def set_pause_state(self, pause_state: PauseState) -> None:
@@ -397,13 +366,6 @@ class SchedulerCapture(HookedScheduler):
         """True also while rows are pending, so that vLLM runs another step, even an empty one, to
         send them."""
         return super().has_requests() or len(self.aux_output_connector.output_queue) > 0
-
-
-def _num_chunks_without_end(prompt: Request) -> int:
-    """How many chunks of a prompt that runs, or waits, are not computed to their end."""
-    is_computed = prompt.status != RequestStatus.WAITING_FOR_STREAMING_REQ
-    # None stands for the end of all chunks.
-    return is_computed + sum(chunk is not None for chunk in prompt.streaming_queue or ())
 
 
 class CaptureScheduler(SchedulerCapture, Scheduler):

@@ -5,7 +5,6 @@ import gc
 import pickle
 import re
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
@@ -26,7 +25,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from routed_experts.capture.engine.versions import UnsupportedConfig
@@ -47,7 +46,7 @@ from routed_experts.protocol.routing_input import (
     routing_args,
 )
 from routed_experts.server.inprocess.input_check import InputCheck
-from tests.contract.engine import check_nothing_is_left, sent
+from tests.contract.engine import sent
 from tests.contract.served import worker_in_this_process
 from tests.contract.test_moe_layers import Engine
 from tests.e2e.harness import prompt_of
@@ -85,7 +84,6 @@ class Client:
     def __init__(self, engine: Engine) -> None:
         self.core = engine.core
         self.reasons: dict[str, FinishReason] = {}
-        self.ends: defaultdict[str, list[FinishReason]] = defaultdict(list)  # of chunks, in order
         self.num_tokens: dict[str, int] = {}
 
     def add(self, name: str, length: int, args: Mapping[str, Any] | None = None) -> None:
@@ -100,26 +98,18 @@ class Client:
 
     def take(self, request: EngineCoreRequest) -> None:
         self.core.add_request(*self.core.preprocess_add_request(request))
-        self.num_tokens.setdefault(request.request_id, 0)
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            messages, _ = self.core.step()
-            for message in messages.values():
-                for output in message.outputs:
-                    self._take_output(output)
-
-    def _take_output(self, output: EngineCoreOutput) -> None:
-        if output.request_id not in self.num_tokens:
-            return
-        self.num_tokens[output.request_id] += len(output.new_token_ids)
-        if output.finish_reason is not None:
-            self.reasons[output.request_id] = output.finish_reason
-            self.ends[output.request_id].append(output.finish_reason)
+        self.num_tokens[request.request_id] = 0
 
     def finish(self) -> None:
         while self.core.scheduler.has_requests():
-            self.step()
+            messages, _ = self.core.step()
+            for message in messages.values():
+                for output in message.outputs:
+                    if output.request_id not in self.num_tokens:
+                        continue
+                    self.num_tokens[output.request_id] += len(output.new_token_ids)
+                    if output.finish_reason is not None:
+                        self.reasons[output.request_id] = output.finish_reason
         for name in self.num_tokens:
             assert name in self.reasons
 
@@ -426,111 +416,6 @@ def test_nothing_is_left_of_requests_that_ended(engine: Engine) -> None:
     assert not engine.core.scheduler.aux_output_connector.router_inputs._running
     assert not engine.worker._router_input._inputs
     assert not engine.worker._router_input._tables._places
-
-
-# ---- a prompt that is streamed in ----
-
-
-def chunk_of(name: str, length: int, args: Mapping[str, Any] | None = None) -> EngineCoreRequest:
-    """A part of a prompt, as vLLM's `AsyncLLM` makes it of a `StreamingInput`."""
-    request = request_of(name, length, args)
-    request.resumable = True
-    return request
-
-
-def end_of(name: str) -> EngineCoreRequest:
-    """What `AsyncLLM` sends behind the last chunk. Its token is no part of the prompt."""
-    request = request_of(name, 1)
-    request.prompt_token_ids = [0]
-    return request
-
-
-def check_no_request_is_left(engine: Engine) -> None:
-    scheduler = engine.core.scheduler
-    assert not scheduler.requests
-    assert not scheduler.running
-    assert not scheduler.waiting
-    assert not scheduler.kv_holding_waiting
-    assert scheduler.num_waiting_for_streaming_input == 0
-    assert scheduler.get_kv_cache_usage() == 0
-    check_nothing_is_left(scheduler.aux_output_connector)
-    assert not scheduler.aux_output_connector.router_inputs._running
-
-
-def test_a_refused_chunk_ends_a_prompt_that_waits_for_it(engine: Engine) -> None:
-    client = Client(engine)
-    client.take(chunk_of("streamed", 40))
-    client.finish()
-    assert client.ends["streamed"] == [FinishReason.LENGTH]
-    assert engine.core.scheduler.num_waiting_for_streaming_input == 1
-    client.take(chunk_of("streamed", 50, routing_args(rows=rows_for(50))))
-    client.add("natural", 40)
-    client.finish()
-    assert client.ends["streamed"] == [FinishReason.LENGTH, FinishReason.ERROR]
-    assert client.reasons["natural"] == FinishReason.LENGTH
-    check_no_request_is_left(engine)
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_a_refused_chunk_ends_a_prompt_that_runs(engine: Engine, num_steps: int) -> None:
-    """An API process waits for the end of each chunk that it sent."""
-    client = Client(engine)
-    client.take(chunk_of("streamed", 40))
-    client.add("natural", 90)
-    client.step(num_steps)
-    client.take(chunk_of("streamed", 30))
-    client.take(chunk_of("streamed", 50, routing_args(rows=rows_for(50))))
-    assert list(engine.core.scheduler.requests) == ["natural"]
-    client.finish()
-    assert client.ends["streamed"] == [FinishReason.ERROR] * 3
-    assert client.reasons["natural"] == FinishReason.LENGTH
-    check_no_request_is_left(engine)
-
-
-def test_no_chunk_behind_a_refused_one_is_the_prompt_of_another_request(engine: Engine) -> None:
-    """Which would have an answer without what came before it."""
-    client = Client(engine)
-    client.take(chunk_of("streamed", 40, routing_args(rows=rows_for(40))))
-    client.take(chunk_of("streamed", 50))
-    client.take(end_of("streamed"))
-    client.finish()
-    assert client.ends["streamed"] == [FinishReason.ERROR] * 2
-    assert client.num_tokens["streamed"] == 0
-    check_no_request_is_left(engine)
-
-
-@pytest.mark.parametrize("ends", [True, False], ids=["its client ends it", "its client aborts it"])
-def test_behind_a_prompt_that_a_refused_chunk_ended_its_id_is_free(
-    engine: Engine, ends: bool
-) -> None:
-    client = Client(engine)
-    client.take(chunk_of("streamed", 40))
-    client.take(chunk_of("streamed", 50, routing_args(rows=rows_for(50))))
-    client.finish()
-    if ends:
-        client.take(end_of("streamed"))
-    else:
-        engine.core.abort_requests(["streamed"])
-    client.take(chunk_of("streamed", 40))
-    client.finish()
-    assert client.ends["streamed"] == [FinishReason.ERROR] * 2 + [FinishReason.LENGTH]
-    client.take(end_of("streamed"))
-    client.add("natural", 40)
-    client.finish()
-    check_no_request_is_left(engine)
-    assert not engine.core.scheduler.aux_output_connector.refused_prompts
-
-
-def test_what_is_said_where_a_streamed_prompt_ends_refuses_nothing(engine: Engine) -> None:
-    """Its parameters are those of a program's call, and nothing is computed with them."""
-    client = Client(engine)
-    client.take(chunk_of("streamed", 40))
-    end = end_of("streamed")
-    end.sampling_params = request_of("a", 40, routing_args(rows=rows_for(40))).sampling_params
-    client.take(end)
-    client.finish()
-    assert client.ends["streamed"] == [FinishReason.LENGTH]
-    check_no_request_is_left(engine)
 
 
 # ---- what a program is told ----
