@@ -473,6 +473,16 @@ def spread_layers(
     return spread_unchecked(rows, layers, num_hidden_layers, of_dense_layers)
 
 
+def has_dense_layers(layer_ids: Sequence[int], num_hidden_layers: int) -> bool:
+    """Whether the model has decoder layers other than `layer_ids`, so that `spread_layers` changes
+    rows.
+
+    >>> has_dense_layers([1, 2], num_hidden_layers=3), has_dense_layers([0, 1], num_hidden_layers=2)
+    (True, False)
+    """
+    return list(layer_ids) != list(range(num_hidden_layers))
+
+
 def spread_unchecked(
     rows: NDArray[Number],
     layer_ids: Sequence[int] | NDArray[np.intp],

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.batch import spread_layers
+from routed_experts.protocol.batch import has_dense_layers, spread_layers
 from routed_experts.protocol.codec import Rows
 
 BARE_ROWS_KEY = "routed_experts.bare_rows"
@@ -32,6 +32,6 @@ def in_vllms_form(
     of the L layers. Unknown rows make it int16, because vLLM's dtype cannot hold -1."""
     is_known = ids.min(initial=0) >= 0
     array: NDArray[np.integer[Any]] = ids.astype(vllm_dtype(num_experts)) if is_known else ids
-    if list(layer_ids) == list(range(num_layers)):
-        return array
-    return spread_layers(array, layer_ids, num_layers)
+    if has_dense_layers(layer_ids, num_layers):
+        return spread_layers(array, layer_ids, num_layers)
+    return array

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from routed_experts.capture.wire.rows import row_shape
+from routed_experts.protocol.batch import has_dense_layers
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.http.drain import Drain
@@ -58,7 +59,7 @@ class CapturedEngine:
         L layers are all decoder layers."""
         layer_ids = self.info.layer_ids
         num_layers = self.info.num_hidden_layers
-        return None if layer_ids == list(range(num_layers)) else (layer_ids, num_layers)
+        return (layer_ids, num_layers) if has_dense_layers(layer_ids, num_layers) else None
 
 
 async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:

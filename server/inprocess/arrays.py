@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from routed_experts.capture.wire.message import OptIn
 from routed_experts.capture.wire.rows import captures_weights, ids_of, row_shape, weights_of
 from routed_experts.capture.wire.vllm_rows import in_vllms_form
-from routed_experts.protocol.batch import spread_layers
+from routed_experts.protocol.batch import has_dense_layers, spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
 from routed_experts.protocol.models import DELIVERY, Delivery
@@ -80,7 +80,7 @@ class ArrayForm:
         array = in_vllms_form(
             ids, self._layer_ids, num_layers=self._num_layers, num_experts=self._num_experts
         )
-        if weights is not None and self._layer_ids != list(range(self._num_layers)):
+        if weights is not None and has_dense_layers(self._layer_ids, self._num_layers):
             weights = spread_layers(weights, self._layer_ids, self._num_layers)
         return array, weights
 
