@@ -31,7 +31,8 @@ class RowShape:
     def of_stages(cls, stages: Sequence["RowShape"]) -> "RowShape":
         """The shape of the whole model from those of its pipeline stages, in order.
 
-        Raises `ValueError` if no stage has MoE layers, or if stages differ.
+        Raises `ValueError` if no stage has MoE layers, if stages differ, or if two name one decoder
+        layer.
         """
         stages_with_layers = [stage for stage in stages if stage.layer_ids]
         sizes = {(stage.num_experts, stage.top_k) for stage in stages_with_layers}
@@ -47,6 +48,7 @@ class RowShape:
         for stage in stages:
             layer_ids += stage.layer_ids
             weights_scale += stage.weights_scale
+        _check_distinct(layer_ids)
         weights_on_input = any(stage.weights_on_input for stage in stages)
         groups = stages_with_layers[0].groups
         if any(stage.groups != groups for stage in stages_with_layers):
@@ -60,6 +62,14 @@ class RowShape:
             weights_on_input,
             groups,
             sorted_by_weight,
+        )
+
+
+def _check_distinct(layer_ids: Sequence[int]) -> None:
+    """Rows that are spread over all decoder layers would have only one of two rows of a layer."""
+    if len(set(layer_ids)) != len(layer_ids):
+        raise ValueError(
+            f"the pipeline stages of a model must not share a decoder layer, but these are {[*layer_ids]}"
         )
 
 

@@ -91,6 +91,11 @@ def test_the_shape_of_the_whole_model() -> None:
         RowShape.of_stages([RowShape((), 0, 0)])
 
 
+def test_stages_that_share_a_decoder_layer_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"share a decoder layer, but these are \[1, 2, 2, 3\]"):
+        RowShape.of_stages([RowShape((1, 2), 16, K), RowShape((2, 3), 16, K)])
+
+
 def test_memory_without_weights_is_that_of_the_ids() -> None:
     one, with_weights = capturer(), capturer(weights=True)
     assert one.cache.weights is one.cache.views(0)[1] is None
