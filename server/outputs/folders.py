@@ -27,6 +27,7 @@ _IN_USE = ".in-use"
 _BLOCK_BYTES = 4096  # files take whole blocks
 _TRIES = 300  # to use a folder that others may be removing
 _PAUSE_S = 0.01  # between two of them
+_END_OF_TIME = float(1 << 32)  # behind all that an id can say
 
 
 def hour_of(expires: float) -> str:
@@ -195,11 +196,7 @@ class Folder:
             with FileIO(path, "a+", opener=open_private) as file:
                 if not try_lock(file, path):
                     return
-                for hour in _entries(self.path, HOUR):
-                    for array in _entries(hour.path, ARRAY):
-                        os.unlink(array.path)
-                    with suppress(OSError):
-                        os.rmdir(hour.path)
+                self.sweep(_END_OF_TIME)
                 path.unlink()
             self.path.rmdir()
 
