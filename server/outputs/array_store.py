@@ -260,42 +260,38 @@ class ArrayStore:
         with self._copying:
             file = npy_file(array)
         key, expires = _new_id(self.lifetime_s)
+        name = name_of(key)
+        with self._room_for(blocks(file.nbytes)), self._errors("cannot be written to"):
+            self._objects.put(name, file.data, metadata)
+            url = None if self.bucket is None else self._url_of_new(self.bucket, name)
+        return StoredArray(key, expires, f"{self.place}/{name}", url)
+
+    @contextmanager
+    def _room_for(self, size: int) -> Iterator[None]:
+        """Counts what is written to a folder within. Raises `StoreError` if it does not fit."""
+        self.open()
         if self.bucket is not None:
-            url = self._put_into_bucket(self.bucket, name_of(key), file.data, metadata)
-            return StoredArray(key, expires, f"{self.place}/{name_of(key)}", url)
-        size = blocks(file.nbytes)
-        self._reserve(size)
+            yield
+            return
+        self._bytes.count_if_old()  # others may have written
+        while not self._bytes.reserve(size, self.max_bytes or 0):
+            self.make_room(size)
         try:
-            with self._errors("cannot be written to"):
-                self._objects.put(name_of(key), file.data, metadata)
+            yield
         except StoreError:
             self._bytes.take_off(size)
             raise
         finally:
             self._bytes.has_written(size)
-        return StoredArray(key, expires, f"{self.place}/{name_of(key)}")
 
-    def _put_into_bucket(
-        self, bucket: Bucket, name: str, content: memoryview, metadata: dict[str, str]
-    ) -> str:
-        """Returns the signed URL."""
-        self.open()
-        with self._errors("cannot be written to"):
-            bucket.put(name, content, metadata)
-            try:
-                return bucket.sign(name, "GET", self.lifetime_s)
-            except OSError:
-                with suppress(OSError):
-                    bucket.delete(name)
-                raise
-
-    def _reserve(self, size: int) -> None:
-        """Counts an array that is going to be written. Raises `StoreError` if it does not fit."""
-        if self._is_open:
-            self._bytes.count_if_old()  # others may have written
-        self.make_room(size)
-        while not self._bytes.reserve(size, self.max_bytes or 0):  # another thread was faster
-            self.make_room(size)
+    def _url_of_new(self, bucket: Bucket, name: str) -> str:
+        """The signed URL of an object, which is deleted if there is none."""
+        try:
+            return bucket.sign(name, "GET", self.lifetime_s)
+        except OSError:
+            with suppress(OSError):
+                bucket.delete(name)
+            raise
 
     def size(self, key: str) -> int:
         """The bytes of an array's file. Raises the errors of this module."""
