@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -18,14 +17,6 @@ from routed_experts.server.http.wire_form import LostRowsError, WireForm
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 
 
-class RecordState(Enum):
-    """A record is running first, and then one of the others."""
-
-    RUNNING = "some of its choices have not finished"
-    QUEUED = "it waits to be written, or was written"
-    DROPPED = "it is not recorded, and holds no rows"
-
-
 @dataclass(eq=False)
 class Record:
     """What is known of one prompt and its choices."""
@@ -34,7 +25,7 @@ class Record:
     created: int  # Unix time, in seconds
     opt_in: OptIn  # the client's, or the recorder's own
     num_running: int  # number of choices that have not finished
-    state: RecordState = RecordState.RUNNING
+    is_dropped: bool = False  # not recorded: it holds no rows
     nbytes: int = 0  # size of the rows so far
     # choices with tokens, and their rows in a buffer
     finished: list[CompletionOutput] = field(default_factory=list)

@@ -20,7 +20,7 @@ from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.routing_input import EncodedInput
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import NotRecorded, count_dropped
-from routed_experts.server.http.record_line import Record, RecordState, line_of
+from routed_experts.server.http.record_line import Record, line_of
 from routed_experts.server.http.record_queue import FailureLog, RecordQueue
 from routed_experts.server.outputs.processor import NoRecorder
 from routed_experts.server.outputs.record_files import RecordFiles, folder_of, prepare
@@ -166,7 +166,7 @@ class Recorder(NoRecorder):
 
     def hold(self, record: Record, num_bytes: int) -> bool:
         """Whether so many more bytes of rows may be held for a running request."""
-        if record.state is RecordState.DROPPED:
+        if record.is_dropped:
             return False
         if self._running_bytes + num_bytes > _RUNNING_BYTES:
             self._drop(record, NotRecorded.MEMORY)
@@ -180,7 +180,7 @@ class Recorder(NoRecorder):
     ) -> None:
         """Takes a choice that has ended; with the last one, the record goes into the queue."""
         record.num_running -= 1
-        if record.state is RecordState.DROPPED:
+        if record.is_dropped:
             return
         token_ids = [*state.detokenizer.output_token_ids]
         if token_ids:
@@ -205,7 +205,6 @@ class Recorder(NoRecorder):
         if not record.finished:  # aborted before the first token
             self._drop(record, NotRecorded.NO_ROWS)
         elif self._queue.put(record):
-            record.state = RecordState.QUEUED
             self._running_bytes -= record.nbytes
         else:
             self._drop(record, NotRecorded.QUEUE)
@@ -213,7 +212,7 @@ class Recorder(NoRecorder):
     def _drop(self, record: Record, reason: NotRecorded) -> None:
         count_dropped(reason)
         self._running_bytes -= record.nbytes
-        record.state = RecordState.DROPPED
+        record.is_dropped = True
         record.nbytes = 0
         record.finished.clear()
 
@@ -221,7 +220,7 @@ class Recorder(NoRecorder):
         """Counts what could not be recorded, and logs the first of several failures in a row."""
         if record is None:
             count_dropped(NotRecorded.FAILED)
-        elif record.state is not RecordState.DROPPED:
+        elif not record.is_dropped:
             self._drop(record, NotRecorded.FAILED)
         self._failures.failed(error)
 
@@ -273,13 +272,12 @@ def _room_in(place: str | Path, max_bytes: int) -> int:
     sent, and count until then."""
     if is_bucket(place):
         return max_bytes
-    entries = [entry for entry in os.scandir(folder_of(place)) if _is_file(entry)]
-    used_bytes = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    used_bytes = sum(
+        entry.stat(follow_symlinks=False).st_size
+        for entry in os.scandir(folder_of(place))
+        if entry.is_file(follow_symlinks=False)
+    )
     return max(max_bytes - used_bytes, 0)
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    return entry.is_file(follow_symlinks=False)
 
 
 def _files_in(place: str | Path, room: int, takes_over: bool) -> RecordFiles:
