@@ -29,10 +29,9 @@ class SentFiles(RecordFiles):
         self._bucket = Bucket(url)
         self._bucket.open()
         self._queue: SimpleQueue[Path | None] = SimpleQueue()  # None: the last one was before
-        self._unsent: list[Path] = []
         # The thread's own: what was tried and is still here, the one tried last at the end.
         self._refused: deque[Path] = deque()
-        self._again_at = 0.0  # by the monotonic clock
+        self._again_at = time.monotonic() + _SEND_AGAIN_S
         # Of a bucket that is gone, each file of a backlog is refused.
         self._failures = RareLog(logger, logging.ERROR)
         self._thread = Thread(target=self._send_all, name="routed-experts-send", daemon=True)
@@ -44,13 +43,12 @@ class SentFiles(RecordFiles):
 
     def _add_complete(self, path: Path, size: int) -> None:
         super()._add_complete(path, size)
-        self._unsent.append(path)
         self._queue.put(path)
 
     def close(self, seconds: float) -> None:
         self._queue.put(None)
         self._thread.join(max(seconds, 0))
-        unsent = [path.name for path in self._unsent]
+        unsent = [path.name for path in [*self._sizes] if path.exists()]
         if unsent:
             logger.error(
                 "Stopping: these files of recorded routing were not sent to %s. They stay in %s, "
@@ -64,63 +62,43 @@ class SentFiles(RecordFiles):
         """Runs in the thread. A server that stops tries each file once more, while it has time."""
         is_open = True
         while is_open:
-            if self._refused and time.monotonic() >= self._again_at:
-                self._send_again()
+            seconds_left = self._again_at - time.monotonic()
+            if seconds_left <= 0:
+                self._send_refused()
+                continue
             try:
-                path = self._queue.get(timeout=self._seconds_to_wait())
+                path = self._queue.get(timeout=seconds_left)
             except Empty:
                 continue
             if path is None:
                 is_open = False
             else:
-                self._send_new(path)
-        for path in self._refused:
-            self._try_to_send(path)
+                self._send(path)
+        for path in [*self._refused]:
+            self._send(path)
 
-    def _seconds_to_wait(self) -> float | None:
-        """For a new file; None as long as no other is to be sent again."""
-        if not self._refused:
-            return None
-        return max(self._again_at - time.monotonic(), 0)
-
-    def _send_new(self, path: Path) -> None:
-        error = self._try_to_send(path)
-        if error is None:
-            return
-        self._log(path, error)
-        if not self._refused:
-            self._again_at = time.monotonic() + _SEND_AGAIN_S
-        self._refused.append(path)
-
-    def _send_again(self) -> None:
+    def _send_refused(self) -> None:
         """Sends what was refused, up to the first file that is refused again: the bucket may be
         gone. The next time, that file comes last."""
-        error = None
-        while self._refused and error is None:
-            path = self._refused.popleft()
-            error = self._try_to_send(path)
-            if error is not None:
-                self._log(path, error)
-                self._refused.append(path)
+        while self._refused and self._send(self._refused.popleft()):
+            pass
         self._again_at = time.monotonic() + _SEND_AGAIN_S
 
-    def _log(self, path: Path, error: Exception) -> None:
-        self._failures.log(
-            "%s of recorded routing cannot be sent to %s, and stays in %s until it can: %s",
-            path.name,
-            self._bucket.url,
-            self._folder,
-            getattr(error, "strerror", None) or error,
-        )
-
-    def _try_to_send(self, path: Path) -> Exception | None:
-        """Why a file could not be sent."""
+    def _send(self, path: Path) -> bool:
+        """Whether a file is no longer here. One that the bucket refuses is sent again later."""
         try:
             self._bucket.put_file(path.name, path)
             path.unlink(missing_ok=True)
         except Exception as error:  # noqa: BLE001 the thread tries again
             if path.exists():
-                return error
+                self._refused.append(path)
+                self._failures.log(
+                    "%s of recorded routing cannot be sent to %s, and stays in %s until it can: %s",
+                    path.name,
+                    self._bucket.url,
+                    self._folder,
+                    getattr(error, "strerror", None) or error,
+                )
+                return False
             # a server that took over has sent it, or somebody has moved it away
-        self._unsent.remove(path)
-        return None
+        return True

@@ -197,12 +197,14 @@ def test_a_file_that_another_server_has_sent_meanwhile_is_no_error(
 class RefusingBucket(BaseHTTPRequestHandler):
     """Speaks as much of S3 as writing takes, and refuses some objects."""
 
+    asked: ClassVar[list[str]] = []
     sent: ClassVar[list[str]] = []
     refused: ClassVar[set[str]] = set()
 
     def do_PUT(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         name = self.path.rpartition("/")[2]
+        self.asked.append(name)
         is_refused = name in self.refused
         if not is_refused:
             self.sent.append(name)
@@ -218,6 +220,7 @@ class RefusingBucket(BaseHTTPRequestHandler):
 @pytest.fixture
 def refusing_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of a bucket that refuses `refused.jsonl`."""
+    monkeypatch.setattr(RefusingBucket, "asked", [])
     monkeypatch.setattr(RefusingBucket, "sent", [])
     monkeypatch.setattr(RefusingBucket, "refused", {"refused.jsonl"})
     with ThreadingHTTPServer(("127.0.0.1", 0), RefusingBucket) as server:
@@ -290,6 +293,25 @@ def test_what_a_bucket_refused_is_sent_again_later(
     wait_until(lambda: len(RefusingBucket.sent) == 3, "it is not sent again", 10)
     files.close(10)
     assert not texts_in(tmp_path)
+
+
+def test_files_that_are_refused_do_not_put_off_those_that_were(
+    tmp_path: Path, refusing_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket may refuse all new files for hours."""
+    monkeypatch.setattr(sent_files, "_SEND_AGAIN_S", 0.5)
+    (tmp_path / "refused.jsonl").write_text("refused\n")
+    files = SentFiles(tmp_path, 1 << 20, refusing_bucket, takes_over=True)
+
+    def refuse_another() -> bool:
+        files.write([b"new\n"])
+        (new,) = tmp_path.glob(f"*{PART}")
+        RefusingBucket.refused.add(new.stem)
+        files.rotate(at_once=True)
+        return RefusingBucket.asked.count("refused.jsonl") > 1
+
+    wait_until(refuse_another, "it is not sent again", 10)
+    files.close(10)
 
 
 def recorder_of(frontend: Frontend, folder: Path) -> Recorder:
