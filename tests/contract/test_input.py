@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import httpx
@@ -31,6 +32,7 @@ from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import INPUT_FIELDS
 from routed_experts.protocol.routing_input import EncodedInput, RoutingInput
 from routed_experts.server.http.input_memory import InputMemory
+from routed_experts.server.http.long_body import LONG_BYTES
 from routed_experts.server.http.request import unpacked
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
@@ -45,6 +47,7 @@ GROUPS = (8, 2, 1)
 """Of the experts; two of them have just as many as a token takes."""
 GROUP_SIZE = NUM_EXPERTS // GROUPS[0]
 PROMPT = prompt_of(20, 1)
+JSON = {"Content-Type": "application/json"}
 FLAGS = (
     *SIZES,
     *("--hf-overrides", json.dumps({"num_hidden_layers": DECODER_LAYERS})),
@@ -238,6 +241,37 @@ def test_rows_that_are_long_are_decoded_in_pieces(api: Server, arrived: Arrived)
     body = body_for(COMPLETIONS, prompt_of(900, 2))
     answered(api, COMPLETIONS, **body, **{REPLAY: array_of(rows.astype(np.int32))})
     same(arrived.input(), RoutingInput(rows=rows))
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, "/invocations"])
+def test_a_long_body_is_read_in_a_thread(
+    api: Server, arrived: Arrived, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a short one in the event loop, which is another thread."""
+    loads = json.loads
+    names: list[str] = []
+
+    def noting(text: Any, **options: Any) -> Any:
+        if REPLAY.encode() in bytes(text):
+            names.append(current_thread().name)
+        return loads(text, **options)
+
+    short, long = rows_for(5), rows_for(800)
+    body = body_for(path, prompt_of(900, 2))
+    if path == CHAT:
+        body["messages"][0]["content"] = "a " * 450
+    bodies = [json.dumps({**body, REPLAY: array_of(rows)}).encode() for rows in (short, long)]
+    assert len(bodies[0]) < LONG_BYTES <= len(bodies[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "loads", noting)
+        for content in bodies:
+            response = httpx.post(api.url + path, content=content, headers=JSON, timeout=60)
+            assert response.status_code == 200, response.text
+    of_short, of_long = names
+    assert of_long == "routed-experts-body" != of_short
+    (_, last) = arrived.inputs()
+    assert last is not None
+    same(RoutingInput.decode(last), RoutingInput(rows=long))
 
 
 def test_both_arrays_of_an_answer(api: Server, arrived: Arrived) -> None:
