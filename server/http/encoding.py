@@ -52,6 +52,7 @@ class Encoder:
         self._captured_id_bytes = num_captured_layers * num_captured_columns * _CAPTURED_ID_BYTES
         self._has_low_bytes = form.has_low_bytes
         self._is_cut_from_captured = form.is_as_captured or form.has_low_bytes
+        self._is_object = form.format == "object"
         self._header_of_row = b""
         if form.format == "npy":
             self._header_of_row = npy_header(form.wire_dtype.str, (1, *form.wire_shape))
@@ -83,35 +84,31 @@ class Encoder:
             if UNKNOWN_BYTE not in ids and UNKNOWN_BYTE not in weights[3::4]:
                 if self._has_low_bytes:
                     ids = ids[::2]  # each is int16, with the low byte first
-                fields = f'"{name}":{self._known_row(ids, start)},'
+                text = self._base64(self._header_of_row + ids, 1, start, 0)
+                fields = f'"{name}":{text},'
                 if self.weights is not None:
-                    fields += f'"{_weights_name(name)}":{self.weights._known_row(weights, start)},'
+                    text = self.weights._base64(self.weights._header_of_row + weights, 1, start, 0)
+                    fields += f'"{_weights_name(name)}":{text},'
                 return fields
         fields = f'"{name}":{self._text(rows, start)},'
         if self.weights is not None:
             fields += f'"{_weights_name(name)}":{self.weights._text(rows, start)},'
         return fields
 
-    def _known_row(self, data: bytes, start: int) -> str:
-        """The bytes of one row as an array in JSON."""
-        if self.form.format == "object":
-            return self._object(data, 1, start, 0)
-        text = f'"{pybase64.b64encode_as_string(self._header_of_row + data)}"'
-        self.counts.rows += 1
-        self.counts.num_bytes += len(text)
-        return text
-
     def _text(self, rows: Rows, start: int) -> str:
         """An array as JSON, at once."""
         if self.form.format != "object":
             return b"".join(self.parts([rows], start)).decode()
         array, missing = self.form.converted(rows)
-        return self._object(array.tobytes(), len(array), start, missing)
+        return self._base64(array.tobytes(), len(array), start, missing)
 
-    def _object(self, data: bytes, num_rows: int, start: int, missing: int) -> str:
-        """An array in the form `object`, at once."""
+    def _base64(self, data: bytes, num_rows: int, start: int, missing: int) -> str:
+        """An array in base64, at once: alone, or in the form `object`."""
         base64 = pybase64.b64encode_as_string(data)
-        text = f'{{"data":"{base64}"{self._behind_data(num_rows, start, missing)}'
+        if self._is_object:
+            text = f'{{"data":"{base64}"{self._behind_data(num_rows, start, missing)}'
+        else:
+            text = f'"{base64}"'
         self.counts.rows += num_rows
         self.counts.missing += missing
         self.counts.num_bytes += len(text)
