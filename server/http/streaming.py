@@ -394,7 +394,11 @@ class SSERewriter:
         A chunk whose arrays are stored is not sent yet, so that arrays of choices that end together
         are stored beside each other.
         """
-        if choice is None or (due := self._due.take(choice)) is None:
+        if choice is None:
+            yield chunk.text
+            return
+        due = self._due.take(choice)
+        if due is None:
             yield chunk.text
             return
         arrays: Arrays = {_OWN: (choice.next_row - num_rows(due.rows), due.rows)}
