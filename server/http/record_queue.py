@@ -52,7 +52,8 @@ class RecordQueue:
         self._queue: SimpleQueue[Record | None] = SimpleQueue()  # None: the last one was before
         # Each of these is written by one of the two alone.
         self.is_closed = False  # by the event loop
-        self.is_full = False  # by the thread: the files have their maximum size
+        # by the thread: the files have their maximum size; for ever, if others left no room
+        self.is_full = files.room == 0
         self._put_bytes = 0  # by the event loop
         self._taken_bytes = 0  # by the thread
         self._thread = Thread(target=self._run, name="routed-experts-record", daemon=True)

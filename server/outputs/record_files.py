@@ -4,6 +4,7 @@ A file has the suffix `.part` and a lock until it is complete. So a process that
 killed ones have left.
 """
 
+import errno
 import mmap
 import os
 import secrets
@@ -80,7 +81,7 @@ class RecordFiles:
 
     def __init__(self, folder: Path, room: int) -> None:
         self._folder = folder
-        self._room = room  # maximum bytes of all files; those that were moved away do not count
+        self.room = room  # maximum bytes of all files; those that were moved away do not count
         # of all machines that write to a bucket
         self._process = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = count()
@@ -91,13 +92,16 @@ class RecordFiles:
         self._some_have_gone = False  # of those
 
     def write(self, parts: Iterable[bytes]) -> int:
-        """Writes a line, which comes in parts; returns its bytes. If that fails, nothing of it
-        stays in the file."""
+        """Writes a line, which comes in parts; returns its bytes. Raises `FullError` if it fits
+        once complete files are moved away, and OSError if it never does. If that fails, nothing of
+        it stays in the file."""
         file = self._file or self._open()
         begin = end = file.tell()
         try:
             for part in parts:
                 end += len(part)
+                if end - begin > self.room:  # whatever is moved away
+                    raise OSError(errno.EFBIG, f"it takes more than the {self.room} bytes of room")
                 if not self._has_room(end):
                     raise FullError
                 write_all(file, part)
@@ -108,10 +112,10 @@ class RecordFiles:
 
     def _has_room(self, file_bytes: int) -> bool:
         """Whether the open file may have so many bytes."""
-        if file_bytes <= self._room - sum(self._sizes.values()):
+        if file_bytes <= self.room - sum(self._sizes.values()):
             return True
         self._forget_gone()
-        return file_bytes <= self._room - sum(self._sizes.values())
+        return file_bytes <= self.room - sum(self._sizes.values())
 
     def _open(self) -> FileIO:
         is_mine = False

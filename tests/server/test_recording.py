@@ -28,7 +28,7 @@ from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.recording import Recorder
 from routed_experts.server.outputs import rare_log, record_files, sent_files
 from routed_experts.server.outputs.buckets import Bucket
-from routed_experts.server.outputs.record_files import PART, FullError, RecordFiles, prepare
+from routed_experts.server.outputs.record_files import PART, RecordFiles, prepare
 from routed_experts.server.outputs.sent_files import SentFiles
 from tests.e2e.harness import wait_until
 from tests.server.known import K, L
@@ -60,7 +60,7 @@ def test_a_line_that_the_disk_cuts_off_leaves_nothing(tmp_path: Path) -> None:
             files.write([b"2" * (4 << 20), b"\n"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(FullError):
+    with pytest.raises(OSError, match="more than the 10485760 bytes"):
         files.write([b"3" * (4 << 20)] * 3)
     files.write([b"3" * 1000] * 100)  # more parts than are written at once
     files.write([b"four\n"])
@@ -314,7 +314,7 @@ def test_files_that_are_refused_do_not_put_off_those_that_were(
     files.close(10)
 
 
-def recorder_of(frontend: Frontend, folder: Path) -> Recorder:
+def recorder_of(frontend: Frontend, folder: Path, room: int = 10**6) -> Recorder:
     size = CaptureInfo(
         runner="v2", device="cpu", kv_slots=0, host_cache_bytes=0, device_bytes=0, pinned_bytes=0
     )
@@ -327,7 +327,7 @@ def recorder_of(frontend: Frontend, folder: Path) -> Recorder:
     info = RoutedExpertsInfo(model="tiny", **shape, version="", vllm_version="", capture=size)
     engine: Any = None  # asked nothing
     frontend.buffers.recorder = Recorder(
-        CapturedEngine(engine, frontend.buffers, info), RecordFiles(folder, 10**6), 1, True
+        CapturedEngine(engine, frontend.buffers, info), RecordFiles(folder, room), 1, True
     )
     return frontend.buffers.recorder
 
@@ -379,6 +379,44 @@ def test_an_aborted_request_is_recorded_with_all_rows_of_its_tokens(tmp_path: Pa
         assert (routing.index, routing.finish_reason) == (0, "abort")
         assert routing.rows[:, 0, 0].tolist() == [0, 1, 2, 3, 4][: 5 if answer["id"] == "b" else 4]
     assert metrics.RECORD_DROPPED.labels(metrics._model, "no_rows")._value.get() == no_rows + 1
+
+
+def record(frontend: Frontend, name: str, num_tokens: int) -> None:
+    frontend.add(name)
+    frontend.step(prompt(name), first_token(name))
+    frontend.step(output(name, num_tokens, first=3, finish=ABORT))
+
+
+def recorded_in(folder: Path) -> list[str]:
+    lines = [line for text in texts_in(folder).values() for line in text.splitlines()]
+    return [json.loads(line)["id"] for line in lines]
+
+
+def test_a_request_that_is_larger_than_all_room_keeps_no_other_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Recording would wait for files to be moved away, and there are none."""
+    frontend = Frontend()
+    recorder = recorder_of(frontend, tmp_path, room=10_000)
+    record(frontend, "large", 5000)
+    wait_until(lambda: caplog.records, "it is not said", 10)
+    record(frontend, "small", 1)
+    recorder.close()
+    assert recorded_in(tmp_path) == ["small"]
+    (said,) = (entry.getMessage() for entry in caplog.records)
+    assert "cannot be recorded" in said
+    assert "more than the 10000 bytes" in said
+
+
+def test_nothing_is_collected_where_no_room_is_left(tmp_path: Path) -> None:
+    """What others have left in the folder takes all of it."""
+    frontend = Frontend()
+    recorder = recorder_of(frontend, tmp_path, room=0)
+    num_full = metrics.RECORD_DROPPED.labels(metrics._model, "full")._value
+    before = num_full.get()
+    frontend.add("first", params=unasked())
+    assert num_full.get() == before + 1
+    recorder.close()
 
 
 def test_rows_that_only_the_record_needs_come_at_the_end(tmp_path: Path) -> None:
