@@ -116,8 +116,6 @@ class ReferenceMaker(Delivery):
 
         def try_to_store(array: NamedArray) -> dict[str, Any]:
             """The references of an array and its weights, none if they cannot be stored."""
-            if failures and self.store.bucket is not None:
-                return {}  # it would fail as well, after half a minute
             try:
                 return self._store_with_weights(encoder, array)
             except StoreError as error:
