@@ -89,6 +89,24 @@ class Load:
         """Arrival times of the tokens of one request, in seconds, and the tokens. Checks that its
         rows from position `start` on came, if it asked for them."""
         self._next_id += 1
+        asks = self._variant == "vllm" or (routing and self._variant in OURS)
+        params = self._params(new_tokens, asks, start)
+        times: list[float] = []
+        tokens: list[int] = []
+        num_rows = 0
+        async for output in self._engine.generate(tokens_input(prompt), params, str(self._next_id)):
+            now = time.perf_counter()
+            tokens += output.outputs[0].token_ids
+            times += [now] * (len(tokens) - len(times))
+            end = len(prompt) + len(tokens) - 1
+            num_rows += self._num_rows(output.outputs[0].routed_experts, start + num_rows, end)
+        expected = len(prompt) + new_tokens - 1 - start if asks else 0
+        if num_rows != expected:
+            raise RuntimeError(f"{self._variant}: {num_rows} rows of {expected} came back")
+        return times, tokens
+
+    def _params(self, new_tokens: int, asks: bool, start: int) -> SamplingParams:
+        """Of the next request, which `asks` for rows from position `start` on, or for none."""
         params = SamplingParams(
             max_tokens=new_tokens,
             temperature=0.0,
@@ -99,28 +117,19 @@ class Load:
         if self._num_to_steer:
             self._num_to_steer -= 1
             params.extra_args = dict(self._steering)
-        asks = self._variant == "vllm" or (routing and self._variant in OURS)
         if asks and self._variant in OURS:
             opt_in(params, prompt_start=start, weights=False)
         elif asks:
             params.routed_experts_prompt_start = start
-        times: list[float] = []
-        tokens: list[int] = []
-        rows = 0
-        async for output in self._engine.generate(tokens_input(prompt), params, str(self._next_id)):
-            now = time.perf_counter()
-            tokens += output.outputs[0].token_ids
-            times += [now] * (len(tokens) - len(times))
-            carried = output.outputs[0].routed_experts
-            if isinstance(carried, RowBuffer):
-                taken = carried.take(start + rows, len(prompt) + len(tokens) - 1)
-                rows += sum(len(part) for part in taken if part.shape[1] == self._num_layers)
-            elif carried is not None:
-                rows += len(carried)
-        expected = len(prompt) + new_tokens - 1 - start if asks else 0
-        if rows != expected:
-            raise RuntimeError(f"{self._variant}: {rows} rows of {expected} came back")
-        return times, tokens
+        return params
+
+    def _num_rows(self, carried: Any, first: int, end: int) -> int:
+        """How many rows came with an output: of a buffer of ours, those from position `first` to
+        `end`, which are taken."""
+        if isinstance(carried, RowBuffer):
+            taken = carried.take(first, end)
+            return sum(len(part) for part in taken if part.shape[1] == self._num_layers)
+        return 0 if carried is None else len(carried)
 
     async def conversation(
         self,

@@ -169,31 +169,60 @@ def mean_of_all(value: torch.Tensor) -> float:
     return value.item() / dist.get_world_size()
 
 
+def say(text: str) -> None:
+    """Prints `text` in one of the processes."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def train(folder: Path, args: argparse.Namespace) -> None:
+    """What each process runs."""
     is_cuda = args.device == "cuda"
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if is_cuda else "cpu")
     if is_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo")
-    say = print if dist.get_rank() == 0 else (lambda *text, **options: None)
     step = Step(folder, device)
-    say(f"{step.tokens.numel()} tokens a process", flush=True)
+    say(f"{step.tokens.numel()} tokens a process")
+    say_differences(step)
+    say_times(times_of(step, args.repeats))
+    if is_cuda:
+        say(f"largest memory: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+    dist.destroy_process_group()
+
+
+def say_differences(step: Step) -> None:
+    """From the engine's log-probabilities."""
     for name, replay in step.replays().items():
         with torch.no_grad(), replay():
             off = (step.logprobs() - step.sampled).abs()
-        say(f"mean |Δ log p|, {name}: {mean_of_all(off.mean()):.3e}", flush=True)
+        say(f"mean |Δ log p|, {name}: {mean_of_all(off.mean()):.3e}")
+
+
+def times_of(step: Step, repeats: int) -> dict[str, list[float]]:
+    """Seconds of `repeats` steps with each way to replay, in turns, after one that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in step.replays()}
-    for repeat in range(-1, args.repeats):
+    for repeat in range(-1, repeats):
         names = list(seconds) if repeat % 2 else list(reversed(seconds))
         for name in names:
-            dist.barrier()
-            begin = time.perf_counter()
-            with step.replays()[name]():
-                step.take()
-            if is_cuda:
-                torch.cuda.synchronize()
+            taken = seconds_of(step, step.replays()[name])
             if repeat >= 0:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(taken)
+    return seconds
+
+
+def seconds_of(step: Step, replay: Callable[[], AbstractContextManager[Any]]) -> float:
+    """How long one step takes, all processes beginning at once."""
+    dist.barrier()
+    begin = time.perf_counter()
+    with replay():
+        step.take()
+    if step.tokens.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def say_times(seconds: dict[str, list[float]]) -> None:
     live = median(seconds[LIVE])
     for name, runs in seconds.items():
         share = 100 * (median(runs) / live - 1)
@@ -202,9 +231,6 @@ def train(folder: Path, args: argparse.Namespace) -> None:
         )
     halves = [median(seconds[LIVE][start::2]) for start in (0, 1)]
     say(f"a step, {LIVE}, even turns to odd: {100 * (halves[0] / halves[1] - 1):+.1f} %")
-    if is_cuda:
-        say(f"largest memory: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
-    dist.destroy_process_group()
 
 
 def main() -> None:

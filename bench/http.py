@@ -148,59 +148,95 @@ def fields_at_generate(line: Line) -> dict[str, Any]:
     return {"return_routed_experts": True, **MORE_FIELDS.get(line.variant, {})}
 
 
-def requests_of(case: Case, line: Line, seed: int, vocab: int, routing: Routing) -> list[Request]:
-    """The requests of one run; the same seed gives the same lengths, and prompts that no other seed
-    gives."""
-    rng, lengths = random.Random(seed), random.Random(1)
+@dataclass
+class RequestMaker:
+    """Makes the requests of a line, with random prompts."""
 
-    def request(
+    line: Line
+    vocab: int
+    rng: random.Random
+
+    def make(
+        self,
         role: str,
         at: float,
         prompt_len: int,
-        tokens: int,
+        new_tokens: int,
+        *,
+        stream: bool,
         choices: int = 1,
-        stream: bool | None = None,
     ) -> Request:
-        prompt = [rng.randrange(vocab) for _ in range(prompt_len)]
-        streamed = line.stream if stream is None else stream
-        # vLLM's own capture does not stream, but at its route for tokens
-        is_without = line.rows == "joined" and streamed and not line.to_generate
-        rows = "none" if is_without else line.rows
+        line = self.line
         return Request(
             at,
             role,
-            prompt,
-            streamed,
-            Expected(prompt_len, tokens, choices, rows),
+            [self.rng.randrange(self.vocab) for _ in range(prompt_len)],
+            stream,
+            Expected(prompt_len, new_tokens, choices, self._rows(stream)),
             apart=role in LONG_ROLES,
             to_generate=line.to_generate,
             more_fields=fields_at_generate(line) if line.to_generate else {},
         )
 
-    g = case.new_tokens
-    sizes = [lengths.randint(g // 2, g + g // 2) if case.mixed else g for _ in range(case.streams)]
-    # Beside a long request, the others are always streamed: their times are the figures.
-    others_stream = True if case.long else None
-    requests = [
-        request(
+    def _rows(self, stream: bool) -> str:
+        """What an answer brings. vLLM's own capture does not stream, but at its route for tokens."""
+        line = self.line
+        if line.rows == "joined" and stream and not line.to_generate:
+            return "none"
+        return line.rows
+
+
+def requests_of(case: Case, line: Line, seed: int, vocab: int, routing: Routing) -> list[Request]:
+    """The requests of one run; the same seed gives the same lengths, and prompts that no other seed
+    gives."""
+    maker = RequestMaker(line, vocab, random.Random(seed))
+    requests = streams_of(case, maker)
+    if case.long:
+        requests.append(long_request(case, maker, routing))
+        requests += others_of(case, maker)
+    return requests
+
+
+def streams_of(case: Case, maker: RequestMaker) -> list[Request]:
+    """Beside a long request they are always streamed: their times are the figures."""
+    is_streamed = maker.line.stream or case.long > 0
+    return [
+        maker.make(
             "stream",
             index * case.over / case.streams,
             case.prompt_len,
-            size,
-            case.choices,
-            others_stream,
+            new_tokens,
+            stream=is_streamed,
+            choices=case.choices,
         )
-        for index, size in enumerate(sizes)
+        for index, new_tokens in enumerate(lengths_of(case))
     ]
-    if case.long:
-        role = "says experts" if case.says_experts else "long"
-        long = request(role, case.long_at, case.long, 64)
-        if case.says_experts and line.variant == "input":
-            long = replace(long, more_fields={REPLAY: given_rows(case.long, routing)})
-        requests.append(long)
-        for index in range(case.others):
-            requests.append(request("other", case.long_at + index * case.gap, 16, 2, 1, True))
-    return requests
+
+
+def lengths_of(case: Case) -> list[int]:
+    """How many tokens each stream generates; the same in every run."""
+    middle = case.new_tokens
+    if not case.mixed:
+        return [middle] * case.streams
+    rng = random.Random(1)
+    return [rng.randint(middle // 2, middle + middle // 2) for _ in range(case.streams)]
+
+
+def long_request(case: Case, maker: RequestMaker, routing: Routing) -> Request:
+    """The one with a long prompt, whose experts it says where the variant is `input`."""
+    role = "says experts" if case.says_experts else "long"
+    request = maker.make(role, case.long_at, case.long, 64, stream=maker.line.stream)
+    if case.says_experts and maker.line.variant == "input":
+        return replace(request, more_fields={REPLAY: given_rows(case.long, routing)})
+    return request
+
+
+def others_of(case: Case, maker: RequestMaker) -> list[Request]:
+    """Short ones that come while the long one is served."""
+    return [
+        maker.make("other", case.long_at + index * case.gap, 16, 2, stream=True)
+        for index in range(case.others)
+    ]
 
 
 def given_rows(num_tokens: int, routing: Routing) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from typing import NamedTuple
 
 from routed_experts.capture.wire.rows import INPUT_FLAG
 
@@ -118,44 +119,61 @@ def start(
     requests may say experts, `off` does nothing of this; `vllm` is vLLM's own command with its own
     capture, and `rust` and `rust_off` are it behind vLLM's front end in Rust with ours, and without.
     """
-    env = dict(os.environ)
+    own = launch_of(variant, model, log, front_end)
+    env = {**os.environ, **own.env}
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpu
-    command = [sys.executable, "-m", "routed_experts.server.cli", "serve", str(model)]
-    if variant == "off":
-        flags = [*flags, "--no-enable-return-routed-experts"]
-    elif variant == "recorded":
-        flags = [*flags, "--routed-experts-record", str(log.with_suffix(".files"))]
-    elif variant == "input":
-        flags = [*flags, INPUT_FLAG]
-    elif variant == "vllm":
-        env["VLLM_PLUGINS"] = ""  # none, so that nothing of ours is in these processes
-        command = [sys.executable, "-m", "bench.vllm_command", "serve", str(model)]
-        flags = [*flags, "--enable-return-routed-experts"]
-    elif variant in BEHIND_RUST:
-        env |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": front_end}
-        command = [sys.executable, "-m", "bench.vllm_command", "serve", str(model)]
-        flags = [*flags, "--enable-return-routed-experts"] if variant == "rust" else flags
-    port = free_port(1 if apart is None else 3)
+    program = own.program
     if apart is not None:
-        command = [
-            sys.executable,
-            "examples/prefill_decode.py",
-            str(model),
-            *(["--devices", *apart] if apart else []),
-        ]
-    command += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--api-server-count", str(api_servers)]  # or ours would choose
+        devices = ["--devices", *apart] if apart else []
+        program = [sys.executable, "examples/prefill_decode.py", str(model), *devices]
+    port = free_port(1 if apart is None else 3)
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    counts = ["--api-server-count", str(api_servers)]  # or ours would choose
+    command = [*program, "--served-model-name", MODEL_NAME, *address, *counts, *flags, *own.flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, *flags],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=env,
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env
         )
-    program = front_end if variant in BEHIND_RUST else ""
-    return Server(process, port, log, api_servers, apart is not None, program)
+    return Server(
+        process,
+        port,
+        log,
+        api_servers,
+        apart=apart is not None,
+        front_end=front_end if variant in BEHIND_RUST else "",
+    )
+
+
+class Launch(NamedTuple):
+    """What of a server's command is its variant's."""
+
+    program: list[str]
+    flags: list[str]
+    env: dict[str, str]  # besides that of this process
+
+
+def launch_of(variant: str, model: Path, log: Path, front_end: str) -> Launch:
+    """Of the variants that `start` explains."""
+    ours = [sys.executable, "-m", "routed_experts.server.cli", "serve", str(model)]
+    vllms = [sys.executable, "-m", "bench.vllm_command", "serve", str(model)]
+    behind_rust = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": front_end}
+    match variant:
+        case "off":
+            return Launch(ours, ["--no-enable-return-routed-experts"], {})
+        case "recorded":
+            return Launch(ours, ["--routed-experts-record", str(log.with_suffix(".files"))], {})
+        case "input":
+            return Launch(ours, [INPUT_FLAG], {})
+        case "vllm":
+            # without plugins, so that nothing of ours is in these processes
+            return Launch(vllms, ["--enable-return-routed-experts"], {"VLLM_PLUGINS": ""})
+        case "rust":
+            return Launch(vllms, ["--enable-return-routed-experts"], behind_rust)
+        case "rust_off":
+            return Launch(vllms, [], behind_rust)
+        case _:
+            return Launch(ours, [], {})
 
 
 def cpu_seconds(pid: int) -> float:

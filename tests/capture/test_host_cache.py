@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.scheduler.pending_rows import PendingRows
 from routed_experts.protocol.codec import UNKNOWN
+from tests.protocol.answers import peak_of
 
 BLOCKS, BLOCK, L, K = 8, 4, 2, 3
 SLOTS = BLOCKS * BLOCK
@@ -196,6 +197,17 @@ def test_a_block_without_rows_is_not_moved() -> None:
     cache.copy_blocks([(1, 6)])
     assert np.array_equal(cache._rows[6], before)
     assert read(cache, [6], 0, 1) == [UNKNOWN]
+
+
+def test_rows_are_read_without_a_copy_between() -> None:
+    """The rows of a long prompt are hundreds of megabytes."""
+    num_blocks = 1000
+    cache = HostCache(num_blocks=num_blocks, block_size=16)
+    rows = np.zeros((num_blocks * 16, 8, 8), np.int16)
+    cache.write(np.arange(len(rows)), rows)
+    blocks = np.arange(num_blocks)[::-1].copy()
+    _, most_bytes = peak_of(lambda: cache.read(blocks, 0, rows))
+    assert most_bytes < rows.nbytes / 10
 
 
 def test_invalid_block_tables() -> None:
