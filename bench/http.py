@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from bench import spy
 from bench.http_answers import Expected, Routing
 from bench.http_load import MORE_FIELDS, Clients, Load, Request, Result
 from bench.http_server import PLAYED, PLAYED_SLOTS, PLAYED_STEP_MS, Server, start
@@ -101,9 +102,11 @@ class Line:
         return MODES[0] if self.stream else MODES[1]
 
 
-def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
-    """The lines that take turns: first this project's, then vLLM's own (which does not stream)
-    beside another off."""
+def lines_of(
+    variants: list[str], modes: list[str], *, has_before: bool = False
+) -> list[list[Line]]:
+    """The lines that take turns: first this project's, and those of its other version, then vLLM's
+    own (which does not stream) beside another off."""
     servers = {"off": ("off", "none"), "captured": ("ours", "none"), "returned": ("ours", "split")}
     servers |= {
         "narrow": ("ours", "narrow"),
@@ -118,6 +121,12 @@ def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
         for variant in servers
         if variant in variants and (variant, mode) != ("at_end", "unstreamed")
     ]
+    if has_before:
+        ours += [
+            replace(line, variant=f"before: {line.variant}", server="before")
+            for line in ours
+            if line.server == "ours"
+        ]
     beside = "off, beside vLLM's own"
     peer = [
         Line(beside, "off", "none", False, beside),
@@ -329,8 +338,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._out: Path = args.out or Path(tempfile.mkdtemp())
-        self._out.mkdir(parents=True, exist_ok=True)
+        self.out: Path = args.out or Path(tempfile.mkdtemp())
+        self.out.mkdir(parents=True, exist_ok=True)
         self._config = {
             **(QWEN3_30B_A3B if args.device == "cuda" else TINY),
             "num_hidden_layers": args.layers,
@@ -359,7 +368,7 @@ class Bench:
         args = self._args
         write_model(self._model, self._config)
         try:
-            every = lines_of(args.variants, args.modes)
+            every = lines_of(args.variants, args.modes, has_before=args.before is not None)
             for lines in [front_ends_of(args.modes)] if args.rust else every:
                 self._serve(list(dict.fromkeys(line.server for line in lines)), cases)
                 for case in cases:
@@ -407,11 +416,12 @@ class Bench:
             variant,
             self._model,
             flags,
-            self._out / f"{variant}.log",
+            self.out / f"{variant}.log",
             args.api_servers,
             gpu,
             apart,
             front_end=args.rust or "",
+            tree=args.before if variant == "before" else None,
         )
 
     def _warm_up(self, server: Server) -> None:
@@ -444,7 +454,10 @@ class Bench:
                 for line in lines if repeat % 2 == 0 else lines[::-1]:
                     self._measure(case, line, repeat)
                     bar.update()
-                (self._out / "table.md").write_text(table(self._runs))
+                (self.out / "table.md").write_text(table(self._runs))
+        if self._args.spy:
+            for line in lines:
+                self._spy_on(case, line)
 
     def _measure(self, case: Case, line: Line, repeat: int) -> None:
         run = self._once(case, line)
@@ -456,8 +469,15 @@ class Bench:
         }
         common |= {"mode": line.mode, "api_servers": self._args.api_servers}
         self._runs.append({**common, **run, **self._about})
-        with (self._out / "results.jsonl").open("a") as file:
+        with (self.out / "results.jsonl").open("a") as file:
             file.write(json.dumps(self._runs[-1]) + "\n")
+
+    def _spy_on(self, case: Case, line: Line) -> None:
+        """One more run, whose figures do not count."""
+        (pid,) = self._servers[line.server].api_pids()
+        file = spy.file_of(self.out, case.name, line.mode, line.variant)
+        with spy.recorded(self._args.spy, pid, file):
+            self._once(case, line)
 
     def _once(self, case: Case, line: Line) -> dict[str, Any]:
         self._seed += 1
@@ -497,6 +517,8 @@ def main() -> None:
     fitting = [case for case in CASES if case.slots <= bench.slots]
     runs = bench.run([case for _, case in named] or fitting)
     print(table(runs))
+    if args.spy:
+        print(spy.tables(bench.out))
     if any(run["faults"] for run in runs):
         raise SystemExit("answers were not what they must be: see the column of faults")
 
@@ -561,6 +583,18 @@ def parse() -> argparse.Namespace:
         metavar="VLLM_RS",
         help="vLLM's front end in Rust (this program, of 0.33 or later) beside ours, at vLLM's route for tokens",
     )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="TREE",
+        help="another version of this repository: its server takes turns with ours",
+    )
+    parser.add_argument(
+        "--spy",
+        default="",
+        metavar="PY_SPY",
+        help="this program samples the API process in one more run of each line; with one API process",
+    )
     parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
     parser.add_argument(
         "--kv-cache-bytes", type=int, default=None, help="9.1 GiB, so that two servers fit 140 GB"
@@ -588,6 +622,8 @@ def parse() -> argparse.Namespace:
     for name, known in (("variants", variants), ("modes", MODES)):
         if set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: choose from {known}")
+    if args.spy and args.api_servers > 1:
+        parser.error("--spy samples one API process: leave --api-servers out")
     return args
 
 

@@ -112,12 +112,14 @@ def start(
     # GPUs of a prefill and a decode server behind a proxy, none for a CPU
     apart: list[str] | None = None,
     front_end: str = "",  # vLLM's program in Rust, for the variants that take it
+    tree: Path | None = None,  # another version of this repository, for the variant that takes it
 ) -> Server:
     """Starts the server of a variant without waiting for it; all else is equal between them.
 
-    `ours` captures, `recorded` also writes the routing to files beside its log, with `input`
-    requests may say experts, `off` does nothing of this; `vllm` is vLLM's own command with its own
-    capture, and `rust` and `rust_off` are it behind vLLM's front end in Rust with ours, and without.
+    `ours` captures, and so does `before`, of another `tree`; `recorded` also writes the routing to
+    files beside its log, with `input` requests may say experts, `off` does nothing of this; `vllm`
+    is vLLM's own command with its own capture, and `rust` and `rust_off` are it behind vLLM's front
+    end in Rust with ours, and without.
     """
     own = launch_of(variant, model, log, front_end)
     env = {**os.environ, **own.env}
@@ -133,7 +135,12 @@ def start(
     command = [*program, "--served-model-name", MODEL_NAME, *address, *counts, *flags, *own.flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=env | (path_of(tree) if tree else {}),
+            cwd=tree,
         )
     return Server(
         process,
@@ -174,6 +181,15 @@ def launch_of(variant: str, model: Path, log: Path, front_end: str) -> Launch:
             return Launch(vllms, [], behind_rust)
         case _:
             return Launch(ours, [], {})
+
+
+def path_of(tree: Path) -> dict[str, str]:
+    """The environment in which Python finds the package of another version of this repository."""
+    links = tree / ".link"
+    subprocess.run([sys.executable, "bench/link_package.py", links.name], cwd=tree, check=True)
+    # `bench` too is that version's, for the engine that is played.
+    before = [str(links), str(tree), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, before))}
 
 
 def cpu_seconds(pid: int) -> float:
