@@ -75,7 +75,10 @@ def tables(folder: Path) -> str:
     for (case, mode, variant), times in microseconds.items():
         packages, functions = shares(file_of(folder, case, mode, variant))
         scale = median(times) / packages.total()
-        rows = [f"{case}, {mode}, {variant}: {median(times):.1f} µs, {packages.total()} samples", ""]
+        rows = [
+            f"{case}, {mode}, {variant}: {median(times):.1f} µs, {packages.total()} samples",
+            "",
+        ]
         rows += ["| package or function of ours | µs a token |", "| --- | --- |"]
         counted = [*packages.most_common(), *functions.most_common(_NUM_FUNCTIONS)]
         rows += [f"| {name} | {scale * count:.1f} |" for name, count in counted]
