@@ -154,7 +154,9 @@ class RecordFiles:
         self._file = None
         size = file.tell()
         file.close()
+        self._sizes[self._path] = size  # also if it cannot be completed, for as long as it is there
         _complete(self._path, size)
+        del self._sizes[self._path]
         if size:
             self._add_complete(self._path.with_suffix(""), size)
 

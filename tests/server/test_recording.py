@@ -408,6 +408,18 @@ def test_a_request_that_is_larger_than_all_room_keeps_no_other_out(
     assert "more than the 10000 bytes" in said
 
 
+def test_a_folder_that_is_moved_away_with_its_open_file_leaves_room(tmp_path: Path) -> None:
+    """Recording that is full waits for that, and the file cannot be completed."""
+    folder = tmp_path / "record"
+    folder.mkdir()
+    files = RecordFiles(folder, 1000)
+    files.write([b"x" * 900])
+    folder.rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        files.rotate(at_once=True)
+    assert files.have_gone()
+
+
 def test_nothing_is_collected_where_no_room_is_left(tmp_path: Path) -> None:
     """What others have left in the folder takes all of it."""
     frontend = Frontend()
