@@ -269,16 +269,34 @@ class SchedulerCapture(HookedScheduler):
     def add_request(self, request: Request) -> None:
         hooks = self.aux_output_connector
         running = self.requests.get(request.request_id)
-        if running is not None and running.streaming_queue is None:
-            # vLLM would raise, and so end. An API process refuses an id that runs there, but does
-            # not know what runs in others.
+        continues_prompt = running is not None and _continues(running, request)
+        if continues_prompt and not request.resumable:
+            super().add_request(request)  # which says that no chunk comes any more
+            return
+        if self._is_refused(request, is_used=running is not None and not continues_prompt):
+            self._refuse(request)
+            return
+        hooks.router_inputs.salt(request)
+        taken_params = hooks.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
+        super().add_request(request)
+        # Not before, as vLLM may refuse it.
+        if not continues_prompt:
+            hooks.prefill_rows.add(request, taken_params)
+            hooks.add(request)
+
+    def _is_refused(self, request: Request, *, is_used: bool) -> bool:
+        """Whether a request cannot run, of which the log says why. `is_used`: whether another has
+        its id."""
+        hooks = self.aux_output_connector
+        if is_used:
+            # vLLM would raise, and so end, or take it for a chunk of the other's prompt. An API
+            # process refuses an id that runs there, but does not know what runs in others.
             logger.error(
                 "The request id %r of API process %d is in use: the new request ends with an error.",
                 request.request_id,
                 request.client_index,
             )
-            hooks.output_queue.refuse(request.request_id, request.client_index)
-            return
+            return True
         unserved_field = hooks.bare_rows and hooks.bare_rows.unserved_field(request.sampling_params)
         if unserved_field is not None:
             logger.error(
@@ -287,8 +305,7 @@ class SchedulerCapture(HookedScheduler):
                 request.request_id,
                 unserved_field,
             )
-            hooks.output_queue.refuse(request.request_id, request.client_index)
-            return
+            return True
         reason = hooks.router_inputs.refusal(request)
         if reason is not None:
             logger.error(
@@ -296,16 +313,21 @@ class SchedulerCapture(HookedScheduler):
                 request.request_id,
                 reason,
             )
-            hooks.output_queue.refuse(request.request_id, request.client_index)
-            return
-        hooks.router_inputs.salt(request)
-        continues_prompt = running is not None  # which is streamed in
-        taken_params = hooks.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
-        super().add_request(request)
-        # Not before, as vLLM may refuse it.
-        if not continues_prompt:
-            hooks.prefill_rows.add(request, taken_params)
-            hooks.add(request)
+            return True
+        return False
+
+    def _refuse(self, request: Request) -> None:
+        """Ends a request that was not accepted with an error.
+
+        With data parallelism an API process counts what runs in each engine, and sends what has an
+        id that it knows to the same one, until an engine says that the id has ended. It has not
+        where the process has another request of this id, or may stream in more of the prompt.
+        """
+        self.aux_output_connector.output_queue.refuse(request.request_id, request.client_index)
+        running = self.requests.get(request.request_id)
+        is_clients = running is not None and running.client_index == request.client_index
+        if self.finished_req_ids_dict is not None and not (is_clients or request.resumable):
+            self.finished_req_ids_dict[request.client_index].add(request.request_id)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -366,6 +388,16 @@ class SchedulerCapture(HookedScheduler):
         """True also while rows are pending, so that vLLM runs another step, even an empty one, to
         send them."""
         return super().has_requests() or len(self.aux_output_connector.output_queue) > 0
+
+
+def _continues(running: Request, request: Request) -> bool:
+    """Whether a request is a chunk of the prompt of `running`, or its end, from the API process that
+    streams it in. vLLM looks at the id alone."""
+    return (
+        running.streaming_queue is not None
+        and not running.is_finished()
+        and running.client_index == request.client_index
+    )
 
 
 class CaptureScheduler(SchedulerCapture, Scheduler):

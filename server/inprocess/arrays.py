@@ -21,6 +21,7 @@ from routed_experts.server.inprocess.input_check import InputCheck
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.outputs.processor import (
+    NO_ROWS_OF_STREAMED_IN,
     BufferedRequestState,
     RowBuffers,
     opt_in,
@@ -294,9 +295,7 @@ class InProcessCapture:
             self._add(request, prompt, parent_req, request_index, queue)
             return
         if request.resumable:
-            raise VLLMValidationError(
-                "Routed experts cannot be returned for a prompt that is streamed in."
-            )
+            raise VLLMValidationError(NO_ROWS_OF_STREAMED_IN)
         start: int = params.routed_experts_prompt_start
         # A copy, because other requests and the program may use the same object.
         request.sampling_params = params = copy(params)

@@ -20,6 +20,7 @@ from routed_experts.capture.wire.message import (
 )
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.routing_input import INPUT_ARG
 from routed_experts.server.outputs.held_input import put_input
 from routed_experts.server.outputs.prefill_param import put_rows
 from routed_experts.server.outputs.row_buffer import RowBuffer, owned_copy
@@ -39,6 +40,8 @@ from routed_experts.server.vllm_api import (
 )
 
 logger = get_logger(__name__)
+
+NO_ROWS_OF_STREAMED_IN = "Routed experts cannot be returned for a prompt that is streamed in."
 
 
 class TokenBudget:
@@ -88,6 +91,24 @@ def opt_in(
         final_only=at_end and not params.stop,
     )
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: message.encode()}
+
+
+def refuse_if_streamed_in(request: EngineCoreRequest) -> None:
+    """Raises `VLLMValidationError` for a chunk of a prompt that asks for rows, or says which experts
+    its tokens take: positions are of whole prompts.
+
+    Before the engine has it. With the error vLLM ends what came before it, in the engine that has
+    that, and sends nothing behind it; where an engine refuses a chunk, it does not.
+    """
+    params = request.sampling_params
+    if not request.resumable or params is None:
+        return
+    if OptIn.of(params) is not None:
+        raise VLLMValidationError(NO_ROWS_OF_STREAMED_IN)
+    if INPUT_ARG in (params.extra_args or {}):
+        raise VLLMValidationError(
+            "Experts cannot be given to the tokens of a prompt that is streamed in."
+        )
 
 
 class BufferedRequestState(RequestState):
@@ -179,6 +200,7 @@ class RowBuffers:
     ) -> None:
         """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the
         engine."""
+        refuse_if_streamed_in(request)
         put_rows(request, request_index)
         put_input(request)
         states = self._processor.request_states
