@@ -33,17 +33,23 @@ _LAST_LINE_FIELDS = {
 class Chunk:
     """A server-sent event with one choice, or with none: usage, an error, the end."""
 
-    __slots__ = ("_choice_begin", "text")
+    __slots__ = ("choice_begin", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         # index of the choice's first field; `_NO_CHOICE` without a choice
-        self._choice_begin = text.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
+        self.choice_begin = text.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
+
+    @property
+    def head(self) -> str:
+        """What is before the comma behind the choice's index: all chunks of a choice begin so, and
+        no other."""
+        return self.text[: self.text.index(",", self.choice_begin)]
 
     @property
     def index(self) -> int:
         """Of its choice, counted over all prompts; -1 without one."""
-        begin = self._choice_begin
+        begin = self.choice_begin
         if begin == _NO_CHOICE:
             return -1
         return int(self.text[begin + len(_INDEX) : self.text.index(",", begin)])
@@ -55,14 +61,14 @@ class Chunk:
 
     def drop_own_field(self) -> None:
         """Takes vLLM's own field for routing out of the choice, in which it is null."""
-        if self._choice_begin != _NO_CHOICE:
+        if self.choice_begin != _NO_CHOICE:
             self.text = self.text.replace(OWN_FIELD, "", 1)
 
     def with_fields(self, of_choice: str, at_top: str = "") -> str:
         """The event with more fields, each with a comma behind it, at the top level and in its
         choice."""
         text = self.text
-        begin = self._choice_begin
+        begin = self.choice_begin
         if not at_top:
             return f"{text[:begin]}{of_choice}{text[begin:]}"
         return f"{text[:_FIRST_FIELD]}{at_top}{text[_FIRST_FIELD:begin]}{of_choice}{text[begin:]}"

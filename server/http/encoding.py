@@ -6,7 +6,7 @@ can run between them.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import msgspec
 import numpy as np
@@ -26,6 +26,10 @@ LINE_BYTES = 64 << 10
 _CAPTURED_ID_BYTES = 2
 """Captured ids are int16."""
 
+_BEFORE_DATA = '{"data":"'
+_AROUND_VALUE = len('"":,')
+"""Around a field's name and value."""
+
 _MAP_OF_FIVE = b"\x85"  # the heads of values in MessagePack
 _KEY_DATA = b"\xa4data"
 _BINARY = b"\xc6"  # behind it, the length in four bytes
@@ -37,6 +41,26 @@ class ResponseCounts:
     rows: int = 0
     missing: int = 0  # unknown rows among them
     num_bytes: int = 0  # of the encoded arrays
+
+
+class _RowText(NamedTuple):
+    """What is around the bytes of one known row in JSON."""
+
+    before: str
+    header: bytes  # in front of them, in base64 too
+    behind: str
+    says_start: bool  # whether the row's position comes next
+    end: str
+
+    @classmethod
+    def of(cls, form: WireForm, rest_of_shape: str) -> "_RowText":
+        if form.format == "object":
+            behind = f'","shape":[1{rest_of_shape}'
+            return cls(_BEFORE_DATA, b"", behind, says_start=True, end=',"missing":0}')
+        header = b""
+        if form.format == "npy":
+            header = npy_header(form.wire_dtype.str, (1, *form.wire_shape))
+        return cls('"', header, '"', says_start=False, end="")
 
 
 class Encoder:
@@ -52,10 +76,7 @@ class Encoder:
         self._captured_id_bytes = num_captured_layers * num_captured_columns * _CAPTURED_ID_BYTES
         self._has_low_bytes = form.has_low_bytes
         self._is_cut_from_captured = form.is_as_captured or form.has_low_bytes
-        self._is_object = form.format == "object"
-        self._header_of_row = b""
-        if form.format == "npy":
-            self._header_of_row = npy_header(form.wire_dtype.str, (1, *form.wire_shape))
+        self._row_text = _RowText.of(form, self._rest_of_shape)
 
     @property
     def num_bytes(self) -> int:
@@ -78,39 +99,44 @@ class Encoder:
         """`rows` as fields of a JSON object, each with a comma behind it: an array called `name`,
         and their weights."""
         if self._is_cut_from_captured and len(rows) == 1:  # as in most chunks of a stream
-            row = rows.tobytes()
-            ids = row[: self._captured_id_bytes]
-            weights = row[self._captured_id_bytes :]  # empty where none are sent
-            if UNKNOWN_BYTE not in ids and UNKNOWN_BYTE not in weights[3::4]:
-                if self._has_low_bytes:
-                    ids = ids[::2]  # each is int16, with the low byte first
-                text = self._base64(self._header_of_row + ids, 1, start, 0)
-                fields = f'"{name}":{text},'
-                if self.weights is not None:
-                    text = self.weights._base64(self.weights._header_of_row + weights, 1, start, 0)
-                    fields += f'"{_weights_name(name)}":{text},'
-                return fields
+            row = self._known_row(name, rows.tobytes(), start)
+            if row is not None:
+                return row
         fields = f'"{name}":{self._text(rows, start)},'
         if self.weights is not None:
             fields += f'"{_weights_name(name)}":{self.weights._text(rows, start)},'
         return fields
+
+    def _known_row(self, name: str, row: bytes, start: int) -> str | None:
+        """`fields` of one row, of its captured bytes; None if it is unknown in part."""
+        if self.weights is None:
+            return None if _has_unknown_id(row) else self._row_field(name, row, start)
+        ids = row[: self._captured_id_bytes]
+        weights = row[self._captured_id_bytes :]
+        if _has_unknown_id(ids) or UNKNOWN_BYTE in weights[3::4]:
+            return None
+        of_weights = self.weights._row_field(_weights_name(name), weights, start)
+        return self._row_field(name, ids, start) + of_weights
+
+    def _row_field(self, name: str, data: bytes, start: int) -> str:
+        """The bytes of one row of ids or weights as a field, with a comma behind it."""
+        if self._has_low_bytes:
+            data = data[::2]  # of ids as captured
+        before, header, behind, says_start, end = self._row_text
+        base64 = pybase64.b64encode_as_string(header + data)
+        field = f'"{name}":{before}{base64}{behind}{start if says_start else ""}{end},'
+        self.counts.rows += 1
+        self.counts.num_bytes += len(field) - len(name) - _AROUND_VALUE
+        return field
 
     def _text(self, rows: Rows, start: int) -> str:
         """An array as JSON, at once."""
         if self.form.format != "object":
             return b"".join(self.parts([rows], start)).decode()
         array, missing = self.form.converted(rows)
-        return self._base64(array.tobytes(), len(array), start, missing)
-
-    def _base64(self, data: bytes, num_rows: int, start: int, missing: int) -> str:
-        """An array in base64, at once: alone, or in the form `object`."""
-        base64 = pybase64.b64encode_as_string(data)
-        if self._is_object:
-            text = f'{{"data":"{base64}"{self._behind_data(num_rows, start, missing)}'
-        else:
-            text = f'"{base64}"'
-        self.counts.rows += num_rows
-        self.counts.missing += missing
+        base64 = pybase64.b64encode_as_string(array.tobytes())
+        text = f'{_BEFORE_DATA}{base64}"{self._behind_data(len(array), start, missing)}'
+        self.count(len(array), missing)
         self.counts.num_bytes += len(text)
         return text
 
@@ -178,6 +204,11 @@ class Encoder:
 
     def _converted(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
         return self.form.converted(joined(arrays, self.form.captured_shape))
+
+
+def _has_unknown_id(ids: bytes) -> bool:
+    """Whether one of these int16 is -1. The first search takes a tenth of the second's time."""
+    return UNKNOWN_BYTE in ids and UNKNOWN_BYTE in ids[1::2]  # the high bytes of others are lower
 
 
 def _json_data(header: bytes, data: memoryview, rest: str) -> Iterator[bytes]:

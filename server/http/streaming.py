@@ -21,6 +21,7 @@ from routed_experts.server.http.chunks import DATA, UNFINISHED, Chunk
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, joined
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import THREADS, Delivery, count_references
+from routed_experts.server.http.seams import OWN_FIELD
 from routed_experts.server.http.wire_form import LostRowsError
 from routed_experts.server.outputs.row_buffer import (
     Causes,
@@ -305,6 +306,10 @@ class SSERewriter:
         self._has_own_field = has_own_field
         self._delivery = delivery or Delivery()
         self._rows_in_line = encoder.form.rows_in(LINE_BYTES)
+        # Choices of which nothing but rows is due, by `Chunk.head`, and where the fields of a choice
+        # begin in their chunks.
+        self._choices_by_head: dict[str, Choice] = {}
+        self._choice_begin = 0
         self._endings: deque[Ending] = deque()
         # what vLLM's generator was asked for while arrays are stored
         self._next_event: asyncio.Future[str | None] | None = None
@@ -316,20 +321,23 @@ class SSERewriter:
     async def rewrite(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
         """Adds rows to `events`. An error ends the stream with an error event and `[DONE]`."""
         failure: Exception | None = None
-        passes_unfinished = self._options.at_end and not self._has_own_field
+        at_end = self._options.at_end
         try:
             async for event in events:
-                if passes_unfinished and UNFINISHED in event:  # as with most chunks
-                    yield event
+                if at_end and UNFINISHED in event:  # as with most chunks
+                    yield self._without_own_field(event)
                     continue
-                chunk = self._chunk_of(event)
-                choice = self._due.choice_of(chunk)
-                text = chunk.text if choice is None else self._with_only_row(chunk, choice)
+                text = self._with_only_row(event)
                 if text is not None:  # as with most chunks
                     yield text
                     continue
+                chunk = self._chunk_of(event)
+                choice = self._due.choice_of(chunk)
                 async for line in self._with_all(chunk, choice):
                     yield line
+                if choice is not None and choice.has_rows_only:
+                    self._choices_by_head[chunk.head] = choice
+                    self._choice_begin = chunk.choice_begin
                 if self._endings:
                     async for line in self._until_stored(events):
                         yield line
@@ -360,10 +368,16 @@ class SSERewriter:
             chunk.drop_own_field()
         return chunk
 
+    def _without_own_field(self, text: str) -> str:
+        """A chunk, or the end of one from its choice on, without vLLM's own field for routing, in
+        which it is null."""
+        return text.replace(OWN_FIELD, "", 1) if self._has_own_field else text
+
     def _let_go(self) -> None:
         """Stores no more, and keeps no rows: the traceback of a cancelled stream keeps this object
         alive."""
         self._rows.choices.clear()
+        self._choices_by_head.clear()
         for ending in self._endings:
             ending.values.cancel()
         self._endings.clear()
@@ -372,21 +386,24 @@ class SSERewriter:
         lost, causes = self._rows.lost() if self.encoder.counts.missing else (0, Counter())
         count_response(self.encoder, lost, causes)
 
-    def _with_only_row(self, chunk: Chunk, choice: Choice) -> str | None:
+    def _with_only_row(self, event: str) -> str | None:
         """The short way for most chunks: the chunk with the one row that is due with it. None for
         any other, of which nothing is taken.
 
         Not a part of `rewrite`, which waits for the next chunk, and must not keep a view of the
         engine's message meanwhile.
         """
-        if not choice.has_rows_only or choice.finish is not None:
+        begin = self._choice_begin
+        choice = self._choices_by_head.get(event[: event.find(",", begin)])
+        if choice is None or choice.finish is not None:
             return None
         position = choice.next_row
         row = choice.buffer.take_only_row(position, choice.end)
         if row is None:
             return None
         choice.next_row = position + 1
-        return chunk.with_fields(self._fields(_OWN, row, position))
+        rest = event[begin:] if not self._has_own_field else self._without_own_field(event[begin:])
+        return f"{event[:begin]}{self._fields(_OWN, row, position)}{rest}"
 
     async def _with_all(self, chunk: Chunk, choice: Choice | None) -> AsyncIterator[str]:
         """The chunk with all that is due with it.

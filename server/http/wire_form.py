@@ -29,8 +29,9 @@ _OBJECT_BYTES = 128
 """Upper bound for the JSON text around `data`."""
 _FLOAT_TEXT_BYTES = 26
 """Upper bound for a float32 in a JSON list, with its comma."""
-UNKNOWN_BYTE = b"\xff"
-"""Of which -1 consists in each type."""
+UNKNOWN_BYTE = 0xFF
+"""Of which -1 consists in each type. To search for a number in bytes takes a third of the time that
+bytes take."""
 
 
 class LostRowsError(CodecError):

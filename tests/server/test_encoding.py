@@ -161,6 +161,15 @@ def test_one_row_as_in_a_chunk_is_that_of_the_codec(dtype: Any, layers: str) -> 
             encoder("object", dtype, shape, layers).fields("rows", unknown, 7)
 
 
+def test_a_row_of_which_one_id_is_unknown_is_told_from_one_with_255() -> None:
+    ids = np.full((1, 2, 2), 255, dtype=np.int16)
+    own = Encoder(WireForm(ids_shape=(2, 2), num_experts=256))
+    assert '"missing":0' in own.fields("rows", ids, 7)
+    ids[0, 1, 0] = -1
+    assert '"missing":1' in own.fields("rows", ids, 7)
+    assert own.counts.missing == 1
+
+
 @pytest.mark.parametrize("has_weights", [False, True])
 def test_captured_ids_are_not_copied_before_they_are_stored(has_weights: bool) -> None:
     form = WireForm(ids_shape=(4, 2), num_experts=8, has_weights=has_weights)
