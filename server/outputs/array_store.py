@@ -10,7 +10,7 @@ server that has the folder or bucket, and nothing is handed over when a server e
 reference; and every server of the folder or bucket, which sweep it for arrays whose time has passed.
 A folder that nobody named goes with its last process.
 
-**Full.** A folder has a limit of bytes (`FolderBytes` counts them); a bucket has its own.
+**Full.** A folder has a limit of bytes (`Folder` counts them); a bucket has its own.
 An array that does not fit or cannot be written is a `StoreError`: the response then has it inline, or
 is an error with status 507. A reference is made when its array has been written to the end.
 """
@@ -36,8 +36,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol.buckets import is_broken_url, is_bucket
 from routed_experts.protocol.codec import CodecError, read_npy_header
 from routed_experts.server.outputs.buckets import Bucket
-from routed_experts.server.outputs.folder_bytes import FolderBytes
-from routed_experts.server.outputs.folders import Folder, blocks, hour_of, remove_unused
+from routed_experts.server.outputs.folders import Folder, hour_of
 from routed_experts.server.outputs.npy import NPY_HEADER_BYTES, npy_file
 from routed_experts.server.outputs.rare_log import RareLog
 from routed_experts.server.outputs.threads import Threads
@@ -122,11 +121,8 @@ class ArrayStore:
         self.folder = None if self.bucket else Path(str(place).removeprefix("file://"))
         self.place = self.bucket.url if self.bucket else str(self.folder)
         self.lifetime_s = lifetime_s
-        self.max_bytes = max_bytes
-        self._objects = self.bucket or Folder(Path(self.folder or ""), keeps)
-        self._keeps = keeps
+        self._objects = self.bucket or Folder(Path(self.folder or ""), keeps, max_bytes)
         self._is_open = False
-        self._bytes = FolderBytes(self._sweep)  # of a bucket, nothing
         self._opening = threading.Lock()
         # For a folder, several threads would take twice the CPU time, and keep the event loop
         # waiting for Python's lock. Those of a bucket wait for the network.
@@ -146,14 +142,12 @@ class ArrayStore:
     @property
     def used_bytes(self) -> int:
         """Of a folder, by all servers; 0 of a bucket, which counts its bytes itself."""
-        return self._bytes.used
+        return self._objects.used_bytes
 
     @property
     def capacity(self) -> int | None:
         """The bytes of arrays that fit an empty folder, in whole blocks; None: nothing is known."""
-        if self.bucket is not None or self.max_bytes is None:
-            return None
-        return self.max_bytes - self.max_bytes % blocks(1)
+        return self._objects.capacity
 
     def open(self) -> None:
         """At the first call, makes the folder and counts what it has, or tries whether the bucket
@@ -163,22 +157,14 @@ class ArrayStore:
         with self._opening:
             if self._is_open:
                 return
-            if self.folder is not None and not self._keeps:
-                remove_unused(self.folder)  # what a process that was killed has left
             with self._errors("cannot be used"):
                 if isinstance(self._objects, Bucket):
                     key, _ = _new_id(self.lifetime_s)
                     self._objects.try_out(name_of(key))
                     self._objects.sign(name_of(key), "GET", self.lifetime_s)
                 else:
-                    self._open_folder(self._objects)
+                    self._objects.open()
             self._is_open = True
-
-    def _open_folder(self, folder: Folder) -> None:
-        folder.open()
-        used = self.sweep()
-        if self.max_bytes is None:
-            self.max_bytes = (folder.free_bytes() + used) // 2
 
     @contextmanager
     def _errors(self, what: str, key: str = "") -> Iterator[None]:
@@ -221,37 +207,25 @@ class ArrayStore:
                 self.place,
                 _CLOSE_S,
             )
-        if isinstance(self._objects, Folder):
-            self._objects.close() if self._keeps else self._objects.remove()
+        self._objects.close()
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more fit: a bucket says so when they are written."""
-        if not self._is_open or self.bucket is not None:
-            return self._is_open
-        return self.max_bytes is not None and self.used_bytes + num_bytes <= self.max_bytes
+        return self._is_open and self._objects.has_room(num_bytes)
 
     def make_room(self, num_bytes: int) -> None:
         """Counts again, without what has expired, if `num_bytes` more do not fit. Raises
         `StoreError` if they still do not."""
         self.open()
-        if self.has_room(num_bytes):
-            return
-        if self.folder is not None and self.folder.is_dir():
-            self._bytes.count_if_old()  # somebody may have deleted arrays
-        else:
-            self._bytes.count()  # somebody has removed the folder
-        if not self.has_room(num_bytes):
-            raise StoreError(f"{self.used_bytes} of {self.max_bytes} bytes are used")
+        with self._errors("has no room"):
+            self._objects.make_room(num_bytes)
 
     def sweep(self) -> int:
         """Removes arrays that have expired, of all servers. Returns the bytes of the others in a
         folder."""
-        self._bytes.count()
-        return self.used_bytes
-
-    def _sweep(self) -> int:
         with self._errors("cannot be swept"):
-            return self._objects.sweep(time.time())
+            self._objects.sweep()
+        return self.used_bytes
 
     def put(self, array: NDArray[Any], **metadata: str) -> StoredArray:
         """Stores `array`, whose last axis is contiguous; an object of a bucket also has the
@@ -261,28 +235,11 @@ class ArrayStore:
             file = npy_file(array)
         key, expires = _new_id(self.lifetime_s)
         name = name_of(key)
-        with self._room_for(blocks(file.nbytes)), self._errors("cannot be written to"):
+        self.open()
+        with self._errors("cannot be written to"):
             self._objects.put(name, file.data, metadata)
             url = None if self.bucket is None else self._url_of_new(self.bucket, name)
         return StoredArray(key, expires, f"{self.place}/{name}", url)
-
-    @contextmanager
-    def _room_for(self, size: int) -> Iterator[None]:
-        """Counts what is written to a folder within. Raises `StoreError` if it does not fit."""
-        self.open()
-        if self.bucket is not None:
-            yield
-            return
-        self._bytes.count_if_old()  # others may have written
-        while not self._bytes.reserve(size, self.max_bytes or 0):
-            self.make_room(size)
-        try:
-            yield
-        except StoreError:
-            self._bytes.take_off(size)
-            raise
-        finally:
-            self._bytes.has_written(size)
 
     def _url_of_new(self, bucket: Bucket, name: str) -> str:
         """The signed URL of an object, which is deleted if there is none."""
@@ -329,21 +286,16 @@ class ArrayStore:
 
     def delete(self, key: str) -> None:
         """Deletes an array of any server. Raises as `size` does."""
-        size = self.size(key)
+        self.size(key)
         with self._errors("cannot be changed", key):
             self._objects.delete(name_of(key))
-        if self.bucket is None:
-            self._bytes.take_off(blocks(size))
 
     def discard(self, key: str) -> None:
         """Deletes an array that no client was told of. If that fails, it goes when it expires."""
         with suppress(LookupError, StoreError):
-            if self.bucket is None:
-                self.delete(key)
-                return
             self._try_bucket()
-            with self._errors("cannot be changed"):
-                self.bucket.delete(name_of(key))
+            with self._errors("cannot be changed", key):
+                self._objects.delete(name_of(key))
 
 
 def _new_id(lifetime_s: float) -> tuple[str, int]:

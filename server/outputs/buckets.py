@@ -1,6 +1,7 @@
 """Arrays as objects of a bucket, which servers of many hosts share: `PREFIX/HOUR/ID.npy`."""
 
 import string
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -26,7 +27,11 @@ def _metadata(value: str) -> str:
 
 
 class Bucket:
-    """The objects below a URL. All methods raise OSError."""
+    """The objects below a URL, which counts and limits their bytes itself. All methods raise
+    OSError."""
+
+    used_bytes = 0
+    capacity = None
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -76,16 +81,25 @@ class Bucket:
         with bucket_errors(self.url):
             return str(obstore.sign(self._objects, method, name, timedelta(seconds=seconds)))
 
-    def sweep(self, now: float) -> int:
-        """Deletes the hours that have passed, which a rule of the bucket may have done before.
-        Returns 0: a bucket counts its bytes itself."""
+    def close(self) -> None:
+        """Nobody has to know who uses a bucket."""
+
+    def has_room(self, num_bytes: int) -> bool:
+        """It says so when they are written."""
+        return True
+
+    def make_room(self, num_bytes: int) -> None:
+        """As `has_room`."""
+
+    def sweep(self) -> None:
+        """Deletes the hours that have passed, which a rule of the bucket may have done before."""
+        last_hour = hour_of(time.time() - _SKEW_S)
         with bucket_errors(self.url):
             for hour in self._objects.list_with_delimiter()["common_prefixes"]:
-                if HOUR.fullmatch(hour) and hour < hour_of(now - _SKEW_S):
+                if HOUR.fullmatch(hour) and hour < last_hour:
                     for objects in self._objects.list(hour):
                         names = [entry["path"] for entry in objects]
                         ours = [name for name in names if ARRAY.fullmatch(name[len(hour) + 1 :])]
                         if ours:
                             with suppress(FileNotFoundError):  # another server was faster
                                 self._objects.delete(ours)
-        return 0

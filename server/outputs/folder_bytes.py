@@ -13,8 +13,8 @@ _COUNT_SHARE = 0.02
 class FolderBytes:
     """The bytes of all servers when this one counted them, and of this one since then."""
 
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count = count  # looks at all files
+    def __init__(self, count: Callable[[float], int]) -> None:
+        self._count = count  # looks at all files, at a Unix time
         # What is being written during a count is in both.
         self._counted = 0
         self._since = 0
@@ -35,7 +35,7 @@ class FolderBytes:
             began = time.monotonic()
             with self._lock:
                 before = self._since - self._writing
-            counted = self._count()
+            counted = self._count(time.time())
             ended = time.monotonic()
             with self._lock:
                 self._counted = counted

@@ -18,6 +18,7 @@ from io import FileIO
 from pathlib import Path
 
 from routed_experts.protocol.files import open_file
+from routed_experts.server.outputs.folder_bytes import FolderBytes
 
 MEMORY = Path("/dev/shm")
 HOUR = re.compile(r"\d{4}-\d\d-\d\dT\d\d")
@@ -75,26 +76,47 @@ def try_lock(file: FileIO, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
     return False
 
 
-def blocks(size: int) -> int:
+def _blocks(size: int) -> int:
     """What a file of so many bytes takes."""
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 class Folder:
-    """The objects of a folder. All methods raise OSError.
+    """The objects of a folder, with a limit of bytes. All methods raise OSError.
 
     Not obstore's `LocalStore`: it would replace `put`, `size`, `read` and `delete`, and none of the
     others. It hangs in a process that was forked after it was used, follows links, makes files that
     others may read, and takes up to four times the CPU for a call (obstore 0.12).
     """
 
-    def __init__(self, path: Path, keeps: bool) -> None:
+    def __init__(self, path: Path, keeps: bool, max_bytes: int | None = None) -> None:
         self.path = path
+        self.max_bytes = max_bytes  # by default half of the space that is free at first
         self._keeps = keeps  # whether it stays when nobody uses it
         self._in_use: FileIO | None = None  # a locked file that says so
+        self._bytes = FolderBytes(self._remove_expired)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all servers."""
+        return self._bytes.used
+
+    @property
+    def capacity(self) -> int | None:
+        """The bytes of files that fit an empty folder, in whole blocks; None: it is not open."""
+        return None if self.max_bytes is None else self.max_bytes - self.max_bytes % _BLOCK_BYTES
 
     def open(self) -> None:
-        """Makes the folder."""
+        """Makes the folder and counts what it has."""
+        if not self._keeps:
+            self.remove()  # what a process that was killed has left
+        self._make()
+        self._bytes.count()
+        if self.max_bytes is None:
+            disk = os.statvfs(self.path)
+            self.max_bytes = (disk.f_bavail * disk.f_frsize + self.used_bytes) // 2
+
+    def _make(self) -> None:
         for _ in range(_TRIES):
             with suppress(FileNotFoundError):
                 private_folder(self.path)
@@ -111,7 +133,7 @@ class Folder:
             os.fstat(self._in_use.fileno()), path.lstat()
         ):
             return True
-        self.close()
+        self._unlock()
         file = FileIO(path, "a+", opener=open_private)
         if try_lock(file, path, fcntl.LOCK_SH):
             self._in_use = file
@@ -120,18 +142,46 @@ class Folder:
         return False
 
     def close(self) -> None:
-        """Says that this process no longer uses the folder."""
+        """Ends this process's use of the folder, which goes if it is not kept and nobody else uses
+        it."""
+        self._unlock() if self._keeps else self.remove()
+
+    def _unlock(self) -> None:
         if self._in_use is not None:
             fcntl.flock(self._in_use, fcntl.LOCK_UN)  # forked processes may have the file open
             self._in_use.close()
             self._in_use = None
 
-    def free_bytes(self) -> int:
-        disk = os.statvfs(self.path)
-        return disk.f_bavail * disk.f_frsize
+    def has_room(self, num_bytes: int) -> bool:
+        return self.max_bytes is not None and self.used_bytes + num_bytes <= self.max_bytes
+
+    def make_room(self, num_bytes: int) -> None:
+        """Counts again, without what has expired, if `num_bytes` more do not fit."""
+        if self.has_room(num_bytes):
+            return
+        if self.path.is_dir():
+            self._bytes.count_if_old()  # somebody may have deleted arrays
+        else:
+            self._bytes.count()  # somebody has removed the folder
+        if not self.has_room(num_bytes):
+            used = f"{self.used_bytes} of {self.max_bytes} bytes are used"
+            raise OSError(errno.ENOSPC, used)
 
     def put(self, name: str, content: bytes | memoryview, metadata: dict[str, str]) -> None:
         """Writes a file, which has no `metadata`."""
+        size = _blocks(len(content))
+        self._bytes.count_if_old()  # others may have written
+        while not self._bytes.reserve(size, self.max_bytes or 0):
+            self.make_room(size)
+        try:
+            self._write(name, content)
+        except OSError:
+            self._bytes.take_off(size)
+            raise
+        finally:
+            self._bytes.has_written(size)
+
+    def _write(self, name: str, content: bytes | memoryview) -> None:
         path = self.path / name
         for left in reversed(range(_TRIES)):
             try:
@@ -140,7 +190,7 @@ class Folder:
             except FileNotFoundError:  # the hour has begun, or somebody removed the folder
                 if not left:
                     raise
-                self.open()
+                self._make()
                 with suppress(FileNotFoundError):
                     private_folder(path.parent)
         try:
@@ -167,10 +217,16 @@ class Folder:
             os.close(descriptor)
 
     def delete(self, name: str) -> None:
+        size = self.size(name)
         (self.path / name).unlink()
+        self._bytes.take_off(_blocks(size))
 
-    def sweep(self, now: float) -> int:
-        """Removes what has expired. Returns the bytes of the other arrays."""
+    def sweep(self) -> None:
+        """Removes what has expired, and counts the rest."""
+        self._bytes.count()
+
+    def _remove_expired(self, now: float) -> int:
+        """Returns the bytes of the arrays that have not."""
         used = 0
         this_hour = hour_of(now)
         for hour in _entries(self.path, HOUR):
@@ -179,7 +235,7 @@ class Folder:
                     if int(file.name[:8], 16) < now:
                         os.unlink(file.path)
                     else:
-                        used += blocks(file.stat(follow_symlinks=False).st_size)
+                        used += _blocks(file.stat(follow_symlinks=False).st_size)
             if hour.name < this_hour:
                 with suppress(OSError):  # the user may have files there
                     os.rmdir(hour.path)
@@ -187,7 +243,7 @@ class Folder:
 
     def remove(self) -> None:
         """Removes the folder with its arrays, unless a process uses it or it has other files."""
-        self.close()
+        self._unlock()
         with suppress(OSError):
             if not self.path.is_dir():
                 return
@@ -196,7 +252,7 @@ class Folder:
             with FileIO(path, "a+", opener=open_private) as file:
                 if not try_lock(file, path):
                     return
-                self.sweep(_END_OF_TIME)
+                self._remove_expired(_END_OF_TIME)
                 path.unlink()
             self.path.rmdir()
 

@@ -295,7 +295,7 @@ def test_clients_that_leave_around_the_end_leave_nothing(
     edge = Edge(rows, folder)
     edge.store.open()
     if rows > 40:  # the prompt does not fit: it comes in lines
-        edge.store.max_bytes = 30 * 48 * 8 * 2
+        edge.store._objects.max_bytes = 30 * 48 * 8 * 2
     for moment in range(500):
         client = Client(message=moment) if stream else Client(step=moment)
         asyncio.run(client.ask(edge.app(), stream=stream))
@@ -453,7 +453,7 @@ def test_clients_that_leave_amid_the_parts_of_a_logged_answer_leave_nothing(fold
     )
     edge = Edge(3000, folder)
     edge.store.open()
-    edge.store.max_bytes = 30 * 48 * 8 * 2
+    edge.store._objects.max_bytes = 30 * 48 * 8 * 2
     for message in range(500):
         client = Client(message=message)
         asyncio.run(client.ask(edge.app(vllms.log_response), stream=False))

@@ -32,6 +32,7 @@ from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.http.wire_form import WireForm
 from routed_experts.server.outputs import array_store, record_files
+from routed_experts.server.outputs import buckets as stored_objects
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.outputs.sent_files import SentFiles
@@ -107,7 +108,7 @@ def test_another_server_finds_deletes_and_sweeps(monkeypatch: pytest.MonkeyPatch
     assert other.sweep() == 0
     assert len(names_in(url)) == 3
     later = SimpleNamespace(time=lambda: stored_at + 7300, monotonic=time.monotonic)
-    monkeypatch.setattr(array_store, "time", later)
+    monkeypatch.setattr(stored_objects, "time", later)
     other.sweep()
     assert sorted(names_in(url)) == sorted(theirs)
 

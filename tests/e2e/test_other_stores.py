@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from obstore.store import from_url
 
 from routed_experts.protocol.fetch import FetchError, fetch
-from routed_experts.server.outputs import array_store
+from routed_experts.server.outputs import buckets as stored_objects
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore
 from tests.azurite import COMMAND, CONTAINER, azurite
 from tests.azurite import environment as environment_of_azurite
@@ -121,6 +121,6 @@ def test_hours_that_have_passed_are_swept(url: str, monkeypatch: pytest.MonkeyPa
     store.sweep()
     assert len(names_in(url)) == 3
     later = SimpleNamespace(time=lambda: stored_at + 7300, monotonic=time.monotonic)
-    monkeypatch.setattr(array_store, "time", later)
+    monkeypatch.setattr(stored_objects, "time", later)
     store.sweep()
     assert sorted(names_in(url)) == sorted(theirs)
