@@ -195,11 +195,7 @@ class OutputQueue:
         """The next rows for an API process, and the outputs that have waited for them.
         `has_others`: whether its message has outputs beside them."""
         entries = [entry for entry in self._entries.values() if entry.client == client]
-        backlog = sum(entry.rows.nbytes for entry in entries)
-        backlog += sum(last.rows.nbytes for last in self._last_rows.values())
-        room = room_in_message(
-            backlog, self.part_bytes, delays_others=has_others or len(entries) > 1
-        )
+        room = self._room(entries, has_others)
         outputs: list[EngineCoreOutput] = []
         while entries:
             parts = divide(
@@ -214,6 +210,14 @@ class OutputQueue:
             # last outputs that have waited for the rows of their prompt, and now for their own
             entries = [entry for key, entry in self._entries.items() if key not in before]
         return outputs
+
+    def _room(self, entries: Sequence[_Entry], has_others: bool) -> int:
+        """Bytes of rows that go into a message for the API process of `entries`."""
+        backlog = sum(entry.rows.nbytes for entry in entries)
+        backlog += sum(last.rows.nbytes for last in self._last_rows.values())
+        return room_in_message(
+            backlog, self.part_bytes, delays_others=has_others or len(entries) > 1
+        )
 
     def _close_sent(self, entries: Iterable[_Entry]) -> list[EngineCoreOutput]:
         """Closes those whose rows are all sent. This may add entries."""

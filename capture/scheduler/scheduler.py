@@ -35,7 +35,7 @@ from routed_experts.capture.wire.message import OptIn
 from routed_experts.capture.wire.rows import captures_weights, replays_on_recompute, takes_input
 from routed_experts.capture.wire.stats import StatsRecorder
 from routed_experts.capture.wire.step_tag import StepTag, tag_of
-from routed_experts.capture.wire.transport import TOLD_NOTHING, detach
+from routed_experts.capture.wire.transport import TOLD_NOTHING, StepRows, detach
 from routed_experts.capture.wire.vllm_rows import sends_bare_rows
 
 # `__name__` begins with "routed_experts". A child of vLLM's logger, which is configured.
@@ -141,13 +141,7 @@ class SchedulerHooks(AuxOutputHooks):
         change its place.
         """
         step = self._pop_step(scheduler_output)
-        captured = detach(output)
-        if captured is None and scheduler_output.total_num_scheduled_tokens:
-            # No assertion, which `python -O` removes: slots would keep the rows of other tokens.
-            raise RuntimeError(
-                f"a step of requests {list(scheduler_output.num_scheduled_tokens)}: expected rows "
-                "with its output, actually the worker sent none"
-            )
+        captured = _detach_rows(scheduler_output, output)
         # 1. Stores of KV that is copied out before the step runs: it reuses their blocks, so the
         #    actions below overwrite these rows.
         self._apply_stores(step, before_step=True)
@@ -165,15 +159,7 @@ class SchedulerHooks(AuxOutputHooks):
             self.cache.copy_blocks(scheduler_output.kv_cache_block_copies)
         if captured is not None:
             # 5. The step's own rows: it computed its tokens on top of all of the above.
-            self.cache.write(captured.slots, captured.rows)
-            step.arrive(captured, output.req_id_to_index)
-            if self.bare_rows is not None:
-                self.bare_rows.learn(captured)
-            ids = self.cache.ids(captured.rows)
-            # Also where no request has an input: the worker may have steered one that has none.
-            if step.inputs or captured.told != TOLD_NOTHING:
-                check_told(step, ids)
-            self._stats.count_step(ids, captured.waited_s)
+            self._take_own_rows(step, captured, output.req_id_to_index)
             # 6. Late loads, again: they run beside steps, so they may overwrite what this one wrote.
             for load in step.loads:
                 if load.ends_late:
@@ -181,6 +167,21 @@ class SchedulerHooks(AuxOutputHooks):
         # 7. Stores of KV that is copied out after the step: they take what it wrote.
         self._apply_stores(step, before_step=False)
         return step
+
+    def _take_own_rows(
+        self, step: Step, captured: StepRows, batch_index: Mapping[str, int]
+    ) -> None:
+        """Takes what the step's forward pass routed. `batch_index` has the index of each request in
+        its batch."""
+        self.cache.write(captured.slots, captured.rows)
+        step.arrive(captured, batch_index)
+        if self.bare_rows is not None:
+            self.bare_rows.learn(captured)
+        ids = self.cache.ids(captured.rows)
+        # Also where no request has an input: the worker may have steered one that has none.
+        if step.inputs or captured.told != TOLD_NOTHING:
+            check_told(step, ids)
+        self._stats.count_step(ids, captured.waited_s)
 
     def _pop_step(self, scheduler_output: SchedulerOutput) -> Step:
         tag = tag_of(scheduler_output)
@@ -232,6 +233,19 @@ class SchedulerHooks(AuxOutputHooks):
         if stats is not None:
             notes[0].stats = stats  # for one process, because metrics are summed over processes
         return notes
+
+
+def _detach_rows(scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepRows | None:
+    """The rows on a step's output; None if the step was empty. Raises `RuntimeError` if they are
+    missing."""
+    captured = detach(output)
+    if captured is None and scheduler_output.total_num_scheduled_tokens:
+        # No assertion, which `python -O` removes: slots would keep the rows of other tokens.
+        raise RuntimeError(
+            f"a step of requests {list(scheduler_output.num_scheduled_tokens)}: expected rows "
+            "with its output, actually the worker sent none"
+        )
+    return captured
 
 
 class SchedulerCapture(HookedScheduler):
