@@ -1,4 +1,5 @@
-"""Prompts that are streamed in: as whole ones, or refused, and then nothing is left of them."""
+"""Prompts that are streamed in, to one engine and with data parallelism: as whole ones, or refused,
+and then nothing is left of them in any engine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.harness import ONE_PROCESS, SMALL_KV, Server, prompt_of, serving, wait_until
+from tests.e2e.harness import (
+    ON_GPU,
+    ONE_PROCESS,
+    OURS,
+    SMALL_KV,
+    Server,
+    prompt_of,
+    serving,
+    wait_until,
+)
 from tests.e2e.streamed_prompts import PATH, StreamsPrompts
 
 pytestmark = pytest.mark.e2e
 
+DATA_PARALLEL = OURS if ON_GPU else "tests.e2e.data_parallel_on_cpu"
 MIDDLEWARE = f"{StreamsPrompts.__module__}.{StreamsPrompts.__name__}"
 FLAGS = (
     *(*SMALL_KV, *ONE_PROCESS, "--max-model-len", "512", "--api-server-count", "1"),
@@ -20,10 +31,15 @@ FLAGS = (
 FIRST, SECOND, THIRD = prompt_of(40, 1), prompt_of(30, 2), prompt_of(50, 3)
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "data parallel"])
+def server(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("streamed") / "log"
-    with serving(tiny_model, log, *FLAGS) as running:
+    ranks = ("--data-parallel-size", str(request.param))
+    if request.param == 1:
+        ranks = ()
+    with serving(tiny_model, log, *FLAGS, *ranks, module=DATA_PARALLEL) as running:
         yield running
 
 
