@@ -13,8 +13,8 @@ from routed_experts.server.http.seams import OWN_FIELD
 
 DATA = "data: "
 _FIRST_FIELD = len(DATA) + 1
-_FIRST_CHOICE = '"choices":[{'
-_NO_CHOICE = -1 + len(_FIRST_CHOICE)  # where `str.find` gives -1
+FIRST_CHOICE = '"choices":[{'
+_NO_CHOICE = -1 + len(FIRST_CHOICE)  # where `str.find` gives -1
 _INDEX = '"index":'
 UNFINISHED = '"finish_reason":null'
 """In each chunk of a choice but the last."""
@@ -38,13 +38,13 @@ class Chunk:
     def __init__(self, text: str) -> None:
         self.text = text
         # index of the choice's first field; `_NO_CHOICE` without a choice
-        self.choice_begin = text.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
+        self.choice_begin = text.find(FIRST_CHOICE) + len(FIRST_CHOICE)
 
     @property
     def head(self) -> str:
-        """What is before the comma behind the choice's index: all chunks of a choice begin so, and
-        no other."""
-        return self.text[: self.text.index(",", self.choice_begin)]
+        """The first field of its choice, the index, up to the comma. Nothing else in front of the
+        fields of a choice is its own; usage, for one, is another in each chunk."""
+        return self.text[self.choice_begin : self.text.index(",", self.choice_begin)]
 
     @property
     def index(self) -> int:

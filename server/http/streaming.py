@@ -17,7 +17,7 @@ import msgspec
 from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
-from routed_experts.server.http.chunks import DATA, UNFINISHED, Chunk
+from routed_experts.server.http.chunks import DATA, FIRST_CHOICE, UNFINISHED, Chunk
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, joined
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import THREADS, Delivery, count_references
@@ -306,10 +306,10 @@ class SSERewriter:
         self._has_own_field = has_own_field
         self._delivery = delivery or Delivery()
         self._rows_in_line = encoder.form.rows_in(LINE_BYTES)
-        # Choices of which nothing but rows is due, by `Chunk.head`, and where the fields of a choice
-        # begin in their chunks.
+        # Choices of which nothing but rows is due, by `Chunk.head`; and where the fields of its
+        # choice began in the last chunk that went the long way, as in most that follow.
         self._choices_by_head: dict[str, Choice] = {}
-        self._choice_begin = 0
+        self._choice_begin = len(FIRST_CHOICE)
         self._endings: deque[Ending] = deque()
         # what vLLM's generator was asked for while arrays are stored
         self._next_event: asyncio.Future[str | None] | None = None
@@ -394,7 +394,9 @@ class SSERewriter:
         engine's message meanwhile.
         """
         begin = self._choice_begin
-        choice = self._choices_by_head.get(event[: event.find(",", begin)])
+        if not event.startswith(FIRST_CHOICE, begin - len(FIRST_CHOICE)):
+            return None
+        choice = self._choices_by_head.get(event[begin : event.find(",", begin)])
         if choice is None or choice.finish is not None:
             return None
         position = choice.next_row

@@ -487,6 +487,55 @@ def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
     assert said.items() <= last.items()
 
 
+def test_what_is_before_a_choice_may_differ_between_its_chunks() -> None:
+    """As usage does at vLLM's route for tokens. The first choice's last row comes late, with text
+    that was held back and no token, behind chunks of the other whose usage is a digit longer."""
+    engines = [Engine(4, index=index) for index in range(2)]
+
+    def results() -> Iterator[RequestOutput]:
+        for number in [0, 1, *[1] * 8, *[0] * 7]:
+            yield engines[number].step()
+        yield engines[0].step(late=1)
+        yield engines[1].step()
+        yield engines[0].step(0)
+        for engine in engines:
+            yield engine.step(finish="stop")
+
+    async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
+        num_tokens = [0, 0]
+        async for result in results:
+            assert isinstance(result, RequestOutput)
+            (completion,) = result.outputs
+            num_tokens[completion.index] += len(completion.token_ids)
+            shown = {"index": completion.index, "finish_reason": completion.finish_reason}
+            yield event({"usage": num_tokens[completion.index], "choices": [shown]})
+        yield USAGE
+        yield DONE
+
+    aligner = aligner_of(2)
+    chunks = stream(aligner, results(), generate)
+    assert [chunk["usage"] for chunk in chunks[-5:]] == [9, 10, 9, 10, 11]
+    for index, engine in enumerate(engines):
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert own_positions(own) == [*range(4, 4 + engine.tokens - 1)]
+
+
+def test_a_stream_keeps_no_more_than_its_choices() -> None:
+    engine = Engine(4)
+    kept = []
+
+    async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
+        async for _ in results:
+            kept.append(len(aligner._choices_by_head))
+            yield event({"usage": engine.tokens, "choices": [{"index": 0, "finish_reason": None}]})
+        yield USAGE
+        yield DONE
+
+    aligner = aligner_of()
+    stream(aligner, (engine.step() for _ in range(50)), generate)
+    assert kept[-1] == 1
+
+
 def test_other_events_are_left_as_they_are() -> None:
     events = [": keep-alive\n\n", event({"error": {"message": "x"}}), DONE, "data: {}\n\n"]
 
