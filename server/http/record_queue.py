@@ -54,6 +54,11 @@ class RecordQueue:
         self.is_closed = False  # by the event loop
         # by the thread: the files have their maximum size; for ever, if others left no room
         self.is_full = files.room == 0
+        if self.is_full:
+            logger.warning(
+                "Files in the folder take all of --routed-experts-record-bytes: nothing is recorded. "
+                "Move them away, and start again."
+            )
         self._put_bytes = 0  # by the event loop
         self._taken_bytes = 0  # by the thread
         self._thread = Thread(target=self._run, name="routed-experts-record", daemon=True)

@@ -97,14 +97,17 @@ class RecordFiles:
         it stays in the file."""
         file = self._file or self._open()
         begin = end = file.tell()
+        has_room = True
         try:
             for part in parts:
                 end += len(part)
                 if end - begin > self.room:  # whatever is moved away
                     raise OSError(errno.EFBIG, f"it takes more than the {self.room} bytes of room")
-                if not self._has_room(end):
-                    raise FullError
-                write_all(file, part)
+                has_room = has_room and self._has_room(end)
+                if has_room:  # else the rest is only counted: it may be too large for ever
+                    write_all(file, part)
+            if not has_room:
+                raise FullError
         except BaseException:
             self._undo(file, begin)
             raise

@@ -28,7 +28,7 @@ from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.recording import Recorder
 from routed_experts.server.outputs import rare_log, record_files, sent_files
 from routed_experts.server.outputs.buckets import Bucket
-from routed_experts.server.outputs.record_files import PART, RecordFiles, prepare
+from routed_experts.server.outputs.record_files import PART, FullError, RecordFiles, prepare
 from routed_experts.server.outputs.sent_files import SentFiles
 from tests.e2e.harness import wait_until
 from tests.server.known import K, L
@@ -398,14 +398,27 @@ def test_a_request_that_is_larger_than_all_room_keeps_no_other_out(
     """Recording would wait for files to be moved away, and there are none."""
     frontend = Frontend()
     recorder = recorder_of(frontend, tmp_path, room=10_000)
+    record(frontend, "first", 1)
     record(frontend, "large", 5000)
     wait_until(lambda: caplog.records, "it is not said", 10)
     record(frontend, "small", 1)
     recorder.close()
-    assert recorded_in(tmp_path) == ["small"]
+    assert recorded_in(tmp_path) == ["first", "small"]
     (said,) = (entry.getMessage() for entry in caplog.records)
     assert "cannot be recorded" in said
     assert "more than the 10000 bytes" in said
+
+
+def test_what_is_too_large_for_ever_is_told_from_what_has_no_room_now(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path, 1000)
+    files.write([b"x" * 300])
+    with pytest.raises(OSError, match="more than the 1000 bytes"):
+        files.write([b"y" * 400] * 3)
+    with pytest.raises(FullError):
+        files.write([b"y" * 400] * 2)
+    assert files.write([b"z" * 400]) == 400
+    files.rotate(at_once=True)
+    assert "".join(path.read_text() for path in tmp_path.iterdir()) == "x" * 300 + "z" * 400
 
 
 def test_a_folder_that_is_moved_away_with_its_open_file_leaves_room(tmp_path: Path) -> None:
@@ -420,10 +433,13 @@ def test_a_folder_that_is_moved_away_with_its_open_file_leaves_room(tmp_path: Pa
     assert files.have_gone()
 
 
-def test_nothing_is_collected_where_no_room_is_left(tmp_path: Path) -> None:
+def test_nothing_is_collected_where_no_room_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """What others have left in the folder takes all of it."""
     frontend = Frontend()
     recorder = recorder_of(frontend, tmp_path, room=0)
+    assert "--routed-experts-record-bytes" in caplog.text
     num_full = metrics.RECORD_DROPPED.labels(metrics._model, "full")._value
     before = num_full.get()
     frontend.add("first", params=unasked())
