@@ -87,6 +87,14 @@ def test_blocks_lack_rows_where_the_host_cache_does(events: list, hit: list[int]
     assert bool(caches.blocks) == bool(caches.lacking(caches.weights))
 
 
+def test_a_block_that_is_loaded_again_with_its_rows_lacks_none() -> None:
+    blocks = BlocksWithoutRows()
+    blocks.mark([1], without_ids=[1], without_weights=[1])
+    blocks.mark([1], without_ids=[], without_weights=[])
+    assert blocks.cut([1], needs_weights=False) == 1
+    assert blocks.cut([1], needs_weights=True) == 1
+
+
 @pytest.mark.parametrize(("first", "end"), [(0, 9), (2, 7), (3, 3), (5, 6)])
 def test_slots_of_positions_and_their_blocks(first: int, end: int) -> None:
     table = np.array([4, 0, 2])

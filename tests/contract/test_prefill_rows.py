@@ -329,6 +329,17 @@ def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow, wide = np.zeros((101, 48, 8), np.int16), np.full((100, 48, 8), 300, np.int16)
     handed_over = [prefill_rows.encode(rows, 0) for rows in (narrow, narrow[:100], wide, wide[:50])]
     assert [handed is not None for handed in handed_over] == [False, True, False, True]
+    assert prefill_rows.decode(handed_over[1]) is not None
+    monkeypatch.setattr(prefill_rows, "MAX_BYTES", 100 * 48 * 8 - 1)  # the sender's may be larger
+    assert prefill_rows.decode(handed_over[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("until", "is_time"),
+    [(0, True), (1.5, True), (-1, False), (1 << 40, False), (float("inf"), False)],
+)
+def test_what_can_be_a_time(until: float, is_time: bool) -> None:
+    assert prefill_rows.is_time(until) == is_time
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
