@@ -7,11 +7,11 @@ of the runs without it.
     python -m bench.spy OUT    prints the tables of that benchmark's folder
 """
 
+import argparse
 import json
 import re
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,5 +86,13 @@ def tables(folder: Path) -> str:
     return "\n\n".join(blocks)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="where bench.http --spy wrote to")
+    print(tables(parser.parse_args().out))
+
+
 if __name__ == "__main__":
-    print(tables(Path(sys.argv[1])))
+    main()
