@@ -185,6 +185,7 @@ def launch_of(variant: str, model: Path, log: Path, front_end: str) -> Launch:
 
 def path_of(tree: Path) -> dict[str, str]:
     """The environment in which Python finds the package of another version of this repository."""
+    tree = tree.resolve()  # the server runs in another folder than this process
     links = tree / ".link"
     subprocess.run([sys.executable, "bench/link_package.py", links.name], cwd=tree, check=True)
     # `bench` too is that version's, for the engine that is played.

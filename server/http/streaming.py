@@ -404,7 +404,7 @@ class SSERewriter:
         if row is None:
             return None
         choice.next_row = position + 1
-        rest = event[begin:] if not self._has_own_field else self._without_own_field(event[begin:])
+        rest = self._without_own_field(event[begin:])
         return f"{event[:begin]}{self._fields(_OWN, row, position)}{rest}"
 
     async def _with_all(self, chunk: Chunk, choice: Choice | None) -> AsyncIterator[str]:

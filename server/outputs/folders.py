@@ -144,7 +144,10 @@ class Folder:
     def close(self) -> None:
         """Ends this process's use of the folder, which goes if it is not kept and nobody else uses
         it."""
-        self._unlock() if self._keeps else self.remove()
+        if self._keeps:
+            self._unlock()
+        else:
+            self.remove()
 
     def _unlock(self) -> None:
         if self._in_use is not None:
