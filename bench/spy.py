@@ -18,7 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-_PACKAGES = "routed_experts|vllm|uvicorn|starlette|fastapi|pydantic|prometheus_[a-z_]*|asyncio"
+_PACKAGES = "vllm|uvicorn|starlette|fastapi|pydantic|prometheus_[a-z_]*|asyncio"
+_OURS = "routed_experts"
+_OUR_ROOMS = r"\((?:server|capture|protocol)/"
+"""How py-spy shortens paths of ours in a checkout, where no folder has the package's name."""
 _EVENT_LOOP = "Runner.run"  # is in the stack of each of its samples
 _RATE = "200"  # samples a second
 _NUM_FUNCTIONS = 12
@@ -53,13 +56,15 @@ def shares(file: Path) -> tuple[Counter[str], Counter[str]]:
         frames = stack.split(";")
         named = (match for frame in reversed(frames) if (match := _package_of(frame)))
         packages[next(named, "others")] += int(count)
-        if _package_of(frames[-1]) == "routed_experts":
+        if _package_of(frames[-1]) == _OURS:
             functions[frames[-1].partition(" ")[0]] += int(count)
     return packages, functions
 
 
 def _package_of(frame: str) -> str:
     """The package of a frame, `function (path:line)`; empty for one that is not listed."""
+    if f"/{_OURS}/" in frame or f"({_OURS}/" in frame or re.search(_OUR_ROOMS, frame):
+        return _OURS
     found = re.search(rf"[(/]({_PACKAGES})/", frame)
     return found.group(1) if found else ""
 
