@@ -21,7 +21,6 @@ from routed_experts.server.inprocess.input_check import InputCheck
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.outputs.processor import (
-    NO_ROWS_OF_STREAMED_IN,
     BufferedRequestState,
     RowBuffers,
     opt_in,
@@ -286,20 +285,18 @@ class InProcessCapture:
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
-        """vLLM's `add_request`, with the opt-in. A prompt that is streamed in has rows without
-        fixed positions."""
+        """vLLM's `add_request`, with the opt-in, by which `RowBuffers` refuses a prompt that is
+        streamed in."""
         params = request.sampling_params
         if self.is_on:  # over HTTP its fields were checked
             self._input_check.check(request)
         if not self.is_on or params is None or OptIn.of(params) is not None:
             self._add(request, prompt, parent_req, request_index, queue)
             return
-        if request.resumable:
-            raise VLLMValidationError(NO_ROWS_OF_STREAMED_IN)
         start: int = params.routed_experts_prompt_start
         # A copy, because other requests and the program may use the same object.
         request.sampling_params = params = copy(params)
-        store = self._store_for(params)
+        by_reference = self._is_by_reference(params)
         prompt_id = None  # the same for all requests of one prompt with `n` > 1
         if parent_req is not None:
             prompt_id = vars(parent_req).setdefault("routed_experts_prompt_id", os.urandom(16))
@@ -307,7 +304,7 @@ class InProcessCapture:
             params,
             start,
             weights=self.form.has_weights,
-            at_end=store is not None,
+            at_end=by_reference,
             prompt_id=prompt_id,
         )
         self._add(request, prompt, parent_req, request_index, queue)
@@ -318,15 +315,15 @@ class InProcessCapture:
             start=start,
             prompt_len=state.prompt_len,
             kind=params.output_kind,
-            store=store,
+            store=self._store_of_engine() if by_reference else None,
         )
         BufferedRequestState.give(state, buffer)
         if queue is not None:
             queue.__class__ = ArrayCollector
             queue.arrays = self
 
-    def _store_for(self, params: SamplingParams) -> ArrayStore | None:
-        """The store for a request that asks for references, by itself (`DELIVERY` in
+    def _is_by_reference(self, params: SamplingParams) -> bool:
+        """Whether a request asks for references, by itself (`DELIVERY` in
         `SamplingParams.extra_args`) or by the default of the engine."""
         delivery = (params.extra_args or {}).get(DELIVERY, self._settings.routed_experts_delivery)
         if delivery not in get_args(Delivery):
@@ -334,9 +331,12 @@ class InProcessCapture:
                 f"{DELIVERY} must be {KINDS[DELIVERY].expected}, not {delivery!r}",
                 parameter=DELIVERY,
             )
-        if delivery == "reference" and self._store is None:
+        return bool(delivery == "reference")
+
+    def _store_of_engine(self) -> ArrayStore:
+        if self._store is None:
             self._store = store_with(self._settings, default_folder("programs"))
-        return self._store if delivery == "reference" else None
+        return self._store
 
     def fill_soon(self, output: Any) -> asyncio.Future[Any] | None:
         """As `fill`: at once, or in the store's thread, where arrays of a choice that has ended may

@@ -41,8 +41,6 @@ from routed_experts.server.vllm_api import (
 
 logger = get_logger(__name__)
 
-NO_ROWS_OF_STREAMED_IN = "Routed experts cannot be returned for a prompt that is streamed in."
-
 
 class TokenBudget:
     """How many tokens the choices of a request may have together. There, it ends with an error.
@@ -104,7 +102,9 @@ def refuse_if_streamed_in(request: EngineCoreRequest) -> None:
     if not request.resumable or params is None:
         return
     if OptIn.of(params) is not None:
-        raise VLLMValidationError(NO_ROWS_OF_STREAMED_IN)
+        raise VLLMValidationError(
+            "Routed experts cannot be returned for a prompt that is streamed in."
+        )
     if INPUT_ARG in (params.extra_args or {}):
         raise VLLMValidationError(
             "Experts cannot be given to the tokens of a prompt that is streamed in."

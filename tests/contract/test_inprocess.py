@@ -522,14 +522,33 @@ async def test_a_question_to_the_workers_that_failed_is_asked_again(
 
 
 @in_loop
-async def test_a_prompt_that_is_streamed_in_is_refused(online: Online) -> None:
+async def test_a_prompt_that_is_streamed_in_is_refused(
+    new: Online, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is made for it."""
+    stores: list[ArrayStore] = []
+    init = ArrayStore.__init__
+    monkeypatch.setattr(
+        ArrayStore,
+        "__init__",
+        lambda store, *args, **more: stores.append(store) or init(store, *args, **more),
+    )
+
     async def inputs() -> AsyncIterator[StreamingInput]:
         yield StreamingInput(prompt=prompts_of(5)[0])
 
-    with pytest.raises(
-        VLLMValidationError, match="cannot be returned for a prompt that is streamed in"
-    ):
-        await read(online, inputs(), params(output_kind=DELTA))
+    for kind in (DELTA, CUMULATIVE):
+        sampling = params(output_kind=kind, extra_args=BY_REFERENCE)
+        with pytest.raises(
+            VLLMValidationError, match="cannot be returned for a prompt that is streamed in"
+        ):
+            await read(new, inputs(), sampling)
+        assert not new.engine.output_processor.has_unfinished_requests()
+    assert stores == []
+    check_reference(
+        *await read(new, prompts_of(40)[0], params(output_kind=FINAL, extra_args=BY_REFERENCE))
+    )
+    assert len(stores) == 1
 
 
 # ---- classes of a program's own ----
