@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-from routed_experts.server.http.seams import OWN_FIELD
-
 DATA = "data: "
 _FIRST_FIELD = len(DATA) + 1
 FIRST_CHOICE = '"choices":[{'
@@ -58,11 +56,6 @@ class Chunk:
     def is_unfinished(self) -> bool:
         """Whether it says that its choice goes on."""
         return UNFINISHED in self.text
-
-    def drop_own_field(self) -> None:
-        """Takes vLLM's own field for routing out of the choice, in which it is null."""
-        if self.choice_begin != _NO_CHOICE:
-            self.text = self.text.replace(OWN_FIELD, "", 1)
 
     def with_fields(self, of_choice: str, at_top: str = "") -> str:
         """The event with more fields, each with a comma behind it, at the top level and in its

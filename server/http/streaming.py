@@ -331,7 +331,7 @@ class SSERewriter:
                 if text is not None:  # as with most chunks
                     yield text
                     continue
-                chunk = self._chunk_of(event)
+                chunk = Chunk(self._without_own_field(event))
                 choice = self._due.choice_of(chunk)
                 async for line in self._with_all(chunk, choice):
                     yield line
@@ -361,12 +361,6 @@ class SSERewriter:
         close = getattr(events, "aclose", None)
         if close is not None:
             await close()
-
-    def _chunk_of(self, event: str) -> Chunk:
-        chunk = Chunk(event)
-        if self._has_own_field:
-            chunk.drop_own_field()
-        return chunk
 
     def _without_own_field(self, text: str) -> str:
         """A chunk, or the end of one from its choice on, without vLLM's own field for routing, in
@@ -452,7 +446,7 @@ class SSERewriter:
                 async for line in self._ended(waits=True):
                     yield line
             if event is not None:
-                chunk = self._chunk_of(event)
+                chunk = Chunk(self._without_own_field(event))
                 async for line in self._with_all(chunk, self._due.choice_of(chunk)):
                     yield line
 
