@@ -7,7 +7,7 @@ then a route is done long before the first byte leaves.
 import asyncio
 import inspect
 import select
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -52,14 +52,17 @@ class Connection:
             self._is_disconnected = True
         return message
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             names = [name.lower() for name, _ in message.get("headers", ())]
             self._is_compressed = b"content-encoding" in names
             self._has_length = b"content-length" in names
-        if not self._counts_sent or message["type"] != "http.response.body":
-            await self._send(message)
-            return
+        elif self._counts_sent and message["type"] == "http.response.body":
+            return self._send_and_count(message)
+        return self._send(message)  # no coroutine of ours, as there is one for each chunk
+
+    async def _send_and_count(self, message: Message) -> None:
+        """Sends a part of the body."""
         was_there = not self._has_left() and not self._is_closing()
         await self._send(message)
         body = message.get("body", b"")
