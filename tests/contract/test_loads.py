@@ -151,6 +151,20 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
         assert client.causes == {Cause.KV_STORE: BLOCK}, "no fault"
 
 
+def test_an_offer_of_less_than_nothing(is_async: bool) -> None:
+    """Of a store that has prompts only, to a preempted request that finds a part of its answer in
+    the prefix cache. vLLM would compute that part again, over blocks that others may read."""
+    with store(has_prompts=True) as kv_store:
+        client = Client(engine_with_store(is_async=is_async, num_blocks=10, max_num_seqs=2))
+        client.add("stays", tokens(2 * BLOCK + 1, seed=1), max_tokens=60)
+        client.add("preempted", tokens(BLOCK + 1), start=None, max_tokens=60)
+        client.finish()
+        assert kv_store.num_negative > 0
+        numbers_read = client.engines[0].model_executor.seen["preempted"]
+        assert all(len(numbers_read[position]) == 1 for position in range(3 * BLOCK))
+        assert len(numbers_read[3 * BLOCK]) == 2, "it kept all its blocks"
+
+
 def test_blocks_whose_load_failed_and_that_nobody_computed(warm: Warm) -> None:
     """vLLM 0.32 leaves those of loads within steps in the prefix cache: who asks for rows does not
     use them."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from routed_experts.capture.engine.connectors import (
     CONNECTORS,
@@ -101,6 +102,24 @@ def test_a_class_that_derives_from_vllms_is_one_line_in_the_table(
     client = computed_before(engine_that_offloads(connectors=(DERIVED,)), PROMPT)
     assert client.answer("asks", PROMPT).missing == []
     assert num_loaded(client) == num_chunks
+    client.finish()
+
+
+class OtherManager(CPUOffloadingManager):  # type: ignore[misc]
+    """Somebody's own, of chunks that may come from elsewhere."""
+
+
+def test_chunks_of_a_manager_that_is_not_vllms_have_no_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So a request that asks for rows computes them, and others load."""
+    monkeypatch.setattr("vllm.v1.kv_offload.cpu.spec.CPUOffloadingManager", OtherManager)
+    client = computed_before(engine_that_offloads(), PROMPT)
+    assert client.answer("asks", PROMPT).missing == []
+    assert num_loaded(client) == 0
+    client.engines[0].empty_prefix_cache()
+    client.answer("plain", PROMPT, start=None)
+    assert num_loaded(client) == 5
     client.finish()
 
 

@@ -225,6 +225,27 @@ def test_a_pull_that_ends_late(
         assert kv_store.num_loaded == 1
 
 
+@pytest.mark.parametrize(
+    ("kept", "num_loaded"),
+    [
+        ({"remote_num_tokens": 6 * BLOCK + 1}, 1),
+        ({"remote_num_tokens": 6 * BLOCK}, 0),
+        ({"remote_block_ids": [[*range(7)]]}, 1),
+        ({"remote_block_ids": [[*range(6)]]}, 0),
+        ({"remote_block_ids": [[*range(7)], [*range(7)]]}, 0),
+    ],
+    ids=str,
+)
+def test_a_prefill_instance_that_does_not_have_the_whole_prompt(
+    leased: Pair, kept: dict[str, Any], num_loaded: int
+) -> None:
+    """Of the seven blocks that the prompt has here, in one KV cache group: NIXL's worker would end
+    the engine."""
+    params = leased.export_rows(PROMPT) | kept
+    assert leased.missing(PROMPT, params) == []
+    assert leased.kv_store.num_loaded == num_loaded
+
+
 def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
     """Whatever a client says, so that nothing is kv_store for longer than KV is."""
     pulls = Pulls(lease_s=30)
