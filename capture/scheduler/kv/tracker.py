@@ -54,7 +54,7 @@ class LocalHit(NamedTuple):
 
     blocks: KVCacheBlocks
     num_tokens: int
-    # of hybrid models
+    # of hybrid models; of others always 0 and False
     shared_prefix_boundary: int
     is_divergent: bool
 
@@ -243,11 +243,9 @@ class ExternalKVTracker:
         if usable == len(needed):
             return hit
         num_tokens = (first + usable) * self._block_size
-        return LocalHit(
-            self._kv_cache_manager.truncate_computed_blocks(hit.blocks, num_tokens),
-            num_tokens,
-            min(hit.shared_prefix_boundary, num_tokens),
-            hit.is_divergent,
+        return hit._replace(
+            blocks=self._kv_cache_manager.truncate_computed_blocks(hit.blocks, num_tokens),
+            num_tokens=num_tokens,
         )
 
     # ---- in place of the KV connector's methods, which are `original` ----
