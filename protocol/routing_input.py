@@ -439,7 +439,9 @@ def _bias(value: Any) -> Bias:
     bias = np.array(bias, order="C")  # what is checked is what is sent
     if np.isnan(bias).any():
         raise RoutingInputError("bias", "must be numbers, but it has NaN")
-    if (np.isfinite(bias) & (np.abs(bias) > MAX_BIAS)).any():
+    # Not by their absolute value: the least of an integer type has none.
+    is_beyond = (bias < -MAX_BIAS) | (bias > MAX_BIAS)
+    if (np.isfinite(bias) & is_beyond).any():
         raise RoutingInputError(
             "bias",
             f"must be at most {MAX_BIAS:.0f} from 0; -inf stands for never, inf for always",

@@ -168,6 +168,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str, str]] = [
     ({"bias": np.full((2, 8), np.nan)}, "bias", "NaN"),
     ({"bias": np.full((2, 8), 2 * MAX_BIAS)}, "bias", "at most"),
     ({"bias": np.full((2, 8), 1e300)}, "bias", "at most"),
+    ({"bias": np.full((2, 8), np.iinfo(np.int64).min)}, "bias", "at most"),
     (
         {"rows": np.array([[[4, 5], [6, 7]]]), "bias": bias_of({(1, 7): NEVER})},
         "rows",
