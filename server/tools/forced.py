@@ -33,7 +33,7 @@ class Differences:
     """Of all tokens of all responses."""
 
     answers: int = 0
-    missing: int = 0  # rows that the responses do not know: there the router chose
+    missing: int = 0  # rows that the responses do not have, or know: there the router chose
     tokens: int = 0
     other_tokens: int = 0  # whose row, in the response and by the server's own choice, differs
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
@@ -47,7 +47,7 @@ class Differences:
         for part in PARTS:
             self.parts[part] += getattr(split, part)[known].tolist()
         self.answers += 1
-        self.missing += routing.missing
+        self.missing += _num_missing(routing)
         self.tokens += int(known.sum())
         self.other_tokens += int(_other_experts(routing, own_rows)[known].sum())
 
@@ -117,6 +117,12 @@ def _logprobs_of(routing: Routing) -> Logprobs:
     if routing.logprobs is None or len(routing.logprobs) < num_tokens:
         raise RoutingError("the response has no log-probabilities: set logprobs in the request")
     return routing.logprobs[len(routing.logprobs) - num_tokens :]
+
+
+def _num_missing(routing: Routing) -> int:
+    """Of how many tokens, but the last, which needs none, there is no row that is known."""
+    num_tokens = len(routing.prompt_token_ids or ()) + len(routing.token_ids or ())
+    return num_tokens - 1 - (len(routing.rows) - routing.missing)
 
 
 def _other_experts(routing: Routing, own_rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
