@@ -134,6 +134,10 @@ def _weights_scale(
     return tuple(map(float, scale))
 
 
+class _PlacedError(RoutingError):
+    """One whose message begins with the response's place."""
+
+
 @dataclass(frozen=True)
 class SavedAnswer:
     """One response, streamed or not."""
@@ -149,11 +153,13 @@ class SavedAnswer:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Within it, errors about the response name its place."""
+        """Within it, errors about the response name its place, once."""
         try:
             yield
+        except _PlacedError:
+            raise
         except ValueError as error:
-            raise RoutingError(f"{self.where}: {error}") from error
+            raise _PlacedError(f"{self.where}: {error}") from error
 
     def routings(
         self, model: ModelInfo | None = None, *, unfinished: bool = False

@@ -209,7 +209,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
         try:
             check_defaults(self.routed_experts_default)
         except FieldError as error:
-            raise SettingsError(f"routed_experts_default: {error}.") from None
+            end = "" if str(error).endswith("?") else "."
+            raise SettingsError(f"routed_experts_default: {error}{end}") from None
         asks_for_weights = self.routed_experts_default.get(WEIGHTS)
         if asks_for_weights and not self.enable_return_routed_expert_weights:
             # Else requests that do not name them would be refused.

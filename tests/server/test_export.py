@@ -580,6 +580,11 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([nothing], "-o out.csv", "Nothing to export: the responses have no rows."),
         ([{"choices": []}], "-o out.npz", "line 1: the answer has no choices"),
         (
+            [{"choices": [{"index": 0, "text": "x", "finish_reason": "length"}]}],
+            "-o out.csv",
+            "line 1: choice 0 has no routed_experts: the request must ask with return_routed_experts.",
+        ),
+        (
             [plain],
             f"-o {nowhere}",
             f"--output {nowhere} cannot be written: No such file or directory.",
@@ -592,7 +597,9 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             str(tmp_path / word) if word.startswith("out.") else word for word in flags.split()
         ]
         assert main(["export", str(file), *words]) == 2
-        assert sentence in capsys.readouterr().err
+        message = capsys.readouterr().err
+        assert sentence in message
+        assert message.count(str(file)) <= 1, "a place is named once"
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
     for flags, sentence in [
         (

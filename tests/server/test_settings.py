@@ -131,7 +131,7 @@ def test_a_value_that_a_setting_cannot_have(
         ),
         (
             {"routed_experts_default": {"return_experts": True}},
-            "return_experts is not a routing field",
+            r"return_experts is not a routing field: did you mean return_routed_experts\?$",
         ),
         (
             {"routed_experts_default": {"routed_experts_format": "xml"}},
