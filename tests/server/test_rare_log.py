@@ -12,14 +12,15 @@ from routed_experts.server.outputs.rare_log import RareLog
 def test_one_message_an_interval_with_the_number_of_those_between(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rare_log, "INTERVAL_S", 1)
     # Of no other test, whose configuration of logs may have disabled it.
     logger = logging.Logger("failures")
     logger.addHandler(caplog.handler)
     log = RareLog(logger, logging.WARNING)
     for number in range(3):
         log.log("Number %d failed.", number)
-    time.sleep(1.1)
+    passed = rare_log.INTERVAL_S
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
     for number in range(3, 5):
         log.log("Number %d failed.", number, exc_info=ValueError("why"))
     first, second = caplog.records
