@@ -24,6 +24,7 @@ from routed_experts.server.outputs.processor import (
     BufferedRequestState,
     RowBuffers,
     opt_in,
+    refuse_if_streamed_in,
     refuse_used_ids,
 )
 from routed_experts.server.outputs.row_buffer import RowBuffer, is_complete
@@ -285,8 +286,7 @@ class InProcessCapture:
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
-        """vLLM's `add_request`, with the opt-in, by which `RowBuffers` refuses a prompt that is
-        streamed in."""
+        """vLLM's `add_request`, with the opt-in."""
         params = request.sampling_params
         if self.is_on:  # over HTTP its fields were checked
             self._input_check.check(request)
@@ -307,6 +307,9 @@ class InProcessCapture:
             at_end=by_reference,
             prompt_id=prompt_id,
         )
+        # Before a store is made for it. And that may fail: vLLM must not know the request then.
+        refuse_if_streamed_in(request)
+        store = self._store_of_engine() if by_reference else None
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
         buffer = ArrayBuffer(
@@ -315,7 +318,7 @@ class InProcessCapture:
             start=start,
             prompt_len=state.prompt_len,
             kind=params.output_kind,
-            store=self._store_of_engine() if by_reference else None,
+            store=store,
         )
         BufferedRequestState.give(state, buffer)
         if queue is not None:

@@ -13,7 +13,7 @@ from functools import partial, wraps
 from pathlib import Path
 from threading import get_ident
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -549,6 +550,20 @@ async def test_a_prompt_that_is_streamed_in_is_refused(
         *await read(new, prompts_of(40)[0], params(output_kind=FINAL, extra_args=BY_REFERENCE))
     )
     assert len(stores) == 1
+
+
+@in_loop
+async def test_nothing_is_left_of_a_request_whose_store_cannot_be_made(
+    new: Online, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = params(output_kind=FINAL, extra_args=BY_REFERENCE)
+    with monkeypatch.context() as patch:
+        patch.setattr(ArrayStore, "__init__", Mock(side_effect=OSError("Too many open files")))
+        with pytest.raises(EngineGenerateError) as raised:
+            await read(new, prompts_of(40)[0], sampling)
+    assert isinstance(raised.value.__cause__, OSError)
+    assert not new.engine.output_processor.has_unfinished_requests()
+    check_reference(*await read(new, prompts_of(40)[0], sampling))
 
 
 # ---- classes of a program's own ----
