@@ -105,6 +105,15 @@ ExpertBiases = Annotated[list[ExpertBias], Field(max_length=_MOST_PAIRS)]
 _EXPERTS: TypeAdapter[list[Expert]] = TypeAdapter(Experts)
 _BIASES: TypeAdapter[list[ExpertBias]] = TypeAdapter(ExpertBiases)
 
+_PAIRS = "[[decoder layer, expert], …]"
+_FORMS = {
+    f"{REPLAY}.shape": "[rows, layers, experts per token]",
+    ACTIVATE: _PAIRS,
+    DEACTIVATE: _PAIRS,
+    BIAS: "[[decoder layer, expert, value], …], or an array of float32 [layers, experts]",
+}
+"""What errors say of a field's form."""
+
 
 class InputFields(BaseModel):
     """The fields of a request, for the API description. `parse_input` reads them."""
@@ -194,6 +203,8 @@ def _replayed(value: Any) -> Replayed:
         raise FieldError(
             REPLAY, f"{REPLAY} must be an array in the object form, a reference, or a list of them"
         )
+    if "data" not in value and "id" not in value:
+        raise FieldError(REPLAY, f"{REPLAY} must have data, as an array, or id, as a reference")
     model = ReplayedArray if "data" in value else ReplayedReference
     parsed: Replayed = _checked(REPLAY, TypeAdapter(model), value)
     return parsed
@@ -215,5 +226,7 @@ def _checked(name: str, adapter: TypeAdapter[Any], value: Any) -> Any:
         place = "".join(
             f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
         )
-        raise FieldError(name, f"{name}{place}: {first['msg']}") from None
+        form = _FORMS.get(name) or _FORMS.get(f"{name}{place}")
+        hint = f" (the form is {form})" if form else ""
+        raise FieldError(name, f"{name}{place}: {first['msg']}{hint}") from None
     return tuple(parsed) if isinstance(parsed, list) else parsed

@@ -125,6 +125,25 @@ def test_biases_are_triples(value: Any) -> None:
     refused(**{BIAS: value})
 
 
+def test_an_error_says_the_form() -> None:
+    pairs = "(the form is [[decoder layer, expert], …])"
+    for value in ([1, 3], [[1]], [[1, 2, 3]], {"1": [3]}):
+        assert refused(**{DEACTIVATE: value}).endswith(pairs)
+        assert refused(**{ACTIVATE: value}).endswith(pairs)
+    triples = "(the form is [[decoder layer, expert, value], …], or an array of float32 [layers, experts])"
+    for biases in (5, [[1, 3]], {"data": "AA", "shape": [1, 2, 3], "dtype": "float32"}):
+        assert refused(**{BIAS: biases}).endswith(triples)
+    rows = "(the form is [rows, layers, experts per token])"
+    assert refused(**{REPLAY: {**ARRAY, "shape": [1, 2]}}).endswith(rows)
+    assert "the form is" not in refused(**{REPLAY: {**ARRAY, "start": -1}})
+
+
+def test_an_object_without_data_is_no_reference() -> None:
+    for value in ({}, {"shape": [1, 2, 3], "dtype": "int16", "rows": "AA"}):
+        message = refused(**{REPLAY: value})
+        assert message == f"{REPLAY} must have data, as an array, or id, as a reference"
+
+
 def test_an_error_repeats_no_data() -> None:
     text = "A" * 1000
     for changes in ({"shape": text}, {"dtype": text}, {"start": text}):
