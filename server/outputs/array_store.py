@@ -20,7 +20,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from io import BytesIO
@@ -51,7 +51,7 @@ _ID = re.compile("[0-9a-f]{40}")
 ANSWERS_AT_ONCE = 16
 """How many answers write to a bucket at once. Others wait for one of them to end."""
 PUTS_AT_ONCE = 16
-"""How many arrays of these answers are on their way to a bucket at once."""
+"""How many more arrays of these answers are on their way to a bucket at once than one of each."""
 READS_AT_ONCE = 16
 _SILENT_S = 5.0
 """A bucket is gone if a request fails after so long, all tries included: others would as well."""
@@ -186,14 +186,17 @@ class ArrayStore:
         if self.bucket is not None and time.monotonic() < self._gone_until:
             raise StoreError(f"{self.place} does not answer")
 
-    def run_all(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    def run_all(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """What `function` returns for each of `items`, which it stores or deletes: in a bucket
-        several at once."""
+        several at once, the first of them in this thread."""
         if self.bucket is None:
             return [function(item) for item in items]
-        running = [self._putter.submit(function, item) for item in items]
-        wait(running)  # all, also if one has failed
-        return [future.result() for future in running]
+        others = [self._putter.submit(function, item) for item in items[1:]]
+        try:
+            first = [function(item) for item in items[:1]]
+        finally:
+            wait(others)  # all, also if one has failed
+        return [*first, *(other.result() for other in others)]
 
     def close(self) -> None:
         """Ends the use of the folder, which goes if it is not kept and nobody else uses it. Gives

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, current_thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -278,6 +279,33 @@ def test_the_limit_holds_for_threads_together(tmp_path: Path) -> None:
                 num_stored -= 1
     assert store.used_bytes == sizes(tmp_path) == num_stored * FILE_BYTES
     assert 0 < num_stored <= 30
+
+
+def test_an_array_that_is_alone_waits_for_no_other_thread() -> None:
+    """To hand it to one costs CPU time, for every answer."""
+    store = ArrayStore("s3://bucket/threads")
+    first, *others = store.run_all(lambda _: current_thread(), range(3))
+    assert first is current_thread()
+    assert first not in others
+
+
+def test_all_arrays_of_an_answer_have_ended_though_the_first_fails() -> None:
+    """Or one that is stored later would not be deleted."""
+    store = ArrayStore("s3://bucket/threads")
+    has_failed = Event()
+    ended = []
+
+    def store_one(number: int) -> None:
+        if number == 0:
+            has_failed.set()
+            raise StoreError
+        has_failed.wait()
+        time.sleep(0.1)
+        ended.append(number)
+
+    with pytest.raises(StoreError):
+        store.run_all(store_one, range(3))
+    assert sorted(ended) == [1, 2]
 
 
 def test_threads_that_count_at_once_count_each_array_once(tmp_path: Path) -> None:
