@@ -20,6 +20,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from starlette.requests import ClientDisconnect
 
 from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
 from routed_experts.protocol.input_fields import FieldsOfInput, InputFields
@@ -382,4 +383,6 @@ async def body_of(raw_request: Request) -> dict[str, Any] | None:
         return None
     except RecursionError:  # which vLLM does not report on /invocations
         raise VLLMValidationError("The body is not valid JSON: it is too deep") from None
+    except ClientDisconnect:  # on /invocations, whose body FastAPI does not read
+        raise HTTPException(400, "The client left before its body had come") from None
     return body if isinstance(body, dict) else None
