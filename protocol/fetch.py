@@ -132,7 +132,8 @@ def fetch(
 
     Raises:
         FetchError: the array does not come.
-        ValueError: a range is outside of the array, or `url` is neither relative nor of a bucket.
+        ValueError: a range is outside of the array, `url` is neither relative nor of a bucket, or
+            the array came inline and has no reference.
     """
     (num_rows, num_layers, top_k), dtype = _described(reference)
     for name, text in (("base_url", base_url), ("api_key", api_key)):
@@ -157,7 +158,7 @@ def fetch(
             return _as_array(_read_ranges(reference, ranges, timeout_s), shape, dtype)
     query = f"layers={first_layer}:{end_layer}&tokens={first_token}:{end_token}"
     request = _request_to_server(url, query, base_url, api_key)
-    with _fitting_in_memory(shape):
+    with _fitting_in_memory(shape), _explained():
         content = _read(request, math.prod(shape) * dtype.itemsize, timeout_s, request.full_url)
         return _as_array(content, shape, dtype)
 
@@ -175,6 +176,24 @@ def _request_to_server(
         # not to where the server redirects
         request.add_unredirected_header("Authorization", f"Bearer {api_key}")
     return request
+
+
+_MEANING = {
+    404: "is base_url right? It ends in /v1",
+    410: "it has expired, was deleted or is in another machine's folder",
+}
+"""What a status of a server says of an array."""
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Has errors of a server say what their status means."""
+    try:
+        yield
+    except FetchError as error:
+        if (meaning := _MEANING.get(error.status or 0)) is None:
+            raise
+        raise FetchError(f"{error}: {meaning}", error.status) from None
 
 
 def fetch_all(
@@ -307,6 +326,10 @@ def _read_object(reference: Mapping[str, Any], ranges: Sequence[Range]) -> bytes
 def _described(reference: Mapping[str, Any]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
     """The shape ([n, L, K]) and dtype of the array."""
     arguments.instance("reference", reference, Mapping)
+    if "data" in reference:
+        raise ValueError(
+            "reference has data, so the array came inline: decode it with routed_experts.protocol.codec.decode"
+        )
     num_rows, num_layers, top_k = arguments.integers(
         "shape of reference", reference.get("shape"), 3
     )

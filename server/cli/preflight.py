@@ -50,7 +50,9 @@ def _check_port(host: str | None, port: int) -> None:
             probe.bind((host or "", port))
     except (OSError, OverflowError) as error:
         address = f"port {port} of --host {host}" if host else f"port {port}"
-        why = getattr(error, "strerror", None) or error
+        why = getattr(error, "strerror", None) or str(error)
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            why += "; end the program that uses it, or choose another with --port"
         raise CommandError(f"The server cannot listen on {address}: {why}.") from None
 
 

@@ -49,7 +49,9 @@ from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 
 MSGPACK = "application/msgpack"
-ENDPOINTS = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
+ENDPOINTS = (
+    "/v1/completions, /v1/chat/completions or, with --enable-scale-out, /inference/v1/generate"
+)
 _EXTRA_BODY = "extra_body"
 _MESSAGE_INTEGERS = {"top_k", "stream_interval"}
 """Integers that vLLM sends to its engine unchecked, with at most so many bits:"""

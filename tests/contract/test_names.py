@@ -40,7 +40,7 @@ from tests.documentation import ROOT
 from tests.e2e.harness import Server
 
 OURS = {COMPLETIONS, CHAT, GENERATE, "/invocations"}
-NAMED = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
+NAMED = "/v1/completions, /v1/chat/completions or, with --enable-scale-out, /inference/v1/generate"
 
 
 @pytest.fixture(scope="module")

@@ -255,6 +255,28 @@ def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
         fetch({"path": str(tmp_path / "pipe"), "shape": [1, 2, 2], "dtype": "uint8"})
 
 
+def test_an_array_that_came_inline_is_no_reference() -> None:
+    """Where a store is full, arrays come inline to who asked for references."""
+    inline = {"data": "AAAAAA==", "shape": [1, 2, 2], "dtype": "uint8", "start": 0, "missing": 0}
+    for read in (lambda: fetch(inline, base_url=NOBODY), lambda: fetch(inline, by_uri=True)):
+        with pytest.raises(ValueError, match=r"came inline: decode it with .*codec\.decode"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("status", "hint"),
+    [
+        (404, r"404 .*: is base_url right\? It ends in /v1"),
+        (410, r"410 .*: it has expired, was deleted or is in another machine's folder"),
+        (500, r"500 Internal Server Error$"),
+    ],
+)
+def test_what_a_status_of_the_server_means(status: int, hint: str) -> None:
+    with serving((status, {})) as (port, _), pytest.raises(FetchError, match=hint) as raised:
+        fetch(REFERENCE, base_url=f"http://127.0.0.1:{port}/v1")
+    assert raised.value.status == status
+
+
 def test_without_an_address() -> None:
     with pytest.raises(FetchError, match="base_url"):
         fetch(REFERENCE, api_key="k")

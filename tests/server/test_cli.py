@@ -330,7 +330,10 @@ def test_a_port_in_use(
         listening.listen()
         port = str(listening.getsockname()[1])
         said = refused(capsys, "serve", str(tiny_model), "--port", port, *flags)
-        assert said == f"The server cannot listen on port {port}: Address already in use."
+        assert said == (
+            f"The server cannot listen on port {port}: Address already in use; end the program that "
+            "uses it, or choose another with --port."
+        )
 
 
 def test_a_unix_socket_needs_no_port(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
