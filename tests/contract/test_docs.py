@@ -18,10 +18,10 @@ _NOT_OURS = """
 --build --build-arg --wait --ipc --time --tmpfs --read-only --shm-size --stop-timeout --foreground --head --init --rm
 --network --no-healthcheck --address --extra-index-url --no-deps --require-hashes --decoder-ports --prefiller-ports
 --isolated --no-sync --with --router_replay_mode --use-rollout-routing-replay --init-expert-location
---moe-routing-trace-path --cap-drop --security-opt
+--moe-routing-trace-path --cap-drop --security-opt --policy --worker-urls
 """
 NOT_OURS = set(_NOT_OURS.split())
-"""Flags of docker, timeout, pip, uv, Ray, trainers and other engines."""
+"""Flags of docker, timeout, pip, uv, Ray, routers, trainers and other engines."""
 
 
 def anchors(page: Path) -> set[str]:
