@@ -168,7 +168,7 @@ class Folder:
             self._bytes.count()  # somebody has removed the folder
         if not self.has_room(num_bytes):
             used = f"{self.used_bytes} of {self.max_bytes} bytes are used"
-            raise OSError(errno.ENOSPC, used)
+            raise OSError(errno.ENOSPC, f"{used}, {num_bytes} more do not fit")
 
     def put(self, name: str, content: bytes | memoryview, metadata: dict[str, str]) -> None:
         """Writes a file, which has no `metadata`."""

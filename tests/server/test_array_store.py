@@ -167,7 +167,8 @@ def test_a_full_store_takes_more_when_something_expires(tmp_path: Path, clock: C
     assert (store.has_room(FILE_BYTES), store.has_room(1)) == (False, True)
     clock.now = first.expires
     with pytest.raises(
-        StoreError, match=f"{2 * FILE_BYTES} of {2 * FILE_BYTES + 1} bytes are used"
+        StoreError,
+        match=f"{2 * FILE_BYTES} of {2 * FILE_BYTES + 1} bytes are used, {FILE_BYTES} more do not fit",
     ):
         store.put(ARRAY)
     clock.now += 1
