@@ -172,12 +172,14 @@ class RunningServer:
                 answer = json.loads(content)
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace")
+            is_unknown = body is None and error.code in _HAS_NONE
+            doubt = "; is it a routed-experts server?" if is_unknown else ""
             raise CommandError(
-                f"{where or self.url}: the server returned status {error.code}: {text}"
+                f"{where or self.url}: the server returned status {error.code}: {' '.join(text.split())}{doubt}"
             ) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise CommandError(
-                f"{self.url} cannot be reached: {getattr(error, 'reason', error)}."
+                f"{self.url} cannot be reached: {getattr(error, 'reason', error)}; does a server run there?"
             ) from error
         if not isinstance(answer, dict):
             raise self._is_other(path)

@@ -18,6 +18,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -262,7 +263,7 @@ SERVE = "serve MODEL --port PORT"
             "compare some/model --answers FILES/answer --json /proc/none",
             "--json /proc/none cannot be written",
         ),
-        ("compare MODEL --url 127.0.0.1:PORT", " cannot be reached: "),
+        ("compare MODEL --url 127.0.0.1:PORT", " Connection refused; does a server run there?"),
         ("compare MODEL --url ftp://host", "is not the URL of a server"),
     ],
 )
@@ -277,6 +278,27 @@ def test_an_error_is_one_sentence(
     assert sentence != NOT_PATH or said.endswith(
         "--no-enable-return-routed-experts serves without the capture."
     )
+
+
+def test_another_server_is_told_from_ours(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        (thread := threading.Thread(target=other.serve_forever)).start()
+        (tmp_path / "prompts.txt").write_text("Hi")
+        url = f"http://127.0.0.1:{other.server_port}"
+        command = ["export", "--url", url, "--prompts", str(tmp_path / "prompts.txt")]
+        said = refused(capsys, *command, "-o", str(tmp_path / "out.csv"))
+        other.shutdown()
+        thread.join()
+    assert said.startswith(f"{url}: the server returned status 404: ")
+    assert said.endswith("; is it a routed-experts server?")
 
 
 @pytest.mark.parametrize(
