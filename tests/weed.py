@@ -22,6 +22,7 @@ from threading import Thread
 
 KEY, SECRET = "AKIATESTTESTTEST", "secretsecretsecretsecret"
 PIECE = 1 << 16
+HEAD_BYTES = 2000
 
 
 def environment(port: int) -> dict[str, str]:
@@ -157,7 +158,7 @@ class Proxy:
         with suppress(OSError), socket.create_connection(("127.0.0.1", to)) as server:
             Thread(target=self._back, args=(server, client), daemon=True).start()
             while part := client.recv(PIECE):
-                self.requests.append(part[:200])
+                self.requests.append(part[:HEAD_BYTES])
                 if self.fault == "gone":
                     return
                 if self.fault == "slow":

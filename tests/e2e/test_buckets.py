@@ -93,6 +93,21 @@ def test_an_object_is_a_npy_file_that_says_what_it_is() -> None:
     assert store.read(stored.id, [(128, 136), (140, 144)]) == content[128:136] + content[140:144]
 
 
+@pytest.mark.parametrize("is_unsigned", [False, True])
+def test_an_operator_decides_whether_arrays_are_signed(
+    is_unsigned: bool, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the variable that obstore reads; to sign an array takes a checksum of all its bytes."""
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", str(is_unsigned).lower())
+    store = ArrayStore(URL)
+    store.open()
+    proxy.requests.clear()
+    stored = store.put(ARRAY)
+    (head,) = [part for part in proxy.requests if part.startswith(b"PUT")]
+    assert (b"x-amz-content-sha256: UNSIGNED-PAYLOAD" in head) is is_unsigned
+    assert store.read(stored.id, [(128, 128 + ARRAY.nbytes)]) == ARRAY.tobytes()
+
+
 def test_another_server_finds_deletes_and_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is handed over: an id says where its array is. Objects of others stay."""
     url, stored_at = f"{URL}-swept", time.time()
