@@ -65,6 +65,18 @@ def test_who_loads_and_what_is_missing(warm: Warm, requests: list[Any]) -> None:
     assert client.causes == Counter({Cause.KV_STORE: lost})
 
 
+def test_a_hit_is_cut_where_rows_are_asked_for(warm: Warm) -> None:
+    """And not before, though no block has rows."""
+    client, kv_store = warm
+    client.answer("plain", PROMPT, start=None)
+    assert client.answer("asks", PROMPT, start=2 * BLOCK).missing == []
+    assert kv_store.num_loaded == 1
+    read = client.engines[0].model_executor.seen
+    is_same = [read["asks"][at] == read["plain"][at] for at in range(0, 5 * BLOCK, BLOCK)]
+    assert is_same == [True, True, False, False, False]
+    client.finish()
+
+
 def test_rows_that_no_setting_leaves_out_are_a_fault(
     warm: Warm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
