@@ -279,6 +279,28 @@ def test_a_client_that_has_connected_when_the_port_closes_is_told_why(
     assert b"The server is stopping" in body
 
 
+@pytest.mark.parametrize("kind", [uvicorn.Server, vllms_server])
+def test_a_client_that_nobody_has_accepted_when_the_port_closes_is_told_why(
+    listening: socket.socket, kind: Any
+) -> None:
+    """The system would reset its connection."""
+
+    async def run() -> bytes:
+        stopping = Stopping(listening, kind)
+        await stopping.start()
+        stopping.drain.until = time.monotonic() + LIMIT_S
+        # no other task runs between the two: the system has the client, and the server has not
+        with socket.create_connection(stopping.address, timeout=LIMIT_S) as client:
+            client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\n\r\n")
+            await _Port(stopping.server, stopping.drain._shared).close()
+            answer = await asyncio.to_thread(client.recv, 1 << 16)
+        stopping.server.should_exit = True
+        await asyncio.wait([stopping.serving])
+        return answer
+
+    assert asyncio.run(run()).startswith(b"HTTP/1.1 503 ")
+
+
 def test_a_server_whose_engine_has_died_ends_by_itself(listening: socket.socket) -> None:
     async def run() -> None:
         stopping = Stopping(listening, uvicorn.Server)
