@@ -215,7 +215,7 @@ class Folder:
         # each time, so that a deleted array takes no memory: half the CPU of a FileIO
         descriptor = open_private(f"{self.path}/{name}", os.O_RDONLY)
         try:
-            return b"".join([os.pread(descriptor, end - first, first) for first, end in spans])
+            return b"".join(part for first, end in spans for part in _parts(descriptor, first, end))
         finally:
             os.close(descriptor)
 
@@ -263,6 +263,16 @@ class Folder:
 def remove_unused(folder: Path) -> None:
     """Removes a folder that nobody named, with its arrays, unless a process uses it."""
     Folder(folder, keeps=False).remove()
+
+
+def _parts(descriptor: int, first: int, end: int) -> Iterator[bytes]:
+    """The bytes of a file from `first` to `end`, or to its end: Linux reads 2 GiB at once at most."""
+    while first < end:
+        part = os.pread(descriptor, end - first, first)
+        if not part:
+            return
+        yield part
+        first += len(part)
 
 
 def _entries(folder: str | Path, names: re.Pattern[str]) -> Iterator["os.DirEntry[str]"]:

@@ -282,6 +282,21 @@ def test_the_limit_holds_for_threads_together(tmp_path: Path) -> None:
     assert 0 < num_stored <= 30
 
 
+def test_a_system_that_reads_fewer_bytes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads 2 GiB at most."""
+    store = ArrayStore(tmp_path, 1 << 30)
+    stored = store.put(ARRAY)
+    size = store.size(stored.id)
+    content = store.read(stored.id, [(0, size)])
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, count, at: pread(file, min(count, 7), at))
+    assert store.read(stored.id, [(0, size)]) == content
+    assert store.read(stored.id, [(3, 30), (1, 5)]) == content[3:30] + content[1:5]
+    assert store.read(stored.id, [(size - 3, size + 9)]) == content[-3:], "what there is"
+
+
 def test_an_array_that_is_alone_waits_for_no_other_thread() -> None:
     """To hand it to one costs CPU time, for every answer."""
     store = ArrayStore("s3://bucket/threads")
