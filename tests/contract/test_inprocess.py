@@ -27,10 +27,12 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from examples import turns
@@ -523,33 +525,33 @@ async def test_a_question_to_the_workers_that_failed_is_asked_again(
 
 
 @in_loop
-async def test_a_prompt_that_is_streamed_in_is_refused(
-    new: Online, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything is made for it."""
-    stores: list[ArrayStore] = []
-    init = ArrayStore.__init__
-    monkeypatch.setattr(
-        ArrayStore,
-        "__init__",
-        lambda store, *args, **more: stores.append(store) or init(store, *args, **more),
-    )
-
+async def test_a_prompt_that_is_streamed_in_is_refused(online: Online) -> None:
     async def inputs() -> AsyncIterator[StreamingInput]:
         yield StreamingInput(prompt=prompts_of(5)[0])
 
-    for kind in (DELTA, CUMULATIVE):
-        sampling = params(output_kind=kind, extra_args=BY_REFERENCE)
-        with pytest.raises(
-            VLLMValidationError, match="cannot be returned for a prompt that is streamed in"
-        ):
-            await read(new, inputs(), sampling)
-        assert not new.engine.output_processor.has_unfinished_requests()
-    assert stores == []
-    check_reference(
-        *await read(new, prompts_of(40)[0], params(output_kind=FINAL, extra_args=BY_REFERENCE))
-    )
-    assert len(stores) == 1
+    with pytest.raises(
+        VLLMValidationError, match="cannot be returned for a prompt that is streamed in"
+    ):
+        await read(online, inputs(), params(output_kind=DELTA))
+
+
+@in_loop
+async def test_nothing_is_made_for_a_prompt_that_is_streamed_in(
+    new: Online, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor known to vLLM."""
+    store = Mock(side_effect=AssertionError("a store was made"))
+    sampling = params(output_kind=FINAL, extra_args=BY_REFERENCE)
+    prompt = prompts_of(5)[0]["prompt_token_ids"]
+    request = EngineCoreRequest("r", prompt, None, sampling, None, 0.0, None, None, None)
+    request.resumable = True
+    processor = new.engine.output_processor
+    with monkeypatch.context() as patch:
+        patch.setattr(ArrayStore, "__init__", store)
+        with pytest.raises(VLLMValidationError, match="for a prompt that is streamed in"):
+            processor.add_request(request, None, None, 0, RequestOutputCollector(FINAL, "r"))
+    assert not processor.has_unfinished_requests()
+    check_reference(*await read(new, prompts_of(40)[0], sampling))
 
 
 @in_loop
