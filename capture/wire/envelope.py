@@ -58,8 +58,10 @@ _ON_OUTPUT = -1
 """Number of rows in a run whose rows are on the output itself, of which there is one; its rows have
 the shape (0, 0) then."""
 
+# columns of the places of outputs, int32 [n, 2]
+_INDEX = 0  # of the output in the message
+_START = 1  # position of its first row
 _PLACE_COLUMNS = 2
-"""Of an output's place, int32: its index in the message, and the position of its first row."""
 
 _INT32 = np.dtype(np.int32)
 _INT32_WORDS = _INT32.itemsize // np.dtype(np.int16).itemsize
@@ -83,11 +85,11 @@ class SingleRows(NamedTuple):
         """The place [n, 2] of each of these rows in a message of `outputs`."""
         places = np.empty((len(self.outputs), _PLACE_COLUMNS), dtype=_INT32)
         if len(self.outputs) == len(outputs) and all(map(is_, self.outputs, outputs)):
-            places[:, 0] = np.arange(len(outputs))
+            places[:, _INDEX] = np.arange(len(outputs))
         else:  # there are others, perhaps before them
             index_of = {id(output): index for index, output in enumerate(outputs)}
-            places[:, 0] = [index_of[id(output)] for output in self.outputs]
-        places[:, 1] = self.starts
+            places[:, _INDEX] = [index_of[id(output)] for output in self.outputs]
+        places[:, _START] = self.starts
         return places
 
     def write(self, body: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -110,15 +112,15 @@ def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArr
     runs, places, arrays = _take_off(outputs)
     if not runs and not singles:
         return None
-    all_runs = np.array([*(single.run() for single in singles), *runs], dtype=_INT32)
+    runs = [*(single.run() for single in singles), *runs]
+    all_runs = np.array(runs, dtype=_INT32)
     all_places = np.concatenate(
         [
             *(single.places(outputs) for single in singles),
             np.array(places, dtype=_INT32).reshape(-1, _PLACE_COLUMNS),
         ]
     )
-    num_words = sum(math.prod(single.run()) for single in singles)
-    num_words += sum(rows.size for rows in arrays)
+    num_words = sum(map(math.prod, runs))  # of rows on an output: 0
     runs_end = _HEADER_WORDS + _INT32_WORDS * all_runs.size
     places_end = runs_end + _INT32_WORDS * all_places.size
     packed = np.empty(places_end + num_words, dtype=np.int16)
