@@ -3,6 +3,7 @@ statistics."""
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -164,14 +165,38 @@ def _take_off(
     return runs, places, arrays
 
 
+class RunRows:
+    """The rows of the outputs of a run: [outputs, n, L, K], n of each output. Views of the message.
+
+    What waits of them is the place of an output among them: that takes less time than an array for
+    each output.
+    """
+
+    __slots__ = ("arrays", "has_single_rows", "made")
+
+    def __init__(self, arrays: NDArray[np.int16]) -> None:
+        self.arrays = arrays
+        self.has_single_rows = arrays.shape[1] == 1
+        # What readers have made of all rows at once, by names of theirs: that takes less time, too.
+        self.made: dict[str, Any] = {}
+
+    def of(self, place: int) -> Rows:
+        """The rows of an output, [n, L, K]."""
+        rows: Rows = self.arrays[place]
+        return rows
+
+
+_Entry = tuple[int, RunRows | None, int]
+"""Of an output: the position of its first row, the rows of its run, and its place among those. None
+if its rows are on the output itself."""
+
+
 class Unpacker:
     """Opens envelopes, of messages whose outputs come in one slice or in several."""
 
     def __init__(self) -> None:
         self._message: object = None
-        # By the output's index in the message: the position of its first row, and its rows; None if
-        # they are on the output.
-        self._entries: dict[int, tuple[int, Rows | None]] = {}
+        self._entries: dict[int, _Entry] = {}  # by the output's index in the message
         self._num_outputs = 0  # in slices before
 
     def open(self, outputs: list[Output], message: object) -> object:
@@ -190,10 +215,10 @@ class Unpacker:
         self._num_outputs = 0
         return envelope.kv_transfer_params
 
-    def rows(self, outputs: Sequence[Output]) -> Iterator[tuple[Output, int, Rows]]:
+    def rows(self, outputs: Sequence[Output]) -> Iterator[tuple[Output, int, RunRows, int]]:
         """Takes the rows off the slice's outputs: each output that has some, the position of its
-        first row, and its rows ([n, L, K], with weights [n, 3L, K]). Those that were packed are
-        views of the message. Rows without an envelope have no position and are dropped."""
+        first row, and where its rows are, which have weights if they are [n, 3L, K]. Rows without
+        an envelope have no position and are dropped."""
         first = self._num_outputs
         self._num_outputs += len(outputs)
         for index, output in enumerate(outputs, first):
@@ -202,33 +227,34 @@ class Unpacker:
             entry = self._entries.pop(index, None)
             if entry is None:
                 continue
-            start, rows = entry
-            if rows is None and isinstance(on_output, np.ndarray):
-                rows = on_output
-            if rows is not None:
-                yield output, start, rows
+            start, run, place = entry
+            if run is None and isinstance(on_output, np.ndarray):
+                run = RunRows(on_output[np.newaxis])
+            if run is not None:
+                yield output, start, run, place
 
 
-def _unpack(packed: NDArray[np.int16]) -> dict[int, tuple[int, Rows | None]]:
+def _unpack(packed: NDArray[np.int16]) -> dict[int, _Entry]:
     """What `pack` packed, by index of the output."""
     num_runs, num_places = packed[:_HEADER_WORDS].view(_INT32).tolist()
     runs_end = _HEADER_WORDS + _INT32_WORDS * len(_Run._fields) * num_runs
     places_end = runs_end + _INT32_WORDS * _PLACE_COLUMNS * num_places
     runs = packed[_HEADER_WORDS:runs_end].view(_INT32).reshape(-1, len(_Run._fields)).tolist()
-    places = iter(packed[runs_end:places_end].view(_INT32).reshape(-1, _PLACE_COLUMNS).tolist())
+    places = packed[runs_end:places_end].view(_INT32).reshape(-1, _PLACE_COLUMNS)
+    indexes = places[:, _INDEX].tolist()
+    starts = places[:, _START].tolist()
     body = packed[places_end:]
-    unpacked: dict[int, tuple[int, Rows | None]] = {}
+    unpacked: dict[int, _Entry] = {}
+    begin = 0  # of the run's outputs among all
     for num_outputs, num_rows, height, top_k in runs:
-        if num_rows == _ON_OUTPUT:
-            index, start = next(places)
-            unpacked[index] = start, None
-            continue
-        shape = num_outputs, num_rows, height, top_k
-        size = math.prod(shape)
-        # to iterate over an array takes a quarter of the time that a view by its bounds takes
-        arrays = body[:size].reshape(shape)
-        # `arrays` first: where it ends, no place is taken
-        for rows, (index, start) in zip(arrays, places, strict=False):
-            unpacked[index] = start, rows
-        body = body[size:]
+        run = None
+        if num_rows != _ON_OUTPUT:
+            shape = num_outputs, num_rows, height, top_k
+            size = math.prod(shape)
+            run = RunRows(body[:size].reshape(shape))
+            body = body[size:]
+        end = begin + num_outputs
+        entries = zip(starts[begin:end], repeat(run), range(num_outputs), strict=False)
+        unpacked.update(zip(indexes[begin:end], entries, strict=True))
+        begin = end
     return unpacked

@@ -6,6 +6,7 @@ can run between them.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, assert_never
 
 import msgspec
@@ -14,17 +15,17 @@ import orjson
 import pybase64
 from numpy.typing import NDArray
 
+from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.capture.wire.rows import weights_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights
-from routed_experts.server.http.wire_form import PART_BYTES, UNKNOWN_BYTE, WireForm
+from routed_experts.server.http.wire_form import PART_BYTES, WeightsForm, WireForm
 from routed_experts.server.outputs.npy import npy_header
 
 LINE_BYTES = 64 << 10
 """Maximum routing text in one line of a stream: common clients reject lines of 128 KiB."""
 
-_CAPTURED_ID_BYTES = 2
-"""Captured ids are int16."""
+_OWN = "routed_experts"
 
 _BEFORE_DATA = '{"data":"'
 _AROUND_VALUE = len('"":,')
@@ -43,24 +44,67 @@ class ResponseCounts:
     num_bytes: int = 0  # of the encoded arrays
 
 
-class _RowText(NamedTuple):
-    """What is around the bytes of one known row in JSON."""
+class _EncodedRows(NamedTuple):
+    """The single rows of a run in base64, made at once: one by one takes longer."""
 
-    before: str
-    header: bytes  # in front of them, in base64 too
-    behind: str
-    says_start: bool  # whether the row's position comes next
-    end: str
+    text: str  # of all rows, each in whole groups of three bytes
+    stride: int  # characters from a row to the next
+    width: int  # characters of a row, without those that stand for zeros behind it
+    unknown: frozenset[int]  # which rows are unknown in part
 
-    @classmethod
-    def of(cls, form: WireForm, rest_of_shape: str) -> "_RowText":
-        if form.format == "object":
-            behind = f'","shape":[1{rest_of_shape}'
-            return cls(_BEFORE_DATA, b"", behind, says_start=True, end=',"missing":0}')
+
+class _SingleRow:
+    """A known row as a field of a JSON object, with a comma behind it: what is the same in all
+    fields of this form, and the base64 of all rows of a run."""
+
+    def __init__(self, form: WireForm) -> None:
+        name = _weights_name(_OWN) if isinstance(form, WeightsForm) else _OWN
         header = b""
-        if form.format == "npy":
+        before = '"'
+        behind = '"'
+        end = ""
+        if form.format == "object":
+            before = _BEFORE_DATA
+            behind = f'","shape":[1{_rest_of_shape(form)}'
+            end = ',"missing":0}'
+        elif form.format == "npy":
             header = npy_header(form.wire_dtype.str, (1, *form.wire_shape))
-        return cls('"', header, '"', says_start=False, end="")
+        # The header's last bytes may share a group of three, as base64 takes them, with the row's
+        # first.
+        num_whole = len(header) // 3 * 3
+        padding = "=" * (-(len(header) + form.row_bytes) % 3)
+        self.before = f'"{name}":{before}{pybase64.b64encode_as_string(header[:num_whole])}'
+        self.behind = f"{padding}{behind}"
+        self.says_start = form.format == "object"  # whether the row's position comes next
+        self.end = f"{end},"
+        self.num_bytes_of_name = len(name) + _AROUND_VALUE
+        self._form = form
+        self._header_end = header[num_whole:]
+        self._key = f"{form.format} {form.dtype}"  # forms with the same encode a run alike
+
+    def encoded(self, run: RunRows) -> _EncodedRows:
+        """The rows of a run of single rows."""
+        rows = run.made.get(self._key)
+        if rows is None:
+            rows = run.made[self._key] = self._encode(run.arrays[:, 0])
+        return rows
+
+    def _encode(self, rows: Rows) -> _EncodedRows:
+        values, is_unknown = self._form.single_rows(rows)
+        data = values.view(np.uint8)
+        size = len(self._header_end) + data.shape[1]
+        if self._header_end or size % 3:  # copies them into whole groups
+            groups = np.zeros((len(data), size + -size % 3), np.uint8)
+            groups[:, : len(self._header_end)] = np.frombuffer(self._header_end, np.uint8)
+            groups[:, len(self._header_end) : size] = data
+            data = groups
+        text = pybase64.b64encode_as_string(data.data)
+        unknown = frozenset(np.flatnonzero(is_unknown).tolist())
+        return _EncodedRows(text, data.shape[1] // 3 * 4, -(-size * 4 // 3), unknown)
+
+
+# one for all streams that look alike: it stays in the processor's cache
+_single_row_of = lru_cache(_SingleRow)
 
 
 class Encoder:
@@ -70,13 +114,8 @@ class Encoder:
         self.form = form
         self.weights = None if form.weights is None else Encoder(form.weights)
         self.counts = ResponseCounts()
-        num_layers, num_columns = form.wire_shape
-        self._rest_of_shape = f',{num_layers},{num_columns}],"dtype":"{form.dtype}","start":'
-        num_captured_layers, num_captured_columns = form.ids_shape
-        self._captured_id_bytes = num_captured_layers * num_captured_columns * _CAPTURED_ID_BYTES
-        self._has_low_bytes = form.has_low_bytes
-        self._is_cut_from_captured = form.is_as_captured or form.has_low_bytes
-        self._row_text = _RowText.of(form, self._rest_of_shape)
+        self._rest_of_shape = _rest_of_shape(form)
+        self._single_row = _single_row_of(form) if form.has_single_rows else None
 
     @property
     def num_bytes(self) -> int:
@@ -98,36 +137,33 @@ class Encoder:
     def fields(self, name: str, rows: Rows, start: int) -> str:
         """`rows` as fields of a JSON object, each with a comma behind it: an array called `name`,
         and their weights."""
-        if self._is_cut_from_captured and len(rows) == 1:  # as in most chunks of a stream
-            row = self._known_row(name, rows.tobytes(), start)
-            if row is not None:
-                return row
         fields = f'"{name}":{self._text(rows, start)},'
         if self.weights is not None:
             fields += f'"{_weights_name(name)}":{self.weights._text(rows, start)},'
         return fields
 
-    def _known_row(self, name: str, row: bytes, start: int) -> str | None:
-        """`fields` of one row, of its captured bytes; None if it is unknown in part."""
-        if self.weights is None:
-            return None if _has_unknown_id(row) else self._row_field(name, row, start)
-        ids = row[: self._captured_id_bytes]
-        weights = row[self._captured_id_bytes :]
-        if _has_unknown_id(ids) or UNKNOWN_BYTE in weights[3::4]:
+    def single_row(self, run: RunRows, place: int, start: int) -> str | None:
+        """`fields` of the row at a place of a run, called `routed_experts`, in less time. None, and
+        nothing is counted, if the row is unknown in part, or has to be converted first."""
+        row = self._single_row
+        if row is None:
             return None
-        of_weights = self.weights._row_field(_weights_name(name), weights, start)
-        return self._row_field(name, ids, start) + of_weights
-
-    def _row_field(self, name: str, data: bytes, start: int) -> str:
-        """The bytes of one row of ids or weights as a field, with a comma behind it."""
-        if self._has_low_bytes:
-            data = data[::2]  # of ids as captured
-        before, header, behind, says_start, end = self._row_text
-        base64 = pybase64.b64encode_as_string(header + data)
-        field = f'"{name}":{before}{base64}{behind}{start if says_start else ""}{end},'
+        text, stride, width, unknown = row.encoded(run)
+        if place in unknown:
+            return None
+        of_weights = ""
+        if self.weights is not None:
+            known = self.weights.single_row(run, place, start)
+            if known is None:
+                return None
+            of_weights = known
+        first = place * stride
+        data = text[first : first + width]
+        position = start if row.says_start else ""
+        field = f"{row.before}{data}{row.behind}{position}{row.end}"
         self.counts.rows += 1
-        self.counts.num_bytes += len(field) - len(name) - _AROUND_VALUE
-        return field
+        self.counts.num_bytes += len(field) - row.num_bytes_of_name
+        return field + of_weights
 
     def _text(self, rows: Rows, start: int) -> str:
         """An array as JSON, at once."""
@@ -206,11 +242,6 @@ class Encoder:
         return self.form.converted(joined(arrays, self.form.captured_shape))
 
 
-def _has_unknown_id(ids: bytes) -> bool:
-    """Whether one of these int16 is -1. The first search takes a tenth of the second's time."""
-    return UNKNOWN_BYTE in ids and UNKNOWN_BYTE in ids[1::2]  # the high bytes of others are lower
-
-
 def _json_data(header: bytes, data: memoryview, rest: str) -> Iterator[bytes]:
     """Base64: alone, or as `data` of an object, before the rest of it."""
     lead = -len(header) % 3  # bytes that make groups of three of the header's
@@ -270,6 +301,12 @@ def joined(arrays: Sequence[Rows], shape: tuple[int, int]) -> Rows:
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate(arrays) if arrays else np.empty((0, *shape), dtype=np.int16)
+
+
+def _rest_of_shape(form: WireForm) -> str:
+    """In the form `object`: behind the number of rows, up to the position of the first."""
+    num_layers, num_columns = form.wire_shape
+    return f',{num_layers},{num_columns}],"dtype":"{form.dtype}","start":'
 
 
 def _weights_name(name: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.routing_input import EncodedInput
@@ -59,6 +60,9 @@ class RecordedChoice(RowBuffer):
             super().push(start, rows)
         elif self.end >= 0:
             RowBuffer.__init__(self)  # frees the rows before
+
+    def push_from(self, run: RunRows, place: int, start: int) -> None:
+        self.push(start, run.of(place))
 
     def finish(self, state: RequestState, finish_reason: str) -> None:
         """Called once, when the choice has its last token or is aborted."""

@@ -327,9 +327,9 @@ class SSERewriter:
                 if at_end and UNFINISHED in event:  # as with most chunks
                     yield self._without_own_field(event)
                     continue
-                text = self._with_only_row(event)
-                if text is not None:  # as with most chunks
-                    yield text
+                rewritten = self._with_only_row(event)
+                if rewritten is not None:  # as with most chunks
+                    yield rewritten
                     continue
                 chunk = Chunk(self._without_own_field(event))
                 choice = self._due.choice_of(chunk)
@@ -384,8 +384,8 @@ class SSERewriter:
         """The short way for most chunks: the chunk with the one row that is due with it. None for
         any other, of which nothing is taken.
 
-        Not a part of `rewrite`, which waits for the next chunk, and must not keep a view of the
-        engine's message meanwhile.
+        Not a part of `rewrite`, which waits for the next chunk, and must not keep the engine's
+        message meanwhile.
         """
         begin = self._choice_begin
         if not event.startswith(FIRST_CHOICE, begin - len(FIRST_CHOICE)):
@@ -398,8 +398,13 @@ class SSERewriter:
         if row is None:
             return None
         choice.next_row = position + 1
+        run, place = row
+        fields = self.encoder.single_row(run, place, position)
+        if fields is None:
+            fields = self.encoder.fields(_OWN, run.of(place), position)
+        self._refuse_too_many_bytes()
         rest = self._without_own_field(event[begin:])
-        return f"{event[:begin]}{self._fields(_OWN, row, position)}{rest}"
+        return f"{event[:begin]}{fields}{rest}"
 
     async def _with_all(self, chunk: Chunk, choice: Choice | None) -> AsyncIterator[str]:
         """The chunk with all that is due with it.
@@ -511,11 +516,14 @@ class SSERewriter:
 
     def _fields(self, name: str, rows: Rows, start: int) -> str:
         fields = self.encoder.fields(name, rows, start)
-        if self.encoder.num_bytes <= self._max_bytes:
-            return fields
-        raise StreamLimitError(
-            "the routing of this response is larger than --routed-experts-max-response-bytes"
-        )
+        self._refuse_too_many_bytes()
+        return fields
+
+    def _refuse_too_many_bytes(self) -> None:
+        if self.encoder.num_bytes > self._max_bytes:
+            raise StreamLimitError(
+                "the routing of this response is larger than --routed-experts-max-response-bytes"
+            )
 
     async def _values(self, choice: Choice, arrays: Arrays) -> dict[str, Any]:
         """Fields of the last chunk of a choice: histograms, and references in place of arrays that

@@ -29,7 +29,7 @@ _OBJECT_BYTES = 128
 """Upper bound for the JSON text around `data`."""
 _FLOAT_TEXT_BYTES = 26
 """Upper bound for a float32 in a JSON list, with its comma."""
-UNKNOWN_BYTE = 0xFF
+_UNKNOWN_BYTE = 0xFF
 """Of which -1 consists in each type. To search for a number in bytes takes a third of the time that
 bytes take."""
 
@@ -50,16 +50,14 @@ class WireForm:
     decoder_layers: tuple[Sequence[int], int] | None = None
     has_weights: bool = False
 
-    @cached_property
-    def is_as_captured(self) -> bool:
-        """Whether the bytes that are sent are those of captured rows: nothing has to be converted."""
-        return self.format != "list" and self.dtype == "int16" and self.decoder_layers is None
-
     @property
-    def has_low_bytes(self) -> bool:
-        """Whether the bytes that are sent are the low byte of each captured id. The other is zero,
-        where `uint8` is sent."""
-        return self.format != "list" and self.dtype == "uint8" and self.decoder_layers is None
+    def has_single_rows(self) -> bool:
+        """Whether `single_rows` gives rows as they are sent, in base64."""
+        return (
+            self.format != "list"
+            and self.dtype in ("int16", "uint8")
+            and self.decoder_layers is None
+        )
 
     @cached_property
     def weights(self) -> "WeightsForm | None":
@@ -172,6 +170,13 @@ class WireForm:
             )
         return array.astype(self.wire_dtype, copy=False), missing
 
+    def single_rows(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """`rows` [n, ...] as the array [n, layers x columns] of the type on the wire, in C order, and
+        which of them [n] are unknown in part: those may be anything."""
+        ids = self.ids(rows).reshape(len(rows), -1)
+        is_unknown: NDArray[np.bool_] = ids.min(axis=1) == UNKNOWN
+        return np.ascontiguousarray(ids, self.wire_dtype), is_unknown
+
     def laid_out(self, rows: Rows) -> NDArray[Any]:
         """The array [n, layers, columns] that is sent of `rows`."""
         return self.spread(self.ids(rows))
@@ -201,8 +206,17 @@ class WeightsForm(WireForm):
         return row_shape(*self.ids_shape, with_weights=True)
 
     @property
+    def has_single_rows(self) -> bool:
+        return self.format != "list" and self.decoder_layers is None
+
+    @property
     def item_text_bytes(self) -> int:
         return _FLOAT_TEXT_BYTES
+
+    def single_rows(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        weights = weights_of(rows).reshape(len(rows), -1)
+        is_unknown = np.asarray(np.isnan(weights).any(axis=1))
+        return np.ascontiguousarray(weights), is_unknown
 
     def laid_out(self, rows: Rows) -> NDArray[Any]:
         return self.spread(weights_of(rows))
@@ -243,4 +257,4 @@ def _is_surely_known(array: NDArray[Any]) -> bool:
     values = array.tobytes()
     if array.itemsize > 2:  # the lower bytes of weights are anything
         values = values[array.itemsize - 1 :: array.itemsize]
-    return UNKNOWN_BYTE not in values
+    return _UNKNOWN_BYTE not in values

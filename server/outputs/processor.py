@@ -265,13 +265,13 @@ class RowBuffers:
         if encoded_notes is not None:
             self._take_notes(encoded_notes)
         states = self._processor.request_states
-        for output, start, rows in self._unpacker.rows(engine_core_outputs):
+        for output, start, run, place in self._unpacker.rows(engine_core_outputs):
             state = states.get(output.request_id)
             if state is None:
-                self._take_tokenless(output, start, rows)
+                self._take_tokenless(output, start, run.of(place))
             else:
                 for buffer in _buffers_of(state):
-                    buffer.push(start, rows)
+                    buffer.push_from(run, place, start)
         limited = self._limited(engine_core_outputs) if _budgets else []
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
         for budget, state, output in limited:

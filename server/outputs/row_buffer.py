@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from routed_experts.capture.wire.envelope import SMALL_ARRAY_BYTES
+from routed_experts.capture.wire.envelope import SMALL_ARRAY_BYTES, RunRows
 from routed_experts.capture.wire.message import Cause
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.server.vllm_api import get_logger
@@ -43,6 +43,7 @@ class RowBuffer:
         "_arrays",
         "_first",
         "_offers",
+        "_only_row",
         "_request_id",
         "_shape",
         "end",
@@ -62,6 +63,8 @@ class RowBuffer:
         # prompt rows from other choices, until the first own row
         self._offers: dict[str, RowBuffer] = {}
         self._arrays: list[Rows] = []  # contiguous and not empty
+        # in place of `_arrays`, while nothing else waits: a row by its place in a message
+        self._only_row: tuple[RunRows, int] | None = None
         self._first = -1  # position of the first row; -1 at first
         # after the last row that has arrived, without prompts from other choices; -1 at first
         self.end = -1
@@ -82,6 +85,19 @@ class RowBuffer:
                 rows = rows[self.end - start :]
         if len(rows):
             self._append(rows)
+
+    def push_from(self, run: RunRows, place: int, start: int) -> None:
+        """As `push`, for the rows of an output of a message."""
+        if (
+            start == self.end
+            and self._only_row is None
+            and not self._arrays
+            and run.has_single_rows
+        ):
+            self._only_row = run, place
+            self.end = start + 1
+        else:
+            self.push(start, run.of(place))
 
     def push_prompt(self, sender: str, is_own: bool, start: int, rows: Rows) -> None:
         """As `push`, for prompt rows that the engine sent with the choice `sender` of the same
@@ -110,11 +126,19 @@ class RowBuffer:
             self._append(rows)
 
     def _append(self, rows: Rows) -> None:
+        self._unfold()
         self.end += len(rows)
         if self._arrays:  # never in a stream that is read at once
             self._arrays[-1] = owned_copy(self._arrays[-1])
             rows = owned_copy(rows)
         self._arrays.append(rows)
+
+    def _unfold(self) -> None:
+        """Makes an array of a row that waits by its place in a message."""
+        if self._only_row is not None:
+            run, place = self._only_row
+            self._only_row = None
+            self._arrays = [run.of(place)]
 
     def _lost(self, start: int, count: int) -> Rows:
         logger.error(
@@ -134,6 +158,7 @@ class RowBuffer:
         """
         if self.end < 0 and self._offers:  # no own row has arrived
             self._accept(end)
+        self._unfold()
         if self._first == first and self.end == end and len(self._arrays) == 1:  # the usual case
             taken = self._arrays
             self._arrays = []
@@ -155,13 +180,15 @@ class RowBuffer:
             taken.append(self._lost(position, end - position))
         return taken
 
-    def take_only_row(self, first: int, end: int) -> Rows | None:
-        """Takes the rows from `first` to `end` if they are one, and if it is all that waits. Otherwise
-        None, and nothing is taken: as `take`, in less time."""
-        if not (self._first == first and self.end == end == first + 1):
+    def take_only_row(self, first: int, end: int) -> tuple[RunRows, int] | None:
+        """Takes the row at position `first` by its place in a message, if that is all that waits, and
+        `end` follows it. Otherwise None, and nothing is taken: as `take`, in less time."""
+        row = self._only_row
+        if row is None or self._first != first or not self.end == end == first + 1:
             return None
+        self._only_row = None
         self._first = end
-        return self._arrays.pop()
+        return row
 
     def _leave(self, waiting: list[Rows]) -> None:
         """Leaves the last of the arrays, of which the first may be a part of one."""

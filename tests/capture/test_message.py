@@ -73,7 +73,10 @@ def received(unpacker: Unpacker, outputs: list[Output], message: object) -> list
     """The rows of each output but the envelope. They are off the output, where vLLM would collect
     them too."""
     assert unpacker.open(outputs, message) is None
-    rows = {id(output): PlacedRows(start, rows) for output, start, rows in unpacker.rows(outputs)}
+    rows = {
+        id(output): PlacedRows(start, run.of(place))
+        for output, start, run, place in unpacker.rows(outputs)
+    }
     assert all(output.routed_experts is None for output in outputs)
     return [rows.get(id(output)) for output in outputs]
 

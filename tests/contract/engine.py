@@ -708,11 +708,11 @@ class Client:
             self.causes[unknown.cause] += unknown.num_rows
             self.explained[unknown.request_id] += unknown.num_rows
         unpacked = list(unpacker.rows(message.outputs))
-        for output, start, rows in unpacked:
+        for output, start, run, place in unpacked:
             brings = RowsOutput.of(output)
             output.routed_experts = (
                 start,
-                self._ids(brings.request_id if brings else output.request_id, rows),
+                self._ids(brings.request_id if brings else output.request_id, run.of(place)),
             )
         self.messages.append([_said(output) for output in message.outputs])
         for output in message.outputs:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
@@ -23,6 +24,12 @@ L, K = 2, 3
 def rows_of(first: int, end: int) -> np.ndarray:
     """Rows [n, L, K], each filled with its position."""
     return np.repeat(np.arange(first, end, dtype=np.int16), L * K).reshape(-1, L, K)
+
+
+def push_from_message(buffer: RowBuffer, start: int, rows: np.ndarray) -> None:
+    """Pushes `rows` [n, ...] as they arrive: beside as many rows of other outputs."""
+    others = np.zeros_like(rows)
+    buffer.push_from(RunRows(np.stack([others, rows, others])), 1, start)
 
 
 def buffer_of(*arrays: tuple[int, np.ndarray]) -> RowBuffer:

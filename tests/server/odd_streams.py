@@ -14,7 +14,7 @@ from routed_experts.server.http.seams import OWN_FIELD
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
-from tests.server.known import encoder_of
+from tests.server.known import encoder_of, push_from_message
 
 L, K = 2, 3
 UNSIGNED = ("uint8", "uint16")  # which cannot hold -1
@@ -155,7 +155,7 @@ class OddStream:
             rows = rows_of(first, end, self.num_experts, self.options["weights"])
             if fate > 0.92 and self.options["dtype"] not in UNSIGNED:
                 rows[-1:] = -1
-            self.buffers[key].push(first, rows)
+            push_from_message(self.buffers[key], first, rows)
             self.next_rows[key] = end
         buffer = self.buffers[key]
         return CompletionOutput(

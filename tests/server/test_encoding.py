@@ -12,6 +12,8 @@ import numpy as np
 import orjson
 import pytest
 
+from routed_experts.capture.wire.envelope import RunRows
+from routed_experts.capture.wire.rows import combined
 from routed_experts.protocol import codec
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder
 from routed_experts.server.http.wire_form import LostRowsError, WireForm
@@ -141,33 +143,98 @@ def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
     }
 
 
-@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32"])
-@pytest.mark.parametrize("layers", ["moe", "all"])
-def test_one_row_as_in_a_chunk_is_that_of_the_codec(dtype: Any, layers: str) -> None:
-    shape = SHAPES[0]
-    rows = rows_of(1, shape, unknown=False)
-    of_255 = rows.copy()
-    of_255[0, -1, -1] = 255  # its byte is that of -1
-    for row in (rows, of_255):
-        own = encoder("object", dtype, (*shape[:2], 256), layers)
-        fields = own.fields("rows", row, 7)
-        sent = spread(row) if layers == "all" else row
-        expected = encode(sent, fmt="object", dtype=dtype, start=7)
-        assert orjson.loads(f"{{{fields[:-1]}}}") == {"rows": expected}
-        assert own.counts.rows == 1
-    unknown = np.full_like(rows, -1)
-    if dtype == "uint8":
-        with pytest.raises(LostRowsError):
-            encoder("object", dtype, shape, layers).fields("rows", unknown, 7)
+def run_of(rows: np.ndarray) -> RunRows:
+    """Single rows beside each other in a message, which begins at an odd address there."""
+    data = b"x" + rows.tobytes()
+    array = np.frombuffer(data, dtype=np.int16, offset=1).reshape(rows.shape)
+    return RunRows(array[:, np.newaxis])
 
 
-def test_a_row_of_which_one_id_is_unknown_is_told_from_one_with_255() -> None:
-    ids = np.full((1, 2, 2), 255, dtype=np.int16)
-    own = Encoder(WireForm(ids_shape=(2, 2), num_experts=256))
-    assert '"missing":0' in own.fields("rows", ids, 7)
-    ids[0, 1, 0] = -1
-    assert '"missing":1' in own.fields("rows", ids, 7)
-    assert own.counts.missing == 1
+@pytest.mark.parametrize("fmt", ["object", "npy", "raw"])
+@pytest.mark.parametrize("dtype", ["int16", "uint8"])
+@pytest.mark.parametrize("shape", [(48, 8), (2, 3), (1, 1), (1, 2), (5, 5)])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_single_row_of_a_message_is_that_of_the_codec(
+    fmt: Any, dtype: Any, shape: tuple[int, int], num_rows: int
+) -> None:
+    rows = np.random.default_rng(num_rows).integers(0, 256, (num_rows, *shape), np.int16)
+    rows[-1, -1, -1] = 255  # its byte is that of -1
+    run = run_of(rows)
+    for place in range(num_rows):
+        own = encoder(fmt, dtype, (*shape, 256))
+        text = own.single_row(run, place, 7)
+        expected = encode(rows[place : place + 1], fmt=fmt, dtype=dtype, start=7)
+        assert text is not None
+        assert orjson.loads(f"{{{text[:-1]}}}") == {"routed_experts": expected}
+        # counted as the general way does
+        general = encoder(fmt, dtype, (*shape, 256))
+        assert general.fields("routed_experts", rows[place : place + 1], 7) == text
+        assert (own.counts, own.num_bytes) == (general.counts, general.num_bytes)
+
+
+@pytest.mark.parametrize("fmt", ["object", "npy", "raw"])
+@pytest.mark.parametrize("shape", [(4, 2), (1, 1), (5, 5)])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_single_row_of_a_message_has_its_weights(
+    fmt: Any, shape: tuple[int, int], num_rows: int
+) -> None:
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 256, (num_rows, *shape), np.int16)
+    weights = rng.standard_normal(ids.shape, np.float32)
+    weights[0, 0, 0] = -np.inf  # its bytes are those of NaN, but for one
+    run = run_of(combined(ids, weights))
+    form = WireForm(format=fmt, ids_shape=shape, num_experts=256, has_weights=True)
+    for place in range(num_rows):
+        own, general = Encoder(form), Encoder(form)
+        text = own.single_row(run, place, 7)
+        assert text == general.fields("routed_experts", run.of(place), 7)
+        assert own.counts == general.counts
+        assert own.num_bytes == general.num_bytes
+
+
+def test_a_single_row_that_is_unknown_in_part_goes_the_general_way() -> None:
+    ids = np.full((4, 2, 2), 255, dtype=np.int16)
+    weights = np.ones(ids.shape, np.float32)
+    ids[1, 1, 0] = -1
+    ids[2] = -1
+    weights[2] = np.nan
+    weights[3, 0, 1] = np.nan
+    for has_weights in (False, True):
+        run = run_of(combined(ids, weights) if has_weights else ids)
+        form = WireForm(ids_shape=(2, 2), num_experts=256, has_weights=has_weights)
+        own = Encoder(form)
+        known = [own.single_row(run, place, 7) is not None for place in range(4)]
+        assert known == [True, False, False, not has_weights]
+        assert own.counts.rows == sum(known)
+        assert own.weights is None or own.weights.counts.rows == sum(known)
+
+
+def test_a_message_is_encoded_in_the_form_of_each_stream() -> None:
+    """Streams of different forms share a message, and what is made of it."""
+    ids = np.random.default_rng(2).integers(0, 200, (3, 2, 3), np.int16)
+    weights = np.random.default_rng(2).random(ids.shape, np.float32)
+    run = run_of(combined(ids, weights))
+    for fmt, dtype in itertools.product(["object", "npy", "raw"], ["int16", "uint8"]):
+        form = WireForm(
+            format=fmt, dtype=dtype, ids_shape=(2, 3), num_experts=200, has_weights=True
+        )
+        for place in range(3):
+            text = Encoder(form).single_row(run, place, 7)
+            assert text == Encoder(form).fields("routed_experts", run.of(place), 7)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "layers"),
+    [("list", "int16", "moe"), ("object", "int32", "moe"), ("object", "int16", "all")],
+)
+def test_what_has_to_be_converted_goes_the_general_way(fmt: Any, dtype: Any, layers: str) -> None:
+    rows = rows_of(1, SHAPES[0], unknown=False)
+    own = encoder(fmt, dtype, SHAPES[0], layers)
+    assert own.single_row(run_of(rows), 0, 7) is None
+    assert own.counts.rows == 0
+    sent = spread(rows) if layers == "all" else rows
+    expected = encode(sent, fmt=fmt, dtype=dtype, start=7)
+    assert orjson.loads(f"{{{own.fields('rows', rows, 7)[:-1]}}}") == {"rows": expected}
 
 
 @pytest.mark.parametrize("has_weights", [False, True])

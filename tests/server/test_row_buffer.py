@@ -39,7 +39,7 @@ from routed_experts.server.vllm_api import (
     RequestOutput,
     VLLMValidationError,
 )
-from tests.server.known import K, L, rows_of
+from tests.server.known import K, L, buffer_of, push_from_message, rows_of
 
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
@@ -304,19 +304,40 @@ def test_pushes_and_takes_in_any_order(seed: int) -> None:
     [(3, 4, True), (3, 5, False), (2, 4, False), (4, 5, False), (3, 3, False)],
 )
 def test_the_only_row_that_waits(first: int, end: int, is_taken: bool) -> None:
-    buffer = RowBuffer()
-    buffer.push(3, rows_of(3, 4))
+    buffer = buffer_of((2, rows_of(2, 3)))
+    buffer.take(2, 3)
+    push_from_message(buffer, 3, rows_of(3, 4))
     row = buffer.take_only_row(first, end)
     assert (row is not None) == is_taken
-    assert positions(buffer.take(3, 4) if row is None else [row]) == [3]
+    if row is None:
+        assert positions(buffer.take(3, 4)) == [3]
+    else:
+        run, place = row
+        assert positions([run.of(place)]) == [3]
+        assert buffer.take(4, 4) == []
+        push_from_message(buffer, 4, rows_of(4, 5))
+        assert buffer.take_only_row(4, 5) is not None
 
 
-def test_one_of_two_rows_that_wait_is_not_the_only_one() -> None:
-    buffer = RowBuffer()
-    buffer.push(3, rows_of(3, 5))
+@pytest.mark.parametrize("cut", [4, 5])
+def test_one_of_two_rows_that_wait_is_not_the_only_one(cut: int) -> None:
+    """Whether they came in one message or in two."""
+    buffer = buffer_of((2, rows_of(2, 3)))
+    buffer.take(2, 3)
+    push_from_message(buffer, 3, rows_of(3, cut))
+    push_from_message(buffer, cut, rows_of(cut, 6))
     assert buffer.take_only_row(3, 4) is None
-    assert buffer.take_only_row(3, 5) is None
-    assert positions(buffer.take(3, 5)) == [3, 4]
+    assert buffer.take_only_row(3, 6) is None
+    assert positions(buffer.take(3, 6)) == [3, 4, 5]
+
+
+def test_a_row_that_comes_twice_is_not_taken_twice() -> None:
+    buffer = buffer_of((2, rows_of(2, 3)))
+    buffer.take(2, 3)
+    for _ in range(2):
+        push_from_message(buffer, 3, rows_of(3, 4))
+    assert positions(buffer.take(3, 4)) == [3]
+    assert buffer.end == 4
 
 
 def test_all_choices_get_the_prompts_rows_and_none_a_copy() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 import pytest
 
+from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.references import Delivery, ReferenceMaker
@@ -32,6 +33,7 @@ from tests.server.known import (
     encoder_of,
     output,
     positions,
+    push_from_message,
     rows_of,
 )
 
@@ -61,7 +63,7 @@ class Engine:
         cut off again."""
         self.tokens += tokens
         end = self.prompt_len + self.tokens - 1
-        self.buffer.push(self.sent, rows_of(self.sent, end - late + surplus))
+        push_from_message(self.buffer, self.sent, rows_of(self.sent, end - late + surplus))
         self.sent = self.arrived = end - late
         return output(self.prompt_len, choice(tokens, self.buffer, self.index, finish))
 
@@ -387,8 +389,10 @@ def test_what_waits_keeps_no_message_of_the_engine(histogram: bool) -> None:
         for token in range(20):
             message = rows_of(0, 100).copy()  # so that a view of it keeps it
             messages.append(weakref.ref(message))
-            first = 0 if token == 0 else token + 1
-            engine.buffer.push(first, message[first : token + 2])
+            if token == 0:
+                engine.buffer.push(0, message[:2])
+            else:
+                engine.buffer.push_from(RunRows(message[:, np.newaxis]), token + 1, token + 1)
             del message
             yield output(2, choice(1, engine.buffer, finish="stop" if token == 19 else None))
             assert sum(message() is not None for message in messages) <= 2, (
