@@ -3,8 +3,8 @@ statistics."""
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import repeat
-from operator import is_
+from itertools import groupby, repeat
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -131,20 +131,19 @@ def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArr
     body = packed[places_end:]
     for single in singles:
         body = single.write(body)
-    for rows in arrays:
-        body[: rows.size] = rows.reshape(-1)
-        body = body[rows.size :]
+    if arrays:
+        np.concatenate([rows.reshape(-1) for rows in arrays], out=body)
     return packed
 
 
 def _take_off(
     outputs: Sequence[Output],
 ) -> tuple[list[_Run], list[tuple[int, int]], list[Rows]]:
-    """The runs and places of rows that are on `outputs`, and the small arrays, which are taken
-    off."""
+    """The runs and places of rows that are on `outputs`, and the small arrays, which are taken off.
+    Arrays of one shape are a run."""
     runs = []
     places = []
-    arrays = []
+    small = []
     for index, output in enumerate(outputs):
         placed = output.routed_experts
         if placed is None:
@@ -154,15 +153,19 @@ def _take_off(
             f"actually {type(placed).__name__}"
         )
         start, rows = placed
-        places.append((index, start))
         if rows.nbytes > SMALL_ARRAY_BYTES:
             output.routed_experts = np.ascontiguousarray(rows)
             runs.append(_Run(1, _ON_OUTPUT, 0, 0))
+            places.append((index, start))
         else:
             output.routed_experts = None
-            runs.append(_Run(1, *rows.shape))
-            arrays.append(rows)
-    return runs, places, arrays
+            small.append((rows.shape, (index, start), rows))
+    small.sort(key=itemgetter(0))
+    for shape, alike in groupby(small, key=itemgetter(0)):
+        begin = len(places)
+        places += [place for _, place, _ in alike]
+        runs.append(_Run(len(places) - begin, *shape))
+    return runs, places, [rows for _, _, rows in small]
 
 
 class RunRows:

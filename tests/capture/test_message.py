@@ -127,6 +127,22 @@ def test_messages_in_slices(data: st.DataObject, slice_size: int) -> None:
         check(got, expected)
 
 
+def test_rows_of_one_shape_are_read_as_one_run() -> None:
+    """As with drafts, which bring several rows for each output: a run takes time to read."""
+    outputs, expected = message(2, 1, None, 2, 3, 1, LARGE, 2)
+    unpacker = Unpacker()
+    arriving = sent(outputs)
+    unpacker.open(arriving, 1)
+    found = list(unpacker.rows(arriving))
+    check(
+        [PlacedRows(start, run.of(place)) for _, start, run, place in found],
+        [placed for placed in expected if placed is not None],
+    )
+    runs = [id(run) for _, _, run, _ in found]
+    assert len({runs[0], runs[2], runs[6]}) == len({runs[1], runs[4]}) == 1
+    assert len(set(runs)) == 4
+
+
 def test_small_arrays_become_one_and_large_ones_are_not_copied() -> None:
     outputs, (_, large, _, _) = message(1, LARGE, None, 2)
     packed = pack(outputs)
