@@ -338,14 +338,18 @@ def test_what_cannot_be_replayed() -> None:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The group that losses are summed over."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """The group that losses are summed over. An engine that ran in this process has left one."""
+    is_left = dist.is_initialized()
+    if not is_left:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_world_size() == 1
     monkeypatch.setattr(
         "tests.clients.test_megatron_replay.GROUPS_OF_RANKS",
         dict.fromkeys(GROUPS_OF_RANKS, dist.group.WORLD),
     )
     yield
-    dist.destroy_process_group()
+    if not is_left:
+        dist.destroy_process_group()
 
 
 def plain_loss(layer: Layer, hidden: torch.Tensor, loss_type: str) -> torch.Tensor:
