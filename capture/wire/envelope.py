@@ -171,7 +171,7 @@ def _take_off(
 class RunRows:
     """The rows of the outputs of a run: [outputs, n, L, K], n of each output. Views of the message.
 
-    What waits of them is the place of an output among them: that takes less time than an array for
+    A buffer keeps the run and the output's place in it, which takes less time than an array for
     each output.
     """
 
@@ -180,8 +180,8 @@ class RunRows:
     def __init__(self, arrays: NDArray[np.int16]) -> None:
         self.arrays = arrays
         self.has_single_rows = arrays.shape[1] == 1
-        # What readers have made of all rows at once, by names of theirs: that takes less time, too.
-        self.made: dict[str, Any] = {}
+        # What readers have made of all rows at once, by keys of theirs: that takes less time, too.
+        self.made: dict[Any, Any] = {}
 
     def of(self, place: int) -> Rows:
         """The rows of an output, [n, L, K]."""
@@ -190,8 +190,8 @@ class RunRows:
 
 
 _Entry = tuple[int, RunRows | None, int]
-"""Of an output: the position of its first row, the rows of its run, and its place among those. None
-if its rows are on the output itself."""
+"""Of an output: the position of its first row, its run, and its place in that. The run is None if
+the rows are on the output itself."""
 
 
 class Unpacker:

@@ -25,7 +25,8 @@ from routed_experts.server.outputs.npy import npy_header
 LINE_BYTES = 64 << 10
 """Maximum routing text in one line of a stream: common clients reject lines of 128 KiB."""
 
-_OWN = "routed_experts"
+OWN = "routed_experts"
+"""The name of a choice's array."""
 
 _BEFORE_DATA = '{"data":"'
 _AROUND_VALUE = len('"":,')
@@ -53,12 +54,12 @@ class _EncodedRows(NamedTuple):
     unknown: frozenset[int]  # which rows are unknown in part
 
 
-class _SingleRow:
-    """A known row as a field of a JSON object, with a comma behind it: what is the same in all
-    fields of this form, and the base64 of all rows of a run."""
+class _SingleRowForm:
+    """A known row as a field of a JSON object, with a comma behind it: what is around the base64 of
+    the row, and the base64 of all rows of a run."""
 
     def __init__(self, form: WireForm) -> None:
-        name = _weights_name(_OWN) if isinstance(form, WeightsForm) else _OWN
+        name = _weights_name(OWN) if isinstance(form, WeightsForm) else OWN
         header = b""
         before = '"'
         behind = '"'
@@ -80,13 +81,12 @@ class _SingleRow:
         self.num_bytes_of_name = len(name) + _AROUND_VALUE
         self._form = form
         self._header_end = header[num_whole:]
-        self._key = f"{form.format} {form.dtype}"  # forms with the same encode a run alike
 
     def encoded(self, run: RunRows) -> _EncodedRows:
         """The rows of a run of single rows."""
-        rows = run.made.get(self._key)
+        rows = run.made.get(self)
         if rows is None:
-            rows = run.made[self._key] = self._encode(run.arrays[:, 0])
+            rows = run.made[self] = self._encode(run.arrays[:, 0])
         return rows
 
     def _encode(self, rows: Rows) -> _EncodedRows:
@@ -103,8 +103,8 @@ class _SingleRow:
         return _EncodedRows(text, data.shape[1] // 3 * 4, -(-size * 4 // 3), unknown)
 
 
-# one for all streams that look alike: it stays in the processor's cache
-_single_row_of = lru_cache(_SingleRow)
+# one for all streams of a form, which share what it makes of a message
+_single_row_of = lru_cache(_SingleRowForm)
 
 
 class Encoder:
@@ -127,7 +127,7 @@ class Encoder:
         self.counts.rows += num_rows
         self.counts.missing += missing
 
-    def named_encoders(self, name: str = "routed_experts") -> dict[str, "Encoder"]:
+    def named_encoders(self, name: str = OWN) -> dict[str, "Encoder"]:
         """The encoders of the arrays of a choice, or of those called `name`, by the arrays'
         names."""
         if self.weights is None:

@@ -62,6 +62,7 @@ class RecordedChoice(RowBuffer):
             RowBuffer.__init__(self)  # frees the rows before
 
     def push_from(self, run: RunRows, place: int, start: int) -> None:
+        """By `push`, which counts what is held."""
         self.push(start, run.of(place))
 
     def finish(self, state: RequestState, finish_reason: str) -> None:

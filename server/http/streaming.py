@@ -18,7 +18,7 @@ from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.chunks import DATA, FIRST_CHOICE, UNFINISHED, Chunk
-from routed_experts.server.http.encoding import LINE_BYTES, Encoder, joined
+from routed_experts.server.http.encoding import LINE_BYTES, OWN, Encoder, joined
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import THREADS, Delivery, count_references
 from routed_experts.server.http.seams import OWN_FIELD
@@ -40,7 +40,6 @@ T = TypeVar("T", RequestOutput, tuple[int, RequestOutput])
 Arrays = dict[str, tuple[int, list[Rows]]]
 """By the name of an array: its first position, and its rows."""
 
-_OWN = "routed_experts"
 _PROMPT = "prompt_routed_experts"
 # of lines that are sent between two pauses: a pause takes longer than to make a line
 _PAUSE_BYTES = 512 << 10
@@ -401,7 +400,7 @@ class SSERewriter:
         run, place = row
         fields = self.encoder.single_row(run, place, position)
         if fields is None:
-            fields = self.encoder.fields(_OWN, run.of(place), position)
+            fields = self.encoder.fields(OWN, run.of(place), position)
         self._refuse_too_many_bytes()
         rest = self._without_own_field(event[begin:])
         return f"{event[:begin]}{fields}{rest}"
@@ -419,7 +418,7 @@ class SSERewriter:
         if due is None:
             yield chunk.text
             return
-        arrays: Arrays = {_OWN: (choice.next_row - num_rows(due.rows), due.rows)}
+        arrays: Arrays = {OWN: (choice.next_row - num_rows(due.rows), due.rows)}
         if due.prompt_rows is not None:
             arrays[_PROMPT] = self._options.prompt_start, due.prompt_rows
         if due.is_last and self._options.by_reference:
@@ -550,7 +549,7 @@ class SSERewriter:
     async def _references(self, choice: Choice, arrays: Arrays) -> dict[str, Any]:
         num_bytes = sum(part.nbytes for _, parts in arrays.values() for part in parts)
         named = [
-            (name, choice.index if name == _OWN else None, start, rows)
+            (name, choice.index if name == OWN else None, start, rows)
             for name, (start, rows) in arrays.items()
         ]
         made, _ = await self._delivery.run(

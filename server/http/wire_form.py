@@ -214,6 +214,7 @@ class WeightsForm(WireForm):
         return _FLOAT_TEXT_BYTES
 
     def single_rows(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """A weight that a router gave as NaN counts as unknown here."""
         weights = weights_of(rows).reshape(len(rows), -1)
         is_unknown = np.asarray(np.isnan(weights).any(axis=1))
         return np.ascontiguousarray(weights), is_unknown

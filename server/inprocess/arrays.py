@@ -108,6 +108,11 @@ class ArrayBuffer(RowBuffer):
         self._kind = kind
         self._num_tokens = 0
 
+    @property
+    def is_stored_at_end(self) -> bool:
+        """Whether its request asks for references."""
+        return self._store is not None
+
     def arrays_of(self, choice: CompletionOutput) -> tuple[Array | ArrayReference | None, Any]:
         """The arrays for an output, and their weights: with `DELTA`, the rows that became known
         with its tokens; otherwise all rows of a finished choice. None before the end, and for a
@@ -178,6 +183,19 @@ def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReferenc
     if stored.url is not None:
         where = {"uri": stored.place, "url": stored.url}
     return ArrayReference(stored.reference(layers_first, start, missing, part="joined", **where))
+
+
+def _is_to_be_stored(output: Any) -> bool:
+    """Whether an output has a choice that has ended and gets references. Other choices of its
+    request get references too, and nothing is taken of those that go on."""
+    if not isinstance(output, RequestOutput):
+        return False
+    return any(
+        choice.finish_reason is not None
+        and isinstance(choice.routed_experts, ArrayBuffer)
+        and choice.routed_experts.is_stored_at_end
+        for choice in output.outputs
+    )
 
 
 class ArrayCollector(RequestOutputCollector):
@@ -342,12 +360,12 @@ class InProcessCapture:
         return self._store
 
     def fill_soon(self, output: Any) -> asyncio.Future[Any] | None:
-        """As `fill`: at once, or in the store's thread, where arrays of a choice that has ended may
-        be stored."""
-        has_ended = isinstance(output, RequestOutput) and any(
-            choice.finish_reason for choice in output.outputs
-        )
-        if self._store is not None and has_ended:
+        """As `fill`: at once, or in the store's thread if an array is to be stored.
+
+        What is not stored may not be taken there: the event loop gives rows to a choice that goes
+        on, and an output may have one beside a choice that has ended.
+        """
+        if self._store is not None and _is_to_be_stored(output):
             return asyncio.wrap_future(self._store.writer.submit(self.fill, output))
         self.fill(output)
         return None

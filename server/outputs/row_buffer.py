@@ -63,7 +63,7 @@ class RowBuffer:
         # prompt rows from other choices, until the first own row
         self._offers: dict[str, RowBuffer] = {}
         self._arrays: list[Rows] = []  # contiguous and not empty
-        # in place of `_arrays`, while nothing else waits: a row by its place in a message
+        # in place of `_arrays`, while nothing else waits: a row by its run and its place in that
         self._only_row: tuple[RunRows, int] | None = None
         self._first = -1  # position of the first row; -1 at first
         # after the last row that has arrived, without prompts from other choices; -1 at first
@@ -134,7 +134,7 @@ class RowBuffer:
         self._arrays.append(rows)
 
     def _unfold(self) -> None:
-        """Makes an array of a row that waits by its place in a message."""
+        """Makes an array of a row that waits by its place in a run."""
         if self._only_row is not None:
             run, place = self._only_row
             self._only_row = None
@@ -181,8 +181,8 @@ class RowBuffer:
         return taken
 
     def take_only_row(self, first: int, end: int) -> tuple[RunRows, int] | None:
-        """Takes the row at position `first` by its place in a message, if that is all that waits, and
-        `end` follows it. Otherwise None, and nothing is taken: as `take`, in less time."""
+        """As `take`, in less time, for a row at position `first` that is all that waits, if `end` is
+        the position after it: its run and its place in that. Otherwise None, and nothing is taken."""
         row = self._only_row
         if row is None or self._first != first or not self.end == end == first + 1:
             return None

@@ -45,7 +45,7 @@ from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.capture.worker.worker import WorkerCapture
 from routed_experts.protocol.fetch import ArrayReference, FetchError
 from routed_experts.server.http import entry_point
-from routed_experts.server.inprocess.arrays import ArrayBuffer, ArrayForm
+from routed_experts.server.inprocess.arrays import ArrayBuffer, ArrayForm, InProcessCapture
 from routed_experts.server.outputs.array_store import ArrayStore
 from tests.contract.engine import BLOCK, NUM_BLOCKS, K, no_collections
 from tests.contract.served import DECODER_LAYERS, InProcessClient, ServedExecutor, every_layer_of
@@ -250,6 +250,58 @@ def test_ids_are_not_kept_in_a_store_without_their_weights(llm: LLM, tmp_path: P
     assert [array.shape for array in arrays] == [(1, DECODER_LAYERS, 2)] * 2
     assert not any(isinstance(array, ArrayReference) for array in arrays)
     assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_a_thread_takes_no_rows_of_a_choice_that_goes_on(
+    llm: LLM, tmp_path: Path, by_reference: bool
+) -> None:
+    """The event loop gives it more meanwhile. vLLM puts it into one output with a choice that has
+    ended, where a program reads slowly."""
+    form = ArrayForm(llm.model_config)
+    form.learn({"num_layers": DECODER_LAYERS, "top_k": 2, "layer_ids": [*range(DECODER_LAYERS)]})
+    takers: dict[str, int] = {}
+
+    class Buffer(ArrayBuffer):
+        def take(self, *args: Any) -> Any:
+            takers[self._request_id] = get_ident()
+            return super().take(*args)
+
+    every = InProcessCapture.__new__(InProcessCapture)  # without an engine
+    every.form = form
+    every._store = ArrayStore(tmp_path / "store", 1 << 20)  # another request asked for references
+
+    def choice(index: int, name: str, finish: str | None) -> CompletionOutput:
+        buffer = Buffer(
+            form,
+            name,
+            start=0,
+            prompt_len=1,
+            kind=RequestOutputKind.DELTA,
+            store=every._store if by_reference else None,
+        )
+        buffer.push(0, np.zeros((1, *form.shape), dtype=np.int16))
+        made = CompletionOutput(index, "", [1], None, None, finish_reason=finish)
+        made.routed_experts = buffer
+        return made
+
+    async def fill() -> RequestOutput:
+        choices = [choice(0, "ended", "stop"), choice(1, "goes on", None)]
+        output = RequestOutput("r", None, [1], None, choices, finished=False)
+        filling = every.fill_soon(output)
+        assert (filling is not None) == by_reference
+        if filling is not None:
+            await filling
+        return output
+
+    output = asyncio.run(fill())
+    if by_reference:
+        assert takers.keys() == {"ended"}
+        assert takers["ended"] != get_ident()
+        assert isinstance(output.outputs[0].routed_experts, ArrayReference)
+    else:
+        assert takers == {"ended": get_ident(), "goes on": get_ident()}
+        assert [len(one.routed_experts) for one in output.outputs] == [1, 1]
 
 
 @pytest.mark.skipif(
