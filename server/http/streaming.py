@@ -326,9 +326,9 @@ class SSERewriter:
                 if at_end and UNFINISHED in event:  # as with most chunks
                     yield self._without_own_field(event)
                     continue
-                rewritten = self._with_only_row(event)
-                if rewritten is not None:  # as with most chunks
-                    yield rewritten
+                text = self._with_only_row(event)
+                if text is not None:  # as with most chunks
+                    yield text
                     continue
                 chunk = Chunk(self._without_own_field(event))
                 choice = self._due.choice_of(chunk)

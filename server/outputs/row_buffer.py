@@ -88,12 +88,7 @@ class RowBuffer:
 
     def push_from(self, run: RunRows, place: int, start: int) -> None:
         """As `push`, for the rows of an output of a message."""
-        if (
-            start == self.end
-            and self._only_row is None
-            and not self._arrays
-            and run.has_single_rows
-        ):
+        if run.has_single_rows and start == self.end == self._first:  # nothing waits
             self._only_row = run, place
             self.end = start + 1
         else:
@@ -184,7 +179,7 @@ class RowBuffer:
         """As `take`, in less time, for a row at position `first` that is all that waits, if `end` is
         the position after it: its run and its place in that. Otherwise None, and nothing is taken."""
         row = self._only_row
-        if row is None or self._first != first or not self.end == end == first + 1:
+        if row is None or self._first != first or self.end != end:
             return None
         self._only_row = None
         self._first = end

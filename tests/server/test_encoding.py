@@ -143,6 +143,35 @@ def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32"])
+@pytest.mark.parametrize("layers", ["moe", "all"])
+def test_one_row_is_that_of_the_codec(dtype: Any, layers: str) -> None:
+    shape = SHAPES[0]
+    rows = rows_of(1, shape, unknown=False)
+    of_255 = rows.copy()
+    of_255[0, -1, -1] = 255  # its byte is that of -1
+    for row in (rows, of_255):
+        own = encoder("object", dtype, (*shape[:2], 256), layers)
+        fields = own.fields("rows", row, 7)
+        sent = spread(row) if layers == "all" else row
+        expected = encode(sent, fmt="object", dtype=dtype, start=7)
+        assert orjson.loads(f"{{{fields[:-1]}}}") == {"rows": expected}
+        assert own.counts.rows == 1
+    unknown = np.full_like(rows, -1)
+    if dtype == "uint8":
+        with pytest.raises(LostRowsError):
+            encoder("object", dtype, shape, layers).fields("rows", unknown, 7)
+
+
+def test_a_row_of_which_one_id_is_unknown_is_told_from_one_with_255() -> None:
+    ids = np.full((1, 2, 2), 255, dtype=np.int16)
+    own = Encoder(WireForm(ids_shape=(2, 2), num_experts=256))
+    assert '"missing":0' in own.fields("rows", ids, 7)
+    ids[0, 1, 0] = -1
+    assert '"missing":1' in own.fields("rows", ids, 7)
+    assert own.counts.missing == 1
+
+
 def run_of(rows: np.ndarray) -> RunRows:
     """Single rows beside each other in a message, which begins at an odd address there."""
     data = b"x" + rows.tobytes()
@@ -232,9 +261,6 @@ def test_what_has_to_be_converted_goes_the_general_way(fmt: Any, dtype: Any, lay
     own = encoder(fmt, dtype, SHAPES[0], layers)
     assert own.single_row(run_of(rows), 0, 7) is None
     assert own.counts.rows == 0
-    sent = spread(rows) if layers == "all" else rows
-    expected = encode(sent, fmt=fmt, dtype=dtype, start=7)
-    assert orjson.loads(f"{{{own.fields('rows', rows, 7)[:-1]}}}") == {"rows": expected}
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
