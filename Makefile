@@ -130,7 +130,7 @@ check: setup
 	$(BIN)/ruff check $(CODE)
 	@# No more than five arguments by position. The rule is not final in ruff; nothing else of its preview is wanted.
 	$(BIN)/ruff check --preview --select PLR0917 server capture protocol
-	@mkdir -p $(VENV)/src/routed_experts && ln -sfn $(CURDIR)/server $(CURDIR)/capture $(CURDIR)/protocol $(CURDIR)/protocol/package/*.py $(VENV)/src/routed_experts/
+	@mkdir -p $(VENV)/src/routed_experts && ln -sfn $(CURDIR)/server $(CURDIR)/capture $(CURDIR)/protocol $(CURDIR)/protocol/package/*.py $(CURDIR)/protocol/package/replay $(VENV)/src/routed_experts/
 	MYPYPATH=$(VENV)/src $(BIN)/mypy
 	$(BIN)/python -m tests.openapi --check openapi.yaml
 

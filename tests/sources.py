@@ -11,11 +11,17 @@ PATHS = [
     for folder in ("protocol", "capture", "server")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
-MODULES = {
-    "routed_experts."
-    + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in PATHS
-}
+
+
+def _module(path: Path) -> str:
+    """Its name, installed."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[:2] == ("protocol", "package"):
+        parts = parts[2:]
+    return ".".join(("routed_experts", *parts)).removesuffix(".__init__")
+
+
+MODULES = {_module(path): path for path in PATHS}
 
 
 @cache

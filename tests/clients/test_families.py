@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from routed_experts import replay
 from routed_experts.replay import ReplayError, replayed
+from routed_experts.replay.finding import routers_of
 from tests.clients import families
 from tests.clients.families import BEGIN, END, EXPERTS, REFUSED, TOP_K
 from tests.clients.test_replay import ByHand, check_same
@@ -83,7 +83,7 @@ def test_a_family_that_is_replayed(family: str) -> None:
     assert not torch.allclose(expected[0], live, rtol=1e-3)
     with replayed(model, rows):
         check_same(step(model), expected)
-    routers = [name for name, _, _ in replay._routers(model)]
+    routers = [name for name, _, _ in routers_of(model)]
     for router in routers[:1]:
         of_router = [grad for name, grad in expected[1].items() if name.startswith(f"{router}.")]
         assert any(grad.abs().max() > 0 for grad in of_router)
@@ -93,7 +93,7 @@ def test_a_family_that_is_replayed(family: str) -> None:
 def test_a_family_that_is_refused(family: str) -> None:
     model = families.tiny_model(family)
     _, message = REFUSED[family]
-    num_layers = len({layer for _, layer, _ in replay._routers(model)})
+    num_layers = len({layer for _, layer, _ in routers_of(model)})
     top_k = families.OPTIONS.get(family, {}).get("num_experts_per_tok", TOP_K)
     rows = random_rows(num_layers, EXPERTS)[..., :top_k]
     with pytest.raises(ReplayError, match=message), replayed(model, rows):

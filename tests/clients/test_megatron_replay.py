@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from routed_experts.protocol.collect import Routing
 from routed_experts.protocol.ranks import stage_layers
-from routed_experts.replay import _AUXILIARY_LOSSES, MegatronReplay, ReplayError
+from routed_experts.replay import MegatronReplay, ReplayError
+from routed_experts.replay.megatron import _AUXILIARY_LOSSES
 from tests.clients.test_replay import CHECKPOINTING, ByHand
 from tests.protocol.answers import rows_of
 

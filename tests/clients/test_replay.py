@@ -25,9 +25,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
 
-from routed_experts import replay
 from routed_experts.protocol.collect import Routing
 from routed_experts.replay import ReplayError, replayed
+from routed_experts.replay.formulas import Formula
+from routed_experts.replay.replacing import _replaying
 from tests.clients.test_collect import ROOT, run_example
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import Server, prompt_of
@@ -693,7 +694,7 @@ def test_two_experts_that_the_router_would_never_choose(
 @pytest.mark.parametrize("score", ["softmax", "sqrtsoftplus"])
 @pytest.mark.parametrize("logit", [-85.0, -95.0, -103.0, -200.0])
 def test_gradients_of_scores_of_almost_nothing(score: str, logit: float) -> None:
-    formula = replay._Formula(score, 0.0, 1.0, in_logits_dtype=False)
+    formula = Formula(score, 0.0, 1.0, in_logits_dtype=False)
     logits = torch.tensor([[0.0, logit, logit - 0.5, -1.0]])
     ids = torch.tensor([[1, 2]])
     gradient, _ = formula.gradients(torch.tensor([[1.0, 0.0]]), logits, ids, None)
@@ -766,13 +767,13 @@ def with_another_forward(model: Any, change: Callable[..., Any]) -> Iterator[Non
     original = router.forward
     for layer in model.model.layers:
         layer.mlp.gate.weight.data *= 50  # far from equal weights
-    replay._replaying.cache_clear()
+    _replaying.cache_clear()
     router.forward = lambda self, hidden: change(*original(self, hidden))
     try:
         yield
     finally:
         router.forward = original
-        replay._replaying.cache_clear()
+        _replaying.cache_clear()
 
 
 def test_a_version_that_returns_probabilities_for_logits(load: Callable[..., Any]) -> None:

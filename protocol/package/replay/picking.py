@@ -1,0 +1,268 @@
+"""Which formula a router has: the one that gives its own weights in a forward pass."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from routed_experts.replay.errors import ReplayError
+from routed_experts.replay.formulas import FORMULAS, SCORES, Formula
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+
+
+TOLERANCE_IN_16_BITS = 0.02
+
+
+@dataclass(eq=False)
+class Candidates:
+    """Formulas that may be those of a class of routers, by their places in `FORMULAS`."""
+
+    trusted: list[int]
+    """Those with the function that the code names, if it names a single one. If one of them is
+    exact, the others are not tried."""
+    untrusted: list[int]
+    sure: list[int] = field(default_factory=list)
+    """Those that other routers of the class surely have. They decide where several are exact."""
+
+
+def candidates_of(router: Any) -> Candidates:
+    """Numbers of the router are read, but no tensors, which may be offloaded."""
+    names, constants = _named_in_code(type(router))
+    numbers = _numbers_of(router)
+    epsilons = [number for number in (*constants, *numbers.values()) if 0 < number <= 1e-3]
+    formulas = [
+        Formula(score, epsilon, scale, in_logits_dtype)
+        for score in sorted(SCORES, key=lambda score: SCORES[score] not in names)
+        for epsilon in dict.fromkeys((*epsilons, 0.0, None))
+        for scale in dict.fromkeys((*_scales(numbers), 1.0))
+        for in_logits_dtype in (False, True)
+    ]
+    FORMULAS.extend(formula for formula in formulas if formula not in FORMULAS)
+    places = [FORMULAS.index(formula) for formula in formulas]
+    num_trusted = _num_trusted(formulas, names)
+    return Candidates(trusted=places[:num_trusted], untrusted=places[num_trusted:])
+
+
+def _numbers_of(router: Any) -> dict[str, float]:
+    """A router's attributes that are numbers."""
+    return {
+        name: float(value)
+        for name, value in vars(router).items()
+        if isinstance(value, float | int) and not isinstance(value, bool)
+    }
+
+
+def _scales(numbers: dict[str, float]) -> list[float]:
+    """What weights may be multiplied by."""
+    scales = [number for name, number in numbers.items() if "scal" in name]
+    if "top_k" in numbers:
+        scales.append(1 / numbers["top_k"])
+    return scales
+
+
+def _num_trusted(formulas: Sequence[Formula], names: set[str]) -> int:
+    """How many of `formulas` have the function that the code names, if it names a single one. They
+    come first."""
+    if len(names & set(SCORES.values())) != 1:
+        return 0
+    return sum(SCORES[formula.score] in names for formula in formulas)
+
+
+def _named_in_code(of: type[Module]) -> tuple[set[str], list[float]]:
+    """Names and constants in the methods of a class."""
+    names: set[str] = set()
+    constants: list[float] = []
+    for base in of.__mro__:
+        if base.__module__.startswith("torch."):
+            break
+        for method in vars(base).values():
+            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+            if code is not None:
+                names.update(code.co_names)
+                constants += [value for value in code.co_consts if isinstance(value, float)]
+    return names, constants
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The formula of a router.
+
+    Attributes:
+        place: in `FORMULAS`.
+        is_alone: no other formula that was tried is as good, but those that give equal weights
+            for any logits, save for rounding.
+        error: the largest difference of the router's own weights.
+    """
+
+    place: int
+    is_alone: bool
+    error: float
+
+
+def pick(
+    name: str, own: Sequence[Tensor], ids: Tensor, factor: Tensor | None, candidates: Candidates
+) -> Picked:
+    """The formula that computes a router's own weights best. It looks at the device for each that
+    it tries.
+
+    Args:
+        own: logits, weights and ids of the router.
+        ids: those of the rows.
+        candidates: a formula that a router surely has is added to `candidates.sure`.
+
+    Raises:
+        ReplayError: no formula computes these weights, or several do that are not the same for the
+            rows.
+    """
+    logits, weights, _ = own
+    errors = _errors_of_candidates(candidates, own, factor)
+    least = min(errors.values())
+    if least > tolerance_of(logits, weights):
+        raise ReplayError(
+            f"{name} computes weights in another way than is known, and cannot be replayed"
+        )
+    best = [place for place, error in errors.items() if error == least]
+    picked = _first_sure(best, candidates)
+    others = [place for place in best if place != picked]
+    unlike = [place for place in others if not are_equal(picked, place, logits.dtype)]
+    if picked not in candidates.sure:
+        # Of trusted formulas that are equal, the first is the one in the code.
+        doubtful = unlike if picked in candidates.trusted else others
+        _check_doubt(name, own, ids, factor, picked=picked, doubtful=doubtful)
+        if least == 0 and not unlike:
+            candidates.sure.append(picked)
+    return Picked(picked, is_alone=not unlike, error=least)
+
+
+def _errors_of_candidates(
+    candidates: Candidates, own: Sequence[Tensor], factor: Tensor | None
+) -> dict[int, float]:
+    """The errors of trusted formulas, and if none of them is exact, those of all."""
+    errors = _errors_of(candidates.trusted, own, factor)
+    if 0 not in errors.values():
+        errors |= _errors_of(candidates.untrusted, own, factor)
+    return errors
+
+
+def _first_sure(best: Sequence[int], candidates: Candidates) -> int:
+    """Which of the formulas that are as good is taken.
+
+    A formula that is worse by one rounding is not among them: that tells a softmax from one that is
+    normalised where the chosen experts have nearly all of the probability. Several are as good where
+    these experts have all of it, or where no token counts.
+    """
+    for place in best:
+        if place in candidates.sure:
+            return place
+    return best[0]
+
+
+def _check_doubt(
+    name: str,
+    own: Sequence[Tensor],
+    ids: Tensor,
+    factor: Tensor | None,
+    *,
+    picked: int,
+    doubtful: Sequence[int],
+) -> None:
+    """Refuses the rows `ids` if a doubtful formula gives them other weights or gradients than the
+    picked one."""
+    logits, weights, _ = own
+    formula = FORMULAS[picked]
+    others = [FORMULAS[place] for place in doubtful]
+    tolerance = tolerance_of(logits, weights)
+    if _are_unlike(formula, others, logits, ids, factor, tolerance=tolerance):
+        raise ReplayError(
+            f"the weights of {name} fit several formulas in this forward pass, and cannot be replayed: "
+            "its scores, or its experts, are all the same, or the chosen experts have all of the probability. "
+            "Give the router random weights, or train it without rows until its scores differ"
+        )
+
+
+def _errors_of(
+    places: Sequence[int], own: Sequence[Tensor], factor: Tensor | None
+) -> dict[int, float]:
+    """The largest difference of a router's own weights from those of each formula."""
+    logits, weights, own_ids = own
+    errors: dict[int, float] = {}
+    for place in places:
+        formula = FORMULAS[place]
+        if formula.in_logits_dtype and logits.dtype == torch.float32:
+            continue  # as the one in float32
+        computed = formula.weigh(logits, own_ids, factor).to(weights.dtype)
+        errors[place] = float(difference(computed, weights))
+    return errors
+
+
+@cache
+def are_equal(place: int, other: int, dtype: torch.dtype) -> bool:
+    """Whether two formulas give equal weights and gradients for any logits of a type, save for
+    rounding, as of those that add 0 or 1e-20. On the host, without a look at the device."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 16, generator=generator, device="cpu").to(dtype)
+    ids = torch.rand(64, 16, generator=generator, device="cpu").argsort(dim=-1)[:, :4]
+    formula = FORMULAS[place]
+    others = [FORMULAS[other]]
+    return not _are_unlike(formula, others, logits, ids, None, tolerance=tolerance_of(logits))
+
+
+def tolerance_of(*tensors: Tensor) -> float:
+    """The largest difference that rounding makes of weights that are computed from these."""
+    return max(TOLERANCE.get(tensor.dtype, TOLERANCE_IN_16_BITS) for tensor in tensors)
+
+
+def _are_unlike(
+    formula: Formula,
+    others: Sequence[Formula],
+    logits: Tensor,
+    ids: Tensor,
+    factor: Tensor | None,
+    *,
+    tolerance: float,
+) -> bool:
+    """Whether another formula gives the experts `ids` other weights than `formula` does, or the
+    logits other gradients: of equal logits, softmax and sigmoid can give equal weights, but
+    sigmoid half the gradient. Gradients of `factor` are like the weights."""
+    if not others:
+        return False
+    weights = formula.weigh(logits, ids, factor)
+    # a generator of its own, on the host: the random state of training stays as it is
+    generator = torch.Generator().manual_seed(0)
+    of_weights = torch.randn(weights.shape, generator=generator, device="cpu").to(weights.device)
+    gradient, _ = formula.gradients(of_weights, logits, ids, factor)
+    # Of a single weight that is normalised, the gradient is 0 but for rounding; of probabilities
+    # that are almost 0, it is large.
+    size_of_weights = weights.abs().amax(dim=-1) * of_weights.abs().amax(dim=-1)
+    scale = torch.maximum(size_of_weights, gradient.abs().amax(dim=-1))
+    for other in others:
+        if difference(other.weigh(logits, ids, factor), weights) > tolerance:
+            return True
+        other_gradient, _ = other.gradients(of_weights, logits, ids, factor)
+        if difference(other_gradient, gradient, scale) > tolerance:
+            return True
+    return False
+
+
+def difference(computed: Tensor, expected: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The largest one, 0-d on the device, relative to the `scale` of a token, or to the largest
+    value that is expected. Tokens with NaN have none."""
+    expected = expected.float()
+    if not expected.numel():
+        return expected.new_zeros(())
+    apart = _largest(computed.float() - expected)
+    size = _largest(expected)
+    apart /= (size if scale is None else scale).clamp(min=1e-30)
+    return apart.nan_to_num_(nan=float("inf")).masked_fill_(size.isnan(), 0).amax()
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest size of each row, by one operator; NaN if one is NaN."""
+    size: Tensor = torch.linalg.vector_norm(values, ord=float("inf"), dim=-1)
+    return size
