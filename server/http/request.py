@@ -4,7 +4,7 @@ engine."""
 import os
 import secrets
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -26,6 +26,7 @@ from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
 from routed_experts.protocol.input_fields import FieldsOfInput, InputFields
 from routed_experts.protocol.models import (
     OPT_IN,
+    PREFIXES,
     PROMPT_START,
     FieldError,
     RoutingFields,
@@ -36,7 +37,6 @@ from routed_experts.protocol.models import (
 from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput
 from routed_experts.server.http import long_body
 from routed_experts.server.http.connection import Connection
-from routed_experts.server.http.misplaced import misplaced_fields
 from routed_experts.server.http.vllm_http import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -53,6 +53,10 @@ ENDPOINTS = (
     "/v1/completions, /v1/chat/completions or, with --enable-scale-out, /inference/v1/generate"
 )
 _EXTRA_BODY = "extra_body"
+_SAMPLING_PARAMS = "sampling_params"
+_EXTRA_ARGS = "extra_args"
+_WITH_FIELDS = (_SAMPLING_PARAMS, _EXTRA_ARGS, "vllm_xargs")
+"""Objects of a request in which clients put more fields for vLLM."""
 _MESSAGE_INTEGERS = {"top_k", "stream_interval"}
 """Integers that vLLM sends to its engine unchecked, with at most so many bits:"""
 _MESSAGE_BITS = 63
@@ -353,7 +357,7 @@ def _check_places(body: Mapping[str, Any], *vllms: str) -> Mapping[str, Any]:
             parameter=_EXTRA_BODY,
         )
     for place, name in misplaced_fields(body):
-        if place == "sampling_params" and name in vllms:
+        if place == _SAMPLING_PARAMS and name in vllms:
             continue
         try:
             check_names([name])
@@ -363,8 +367,20 @@ def _check_places(body: Mapping[str, Any], *vllms: str) -> Mapping[str, Any]:
             f"{name} belongs at the top level of the request, not in {place}",
             parameter=f"{place}.{name}",
         )
-    params = body.get("sampling_params")
+    params = body.get(_SAMPLING_PARAMS)
     return params if isinstance(params, dict) else {}
+
+
+def misplaced_fields(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The place of each routing field below the top level of `body`, such as `vllm_xargs`, and its
+    name. Only the objects in which clients put more fields are looked into."""
+    objects = {place: body.get(place) for place in _WITH_FIELDS}
+    params = body.get(_SAMPLING_PARAMS)
+    if isinstance(params, dict):
+        objects[f"{_SAMPLING_PARAMS}.{_EXTRA_ARGS}"] = params.get(_EXTRA_ARGS)
+    for place, fields in objects.items():
+        if isinstance(fields, dict):
+            yield from ((place, name) for name in fields if name.startswith(PREFIXES))
 
 
 def _parse(
