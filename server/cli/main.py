@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.cli.console import CommandError, Parser, complain, say
-from routed_experts.server.cli.signals import stop_on_signals
+from routed_experts.server.cli.signals import EndedError, end_on_signals, stop_on_signals
 
 NO_VLLM = (
     "vLLM is not installed: install this package with the extra for GPUs (pip install '.[cuda]') "
@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:]
         if argv[:1] == ["serve"]:
             stop_on_signals()
+        else:
+            end_on_signals()
     try:
         try:
             return run(argv)
@@ -46,11 +48,12 @@ def main(argv: list[str] | None = None) -> int:
             _flush()
     except CommandError as error:
         return complain(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         complain("interrupted.")
+        status = error.status if isinstance(error, EndedError) else INTERRUPTED
         if is_command:
-            os._exit(INTERRUPTED)  # the interpreter's own end takes seconds once torch is loaded
-        return INTERRUPTED
+            os._exit(status)  # the interpreter's own end takes seconds once torch is loaded
+        return status
     except BrokenPipeError:
         return NO_READER
 

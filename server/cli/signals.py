@@ -1,4 +1,4 @@
-"""The signals that stop `routed-experts serve`."""
+"""The signals that stop `routed-experts serve`, and those that end its other commands."""
 
 import atexit
 import gc
@@ -7,9 +7,31 @@ import signal
 import sys
 import threading
 from multiprocessing import resource_tracker
+from typing import NoReturn
 
 ENDED_AT_ONCE = 130
 """Exit status after a second Ctrl-C: the one of shells for SIGINT."""
+
+
+class EndedError(KeyboardInterrupt):
+    """A signal ends a command. `status` is its exit status: the one of shells for the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.status = 128 + number
+
+
+def end_on_signals() -> None:
+    """Makes SIGTERM and SIGHUP end a command as Ctrl-C does: it removes its unfinished files. What
+    is ignored stays so, as SIGHUP under `nohup`."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    raise EndedError(number)
 
 
 def stop_on_signals() -> None:

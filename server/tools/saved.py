@@ -141,10 +141,10 @@ def atomic_file(output: Path, flag: str) -> Iterator[Path]:
     if output.exists() and not output.is_file():  # a folder, or a device
         raise CommandError(f"{flag} {output} is not a file.")
     try:
-        path.touch()
-    except OSError as error:
-        raise CommandError(f"{flag} {output} cannot be written: {error.strerror}.") from error
-    try:
+        try:
+            path.touch()
+        except OSError as error:
+            raise CommandError(f"{flag} {output} cannot be written: {error.strerror}.") from error
         yield path
         path.replace(output)
     finally:
