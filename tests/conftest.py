@@ -4,7 +4,7 @@ the most."""
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from routed_experts.server.http.seams import HAS_SCALE_OUT_FLAG
 from tests.documentation import run_by
 from tests.e2e.harness import ASYNC, ONE_PROCESS, SMALL_KV, Oracle, Server, serving
 from tests.long_runs import CASES
+from tests.programs import fork_server
 
 VLLM_PORT = 8000
 LONG_LIMIT_S = 2 * 3600
@@ -63,6 +64,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group_of(nodeid)
 
     return Groups(config, log) if config.getvalue("dist") in ("loadfile", "loadgroup") else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    running = ExitStack()
+    running.enter_context(fork_server())
+    config.add_cleanup(running.close)
 
 
 def _hide_attributes_that_llvmlite_makes_up() -> None:

@@ -4,8 +4,6 @@ written."""
 import asyncio
 import csv
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from openai import AsyncOpenAI, BadRequestError
 from routed_experts.protocol.batch import verify
 from routed_experts.protocol.collect import Routing, collect_async
 from routed_experts.server.cli.main import main
+from tests import programs
 from tests.e2e.harness import Oracle, Server
 
 pytestmark = pytest.mark.e2e
@@ -77,10 +76,7 @@ def test_the_same_export_twice(server: Server, tmp_path: Path) -> None:
 
 def run_example(name: str, *args: str) -> str:
     """What `examples/name` prints."""
-    command = [sys.executable, str(ROOT / "examples" / name), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return programs.run([str(ROOT / "examples" / name), *args], check=True).stdout
 
 
 def test_the_examples(server: Server) -> None:

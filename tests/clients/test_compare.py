@@ -2,8 +2,6 @@
 running server."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,9 @@ from routed_experts.server.cli.main import main
 from routed_experts.server.tools import running
 from routed_experts.server.tools.differences import LayerCount
 from routed_experts.server.tools.reference import Reference
+from tests import programs
 from tests.clients.test_replay import last_layer_on_disk
-from tests.e2e.harness import Oracle, Server, free_port, prompt_of
+from tests.e2e.harness import OURS, Oracle, Server, free_port, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
 from tests.protocol.forms import encode
 
@@ -395,18 +394,9 @@ def test_a_model_whose_routers_say_nothing(
 def test_a_running_server(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Which experts?\n\nAnd why?\n")
-    command = [
-        sys.executable,
-        "-m",
-        "routed_experts.server.cli",
-        "compare",
-        str(server.model),
-        "--url",
-        server.url,
-    ]
+    command = ["-m", OURS, "compare", str(server.model), "--url", server.url]
     command += ["--prompts", str(prompts), "--max-tokens", "10", "--logprobs", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = programs.run(command, check=True)
     findings = json.loads(done.stdout)
     assert (findings["answers"], findings["missing_rows"]) == (2, 0)
     assert findings["total"]["other_rows"] == 0

@@ -5,7 +5,6 @@
 
 import gc
 import re
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from routed_experts.protocol.collect import Routing
 from routed_experts.replay import ReplayError, replayed
 from routed_experts.replay.formulas import Formula
 from routed_experts.replay.replacing import _replaying
+from tests import programs
 from tests.clients.test_collect import ROOT, run_example
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import Server, prompt_of
@@ -1207,8 +1207,7 @@ def test_the_example(tiny_model: Path, tmp_path: Path) -> None:
 @pytest.mark.e2e
 def test_the_example_refuses_a_model_of_another_type(server: Server) -> None:
     """Else rounding alone would tell more than replay."""
-    command = [sys.executable, str(ROOT / "examples/replay.py"), str(server.model)]
-    command += ["--url", server.url, "--dtype", "bfloat16"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [str(ROOT / "examples/replay.py"), str(server.model)]
+    done = programs.run([*command, "--url", server.url, "--dtype", "bfloat16"])
     assert done.returncode == 2
     assert "the server's model is in float32: start it with --dtype bfloat16" in done.stderr

@@ -5,7 +5,6 @@ import asyncio
 import gc
 import itertools
 import pickle
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import closing
@@ -47,6 +46,7 @@ from routed_experts.protocol.fetch import ArrayReference, FetchError
 from routed_experts.server.http import entry_point
 from routed_experts.server.inprocess.arrays import ArrayBuffer, ArrayForm, InProcessCapture
 from routed_experts.server.outputs.array_store import ArrayStore
+from tests import programs
 from tests.contract.engine import BLOCK, NUM_BLOCKS, K, no_collections
 from tests.contract.served import DECODER_LAYERS, InProcessClient, ServedExecutor, every_layer_of
 from tests.e2e.harness import prompt_of
@@ -822,11 +822,7 @@ for name, program in eval(sys.argv[2]).items():
 
 def test_programs_in_processes_of_their_own(tiny_model: Path) -> None:
     """Forks of one that has imported vLLM, which takes longer than all the rest."""
-    command = [sys.executable, "-c", GIVEN + FORK, str(tiny_model), repr(PROGRAMS)]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout
+    done = programs.run(["-c", GIVEN + FORK, str(tiny_model), repr(PROGRAMS)], check=True)
     first = done.stdout.split("---- ")[1]
     (said,) = [line for line in first.splitlines() if "routed-experts-server" in line]
     assert "INFO" in said

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from routed_experts.capture.engine.versions import INSTALLED_VLLM
 from routed_experts.protocol.fetch import fetch
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 420
@@ -101,7 +102,7 @@ class Server:
 
     model: Path
     url: str
-    process: subprocess.Popen[bytes]
+    process: programs.Process
     log: Path
 
     def client(self) -> httpx.Client:
@@ -239,17 +240,18 @@ def start(
     *flags: str,
     env: Mapping[str, str] | None = None,
     module: str = OURS,
+    as_users_do: bool = False,
     python: str = sys.executable,
-) -> subprocess.Popen[bytes]:
+) -> programs.Process:
     """`routed-experts serve`, or that of another `module`, in a process group of its own."""
     assert {"--port", "--uds", "--headless"} & {*flags}, (
         "on vLLM's default port may be a server that is no test's"
     )
-    command = [python, "-m", module, "serve", str(model), "--served-model-name", "tiny", *flags]
+    arguments = ["-m", module, "serve", str(model), "--served-model-name", "tiny", *flags]
     every = {**os.environ, **FULL_PRECISION, **(env or {})}
     with log.open("wb") as out:
-        return subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=every
+        return programs.start(
+            arguments, out.fileno(), env=every, as_users_do=as_users_do, python=python
         )
 
 
@@ -285,15 +287,8 @@ def headless(model: Path, log: Path, *flags: str, **process: Any) -> Iterator[Se
 
 def run_program(*arguments: str, env: Mapping[str, str] | None = None, limit_s: float = 500) -> str:
     """What `python -m` with these arguments prints, which must end well."""
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    every = {**os.environ, **(env or {})}
+    done = programs.run(["-m", *arguments], env=every, cwd=ROOT, timeout=limit_s, check=True)
     return done.stdout
 
 

@@ -71,7 +71,8 @@ def in_processes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         run_by(RECORDS)[0].splitlines()[0].replace("FOLDER", str(folder / "recorded"))
     )
     flags = ("--api-server-count", "2", *(() if ON_GPU else ("-tp", "2")), *recording)
-    with serving(tiny_model, folder / "log", *TINY_KV, *flags) as server:
+    # no forks: what one process puts in place, the others must have by themselves
+    with serving(tiny_model, folder / "log", *TINY_KV, *flags, as_users_do=True) as server:
         yield server
 
 

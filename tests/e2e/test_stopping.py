@@ -1,5 +1,8 @@
 """A server that is told to stop, or whose engine dies: responses under way are finished, or end
-with an error, and no process is left."""
+with an error, and no process is left.
+
+The servers are no forks: which processes there are, and who hears of whose end, is what is tested.
+"""
 
 import asyncio
 import os
@@ -219,7 +222,7 @@ def test_responses_under_way_are_finished(
     New clients get 503 until nothing is under way, and then no connection; the store's folder goes.
     """
     every = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
-    with serving(tiny_model, tmp_path / "log", *every) as server:
+    with serving(tiny_model, tmp_path / "log", *every, as_users_do=True) as server:
         # several processes keep vLLM's metrics in files, which nobody can read if the disk was full
         if not flags:
             check_full_disk(server)
@@ -298,7 +301,7 @@ def wait_for_every_process(server: Server, flags: tuple[str, ...]) -> None:
 def test_a_process_of_the_engine_is_killed(
     tiny_model: Path, tmp_path: Path, victim: str, flags: tuple[str, ...]
 ) -> None:
-    with serving(tiny_model, tmp_path / "log", *FLAGS, *flags) as server:
+    with serving(tiny_model, tmp_path / "log", *FLAGS, *flags, as_users_do=True) as server:
         wait_for_every_process(server, flags)
         folder = default_folder(str(urlsplit(server.url).port))
         server.complete(prompt="abc", max_tokens=2, **ASK, routed_experts_delivery="reference")
@@ -326,7 +329,7 @@ def played(tiny_model: Path, log: Path, flags: tuple[str, ...]) -> AbstractConte
         "--max-model-len",
         "8192",
     )
-    return serving(tiny_model, log, *engine, *flags, env={PLAYED_STEP_MS: "200"})
+    return serving(tiny_model, log, *engine, *flags, env={PLAYED_STEP_MS: "200"}, as_users_do=True)
 
 
 @pytest.mark.long
@@ -373,7 +376,8 @@ def test_sixty_requests_learn_within_two_seconds_that_the_engine_was_killed(
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tiny_model, tmp_path / "log", *FLAGS, "--shutdown-timeout", "3") as server:
+    flags = (*FLAGS, "--shutdown-timeout", "3")
+    with serving(tiny_model, tmp_path / "log", *flags, as_users_do=True) as server:
         stuck = httpx.Client(base_url=server.url, timeout=LIMIT_S, verify=False)
         body = {
             "model": "tiny",
@@ -399,7 +403,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_p
 )
 def test_stopped_while_it_starts(tiny_model: Path, tmp_path: Path, how: str) -> None:
     log = tmp_path / "log"
-    process = start(tiny_model, log, *FLAGS, "--port", str(free_port()))
+    process = start(tiny_model, log, *FLAGS, "--port", str(free_port()), as_users_do=True)
     server = Server(tiny_model, "", process, log)
     try:
         wait_until(
