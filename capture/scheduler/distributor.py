@@ -49,6 +49,7 @@ class RowDistributor:
         self.recomputed = RecomputedRows(source, is_on=replays_on_recompute)
         self.queue = OutputQueue()
         self.requests = RequestIndexes()
+        self.num_again = 0  # tokens that were computed again after their rows had been sent
         self._scheduler = scheduler
         self._has_drafts = has_drafts
         # by `prompt_id`, those with several requests, oldest first
@@ -84,13 +85,15 @@ class RowDistributor:
     def prefill_again(self, request: Request) -> None:
         """Called when a request is preempted, or a load of its KV has failed."""
         state = self.requests.running.get(request.request_id)
-        if state is None or state.phase is Phase.PREFILL:
+        if state is None:
             return
         if state.phase is Phase.PARKED:
             self._rescue(request, state)
+        # In `PREFILL` too: a step in flight may end what was lost before, and this loses it again.
         if not state.is_prompt_due and state.weights_epoch == self._weights_epoch:
             self.recomputed.lose(state.request_id, state.next_row)
-        self.requests.move(state, Phase.PREFILL)
+        if state.phase is not Phase.PREFILL:
+            self.requests.move(state, Phase.PREFILL)
 
     def before_overwrite(self) -> None:
         """Called when loads may overwrite blocks of any request."""
@@ -156,9 +159,12 @@ class RowDistributor:
         # Walks through the smaller of the two.
         for request_id in num_scheduled.keys() & self.requests.prefilling.keys():
             request = requests[request_id]
-            if request.num_computed_tokens + num_scheduled[request_id] < request.num_tokens:
-                continue
             state = self.requests.prefilling[request_id]
+            end = request.num_computed_tokens + num_scheduled[request_id]
+            if not state.is_prompt_due:
+                self.num_again += max(0, min(end, state.next_row) - request.num_computed_tokens)
+            if end < request.num_tokens:
+                continue
             self.requests.move(state, Phase.ALONE)
             if self.recomputed.is_on or state.first_needed < request.num_computed_tokens:
                 tables[request_id] = self.source.block_table(request_id)

@@ -128,7 +128,7 @@ class SchedulerHooks(AuxOutputHooks):
         step.inputs = self.router_inputs.of_requests(
             scheduler_output.num_scheduled_tokens, recomputing.rows
         )
-        self._stats.count_recomputed(recomputing.rows)
+        self._stats.count_recomputed(recomputing.rows, self.distributor.num_again)
         self._num_steps += 1
         self._steps[self._num_steps] = step
         return StepTag(self._num_steps, recomputing.rows)

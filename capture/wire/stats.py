@@ -33,6 +33,7 @@ class EngineStats:
     busiest: list[float] = field(default_factory=list)
     routed: list[float] = field(default_factory=list)
     rows_recomputed: int = 0  # tokens that were computed again with the experts that they had
+    rows_rerouted: int = 0  # tokens that were computed again as the router chose then
     rows_forgotten: int = 0  # rows discarded because the KV connector did something unexpected
 
 
@@ -85,12 +86,14 @@ class StatsRecorder:
             self._next_sample = self._clock() + INTERVAL_S
             self._load.sample(rows)
 
-    def count_recomputed(self, recomputed: Mapping[str, PlacedRows]) -> None:
+    def count_recomputed(self, recomputed: Mapping[str, PlacedRows], num_again: int) -> None:
         """Counts tokens that are scheduled to be computed again with the experts that they had. Of
-        an unknown row, no expert is given."""
+        an unknown row, no expert is given. `num_again`: all tokens so far that were computed again
+        after their rows had been sent."""
         for placed in recomputed.values():
             is_known = (placed.rows != UNKNOWN).any(axis=(1, 2))
             self.totals.rows_recomputed += int(is_known.sum())
+        self.totals.rows_rerouted = num_again - self.totals.rows_recomputed
 
     def report(
         self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]

@@ -88,6 +88,11 @@ ENGINE_COUNTERS = {
     "rows_recomputed": _counter(
         "rows_recomputed", "Tokens computed again with the experts that they had.", _ENGINE
     ),
+    "rows_rerouted": _counter(
+        "rows_rerouted",
+        "Tokens computed again, after their rows were sent, as routed then.",
+        _ENGINE,
+    ),
     "rows_forgotten": _counter(
         "rows_forgotten", "Rows discarded because a KV connector behaved unexpectedly.", _ENGINE
     ),

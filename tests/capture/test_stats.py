@@ -61,10 +61,10 @@ def test_of_an_unknown_row_no_expert_is_given_again(stats: StatsRecorder) -> Non
     some_are_unknown = rows(5)
     some_are_unknown[1:3] = -1
     some_are_unknown[4, 0] = -1  # of one layer
-    stats.count_recomputed({"a": PlacedRows(7, some_are_unknown), "b": PlacedRows(0, rows(0))})
+    stats.count_recomputed({"a": PlacedRows(7, some_are_unknown), "b": PlacedRows(0, rows(0))}, 9)
     counted = report(stats, is_idle=True)
     assert counted is not None
-    assert counted.rows_recomputed == 3
+    assert (counted.rows_recomputed, counted.rows_rerouted) == (3, 6)
 
 
 def test_a_busy_engine_reports_and_samples_once_in_an_interval(

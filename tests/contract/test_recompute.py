@@ -6,13 +6,17 @@ token was computed, or as which it was told to be.
 """
 
 import random
+import time
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
 from routed_experts.capture.wire.step_tag import tag_of
 from routed_experts.capture.wire.transport import Told, detach
@@ -85,8 +89,9 @@ class CountingExecutor(around.ArithmeticExecutor):
             request_id, blocks = self._failed
             self._failed = None
             output.kv_connector_output = KVConnectorOutput(invalid_block_ids=blocks)
-            sequence = self._sequences[request_id]
-            sequence.tokens = Tokens(sequence.tokens[:-1])  # vLLM drops what the step sampled
+            if output.sampled_token_ids[output.req_id_to_index[request_id]]:
+                sequence = self._sequences[request_id]
+                sequence.tokens = Tokens(sequence.tokens[:-1])  # vLLM drops what the step sampled
         return output
 
     def compute(
@@ -160,13 +165,16 @@ def test_tokens_that_are_computed_again_have_the_experts_that_were_sent(
     assert [num_changed(client, name) for name in client.received] == [0, 0, 0]
     assert num_told(client) > 50
     assert client.stats[-1].rows_recomputed == num_told(client)
+    assert client.stats[-1].rows_rerouted == 0
 
 
 def test_without_the_flag_the_router_chooses_again(is_async: bool) -> None:
     client = counting(is_async=is_async, num_blocks=12, replays=False)
     run_short_of_blocks(client)
-    assert sum(num_changed(client, name) for name in client.received) > 50
+    changed = sum(num_changed(client, name) for name in client.received)
+    assert changed > 50
     assert num_told(client) == 0
+    assert client.stats[-1].rows_rerouted >= changed
 
 
 def test_after_a_load_that_failed_too() -> None:
@@ -195,6 +203,7 @@ def test_rows_that_are_not_known_are_the_routers_choice() -> None:
     core.model_executor.fail_load("r", first=0)
     client.finish()
     assert num_changed(client, "r") == BLOCK
+    assert client.stats[-1].rows_rerouted == BLOCK
 
 
 def test_after_a_reset_of_the_prefix_cache_the_router_chooses() -> None:
@@ -206,6 +215,69 @@ def test_after_a_reset_of_the_prefix_cache_the_router_chooses() -> None:
     client.finish()
     assert num_changed(client, "r") >= 50
     assert num_told(client) == 0
+    assert client.stats[-1].rows_rerouted == num_changed(client, "r")
+
+
+def preempt(client: Client, request_id: str) -> None:
+    """As if no block were left for its next step."""
+    scheduler = client.engines[0].scheduler
+    request = scheduler.requests[request_id]
+    if request.status == RequestStatus.RUNNING:
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic())
+        # It may be resumed by the next step.
+        scheduler.prev_step_scheduled_req_ids.discard(request_id)
+
+
+def fail_load(client: Client, request_id: str) -> None:
+    """In its next step, of all blocks but the first."""
+    client.engines[0].model_executor.fail_load(request_id, first=1)
+
+
+def generating(num_tokens: int, **options: Any) -> Client:
+    """A request that has as many tokens, its prompt of 50 among them."""
+    client = counting(chunk=16, **options)
+    client.add("r", tokens(50), max_tokens=40)
+    while len(client.received["r"].sequence) < num_tokens:
+        client.step()
+    return client
+
+
+AROUND_A_STEPS_END = range(4 * 16 - 1, 4 * 16 + 2)
+"""Numbers of tokens. Of some, four steps compute all that have rows, and not the last token."""
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_preemption_while_an_earlier_one_is_made_good(is_async: bool, stages: int) -> None:
+    """After each number of steps."""
+    for num_tokens, num_steps in product(AROUND_A_STEPS_END, range(7)):
+        client = generating(num_tokens, is_async=is_async, stages=stages)
+        preempt(client, "r")
+        client.steps(num_steps)
+        preempt(client, "r")
+        client.finish()
+        at = f"{num_tokens} tokens, {num_steps} steps"
+        assert num_changed(client, "r") == 0, at
+        assert client.stats[-1].rows_rerouted == 0, at
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(preempt, fail_load), (fail_load, preempt), (fail_load, fail_load)],
+    ids=["load fails after", "load fails before", "two loads fail"],
+)
+def test_a_failed_load_while_an_earlier_loss_is_made_good(
+    first: Callable[[Client, str], None], second: Callable[[Client, str], None]
+) -> None:
+    for num_tokens, num_steps in product(AROUND_A_STEPS_END, range(1, 6)):
+        client = generating(num_tokens, is_async=False)
+        first(client, "r")
+        client.steps(num_steps)
+        second(client, "r")
+        client.finish()
+        at = f"{num_tokens} tokens, {num_steps} steps"
+        assert num_changed(client, "r") == 0, at
+        assert client.stats[-1].rows_rerouted == 0, at
 
 
 @pytest.mark.parametrize("weights", [False, True], ids=["ids", "weights"])
@@ -239,4 +311,5 @@ def test_at_random(is_async: bool, seed: int, drafts: int, stages: int, weights:
         client.steps(dice.randrange(8))
     client.finish(but=gone)
     assert num_told(client) > (0 if seed % 2 == 1 else 100)
+    assert client.stats[-1].rows_rerouted == 0
     assert sum(num_changed(client, name) for name in client.received) == 0

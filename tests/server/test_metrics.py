@@ -128,15 +128,14 @@ def test_numbers_of_engines_are_added_up() -> None:
     of_engines = EngineMetrics(MODEL, layer_ids=[1, 4], num_experts=8)
     counters = [("rows_captured", "5", 14), ("rows_captured", "6", 3)]
     counters += [("copy_wait_seconds", "5", 0.75), ("rows_forgotten", "6", 7)]
-    counters += [("rows_recomputed", "6", 4)]
+    counters += [("rows_recomputed", "6", 4), ("rows_rerouted", "6", 2)]
     before = [value(f"{name}_total", engine=engine) for name, engine, _ in counters]
     of_engines.update(
         EngineStats(5, rows_captured=10, copy_wait_s=0.5, requests_tracked=2, host_cache_bytes=7)
     )
     values: dict[str, Any] = {"busiest": [3, 2], "routed": [12, 16], "rows_forgotten": 7}
-    of_engines.update(
-        EngineStats(6, rows_captured=3, requests_tracked=1, rows_recomputed=4, **values)
-    )
+    values |= {"rows_recomputed": 4, "rows_rerouted": 2}
+    of_engines.update(EngineStats(6, rows_captured=3, requests_tracked=1, **values))
     of_engines.update(EngineStats(5, rows_captured=14, copy_wait_s=0.75, host_cache_bytes=9))
     for (name, engine, grown), count in zip(counters, before, strict=True):
         assert value(f"{name}_total", engine=engine) - count == grown
@@ -144,7 +143,7 @@ def test_numbers_of_engines_are_added_up() -> None:
     assert value("host_cache_bytes", engine="5") == 9
     assert [value("expert_load_ratio", engine="6", layer=layer) for layer in ("1", "4")] == [2, 1]
     # nothing stays for servers of later tests
-    of_engines.update(EngineStats(6, rows_captured=3, rows_recomputed=4, rows_forgotten=7))
+    of_engines.update(EngineStats(6, rows_captured=3, **values))
 
 
 def test_open_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
