@@ -21,7 +21,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM
 
 from routed_experts.protocol.collect import Routing
@@ -388,16 +388,6 @@ def test_auxiliary_losses_that_cannot_be_replayed(
     changed = pytest.raises(ReplayError, match="auxiliary loss in another way than is known")
     with changed, replayed(model, rows, aux_loss=True):
         model(input_ids=batch(), use_cache=False, output_router_logits=True)
-
-
-def test_gradient_checkpointing_that_ends_after_the_block(load: Callable[..., Any]) -> None:
-    """Layers cannot be recomputed without the rows."""
-    model, rows, tokens = load().train(), given_rows(QWEN3), batch()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    with replayed(model, rows):
-        loss = model(input_ids=tokens, use_cache=False).logits.sum()
-    with pytest.raises(CheckpointError):
-        loss.backward()
 
 
 def test_a_compiled_model(load: Callable[..., Any]) -> None:
@@ -1130,25 +1120,6 @@ def test_a_block_that_is_entered_in_inference_mode() -> None:
     assert gradient is not None
     assert router.weight.grad is not None
     assert torch.allclose(gradient, router.weight.grad, atol=1e-5)
-
-
-def test_a_forward_pass_of_another_block_is_not_recomputed() -> None:
-    """It would get the rows of the block that its backward pass is in."""
-    router, hidden, rows = router_to_configure()
-    model = torch.nn.ModuleList([router])
-    with replayed(model, rows[:, None]):
-        loss = torch.utils.checkpoint.checkpoint(
-            lambda value: router(value)[1].square().sum(),
-            hidden.requires_grad_(),
-            use_reentrant=True,
-        )
-    with (
-        pytest.raises(
-            ReplayError, match="0 is recomputed in another block than that of its forward"
-        ),
-        replayed(model, rows.flip(0)[:, None]),
-    ):
-        loss.backward()
 
 
 def test_the_page(load: Callable[..., Any], documented: list[str]) -> None:

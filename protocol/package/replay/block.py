@@ -1,7 +1,7 @@
 """`replayed`: a block in which the routers of a model of transformers take the experts of rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch.nn import Module
 from routed_experts.replay.errors import ReplayError
 from routed_experts.replay.finding import routers_of
 from routed_experts.replay.loss import replayed_loss
-from routed_experts.replay.replacing import replace_all
+from routed_experts.replay.recomputation import ForwardPass, naming
+from routed_experts.replay.replacing import is_replaced, replaced, replacements
 from routed_experts.replay.router import Layer, check_errors, check_one_pass
 from routed_experts.replay.rows import (
     RowFacts,
@@ -69,10 +70,11 @@ def replayed(
 ) -> Iterator[Replay]:
     """Within, the routers of a model of transformers take the experts of `rows`.
 
-    A block is for one forward pass, as rows are for its tokens, and its backward pass, because
-    gradient checkpointing asks the routers again. A backward pass elsewhere makes it ask for other
-    experts, not always with an error. The model may be compiled, before or within. What a router
-    computed otherwise than in earlier blocks is an error at the block's end: step optimizers after it.
+    A block is for one forward pass, as rows are for its tokens. Its backward pass may be within, or
+    later: what torch.utils.checkpoint computes again takes the rows of its own forward pass, also
+    where one backward pass is of several blocks. With other checkpointing, it has to be within. The
+    model may be compiled, before or within. What a router computed otherwise than in earlier blocks
+    is an error at the block's end: step optimizers after it.
 
     Args:
         rows: [..., L, K] ids, an array or tensor, in the order of the model's tokens: [B, S, L, K]
@@ -93,28 +95,60 @@ def replayed(
             asked in a second forward pass; or, at the end, was never asked. With `aux_loss`, the model
             has no such loss, or did not compute it.
     """
-    device = _device_of(model)
-    ids = flat_rows(rows, device)
-    recorded_weights = flat_weights(weights, ids, device)
-    routers = routers_of(model)
-    decoder_layers = list(dict.fromkeys(layer for _, layer, _ in routers))
-    index_of_layer = layer_indices(decoder_layers, ids, layer_ids)
-    facts = RowFacts.of(ids)
-    check_other_layers(facts.highest, index_of_layer, layer_ids)
-    if facts.has_twice:
-        check_distinct(ids[:, sorted(index_of_layer.values())])
-    if any("_replay" in vars(router) for _, _, router in routers):
-        raise ReplayError("the model is being replayed already")
-    layers = _layers_of(ids, recorded_weights, facts, index_of_layer)
-    num_known = [facts.num_known[index] for index in index_of_layer.values()]
-    replay = Replay(list(layers), num_known, list(layers.values()))
-    with ExitStack() as stack:
-        replace_all(routers, layers, stack)
-        loss = stack.enter_context(replayed_loss(model, replay._layers)) if aux_loss else None
-        yield replay
-        replay.check()
+    block = Block(model, rows, weights, layer_ids=layer_ids)
+    counting = replayed_loss(model, block.replay._layers) if aux_loss else nullcontext()
+    with block.forward_pass(), counting as loss:
+        yield block.replay
+        block.replay.check()
         if loss is not None:
             loss.check()
+
+
+class Block:
+    """Rows in the routers of a model, for one forward pass and all that is recomputed of it.
+
+    The arguments and errors are those of `replayed`.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        rows: Any,
+        weights: Any = None,
+        *,
+        layer_ids: Sequence[int] | None = None,
+    ) -> None:
+        device = _device_of(model)
+        ids = flat_rows(rows, device)
+        recorded_weights = flat_weights(weights, ids, device)
+        routers = routers_of(model)
+        decoder_layers = list(dict.fromkeys(layer for _, layer, _ in routers))
+        index_of_layer = layer_indices(decoder_layers, ids, layer_ids)
+        facts = RowFacts.of(ids)
+        check_other_layers(facts.highest, index_of_layer, layer_ids)
+        if facts.has_twice:
+            check_distinct(ids[:, sorted(index_of_layer.values())])
+        if any(is_replaced(router) for _, _, router in routers):
+            raise ReplayError("the model is being replayed already")
+        self._pass = ForwardPass()
+        layers = _layers_of(self._pass, ids, recorded_weights, facts, index_of_layer)
+        self._routers = replacements(routers, layers)
+        num_known = [facts.num_known[index] for index in index_of_layer.values()]
+        self.replay = Replay(list(layers), num_known, list(layers.values()))
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Within, the routers take the rows. What torch's checkpointing keeps of a forward pass takes
+        them in its backward pass, too, wherever that is."""
+        with self._installed(), naming(self._pass, self._installed):
+            yield
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for router, replaying in self._routers:
+                stack.enter_context(replaced(router, replaying))
+            yield
 
 
 def _device_of(model: Module) -> torch.device | None:
@@ -124,6 +158,7 @@ def _device_of(model: Module) -> torch.device | None:
 
 
 def _layers_of(
+    forward_pass: ForwardPass,
     ids: Tensor,
     recorded_weights: Tensor | None,
     facts: "RowFacts",
@@ -135,6 +170,7 @@ def _layers_of(
     return {
         layer: Layer(
             decoder_layer=layer,
+            forward_pass=forward_pass,
             ids=ids[:, index].clone(),
             is_unknown=facts.is_unknown[:, index],
             has_unknown=facts.num_known[index] < len(ids),

@@ -1,7 +1,7 @@
 """Has the routers of a model replay, and takes that back."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -11,25 +11,39 @@ from torch.nn import Module
 from routed_experts.replay.errors import ReplayError
 from routed_experts.replay.finding import method_of
 from routed_experts.replay.picking import Candidates, candidates_of
-from routed_experts.replay.router import ROUTERS, Layer, Router
+from routed_experts.replay.router import Layer, Router
 
 
-def replace_all(
-    routers: Sequence[tuple[str, int, Any]], layers: "Mapping[int, Layer]", stack: ExitStack
-) -> None:
-    """Has the routers replay until the `stack` is closed."""
+def replacements(
+    routers: Sequence[tuple[str, int, Any]], layers: "Mapping[int, Layer]"
+) -> list[tuple[Any, Router]]:
+    """The routers, and what is asked in place of each."""
     candidates: dict[type[Module], Candidates] = {}
+    pairs: list[tuple[Any, Router]] = []
     for name, layer, router in routers:
         own_class = type(router)
         if own_class not in candidates:
             candidates[own_class] = candidates_of(router)
         replaying = Router(name, router, layers[layer], candidates[own_class])
-        stack.enter_context(_replaced(router, replaying))
+        pairs.append((router, replaying))
+    return pairs
+
+
+def is_replaced(router: Module) -> bool:
+    return "_replay" in vars(router)
 
 
 @contextmanager
-def _replaced(router: Any, replaying: "Router") -> Iterator[None]:
+def replaced(router: Any, replaying: "Router") -> Iterator[None]:
     """Within, `replaying` is asked for what the router returns."""
+    if is_replaced(router):  # in another block, in which a pass of this one is computed again
+        before = router._replay
+        router._replay = replaying
+        try:
+            yield
+        finally:
+            router._replay = before
+        return
     own_class: type[Module] = type(router)
     method = method_of(own_class)
     # of accelerate or of parallelism; it hides the class's method
@@ -38,10 +52,9 @@ def _replaced(router: Any, replaying: "Router") -> Iterator[None]:
     replaying_class = _replaying(own_class, method, getattr(own_class, method))  # type: ignore[arg-type]
     methods: dict[str, Any] = {}
     if hook is not None:
-        methods = _replaying_methods(router, method, hook, replaying_class, replaying)
-    before = {name: vars(router)[name] for name in methods}
+        methods = _replaying_methods(router, method, hook, replaying_class)
+    hidden = {name: vars(router)[name] for name in methods}
     router._replay = replaying
-    ROUTERS[replaying.number] = replaying
     try:
         if hook is None:
             router.__class__ = replaying_class
@@ -49,9 +62,8 @@ def _replaced(router: Any, replaying: "Router") -> Iterator[None]:
         yield
     finally:
         del router._replay
-        del ROUTERS[replaying.number]
         router.__class__ = own_class
-        vars(router).update(before)
+        vars(router).update(hidden)
 
 
 def _check_hook(hook: Any) -> None:
@@ -63,7 +75,7 @@ def _check_hook(hook: Any) -> None:
 
 
 def _replaying_methods(
-    router: Any, method: str, hook: Any, replaying_class: type[Any], replaying: "Router"
+    router: Any, method: str, hook: Any, replaying_class: type[Any]
 ) -> dict[str, Any]:
     """What takes the place of a router's own attributes, by their names, where a hook hides the
     method of its class."""
@@ -77,7 +89,7 @@ def _replaying_methods(
         return dict.fromkeys(inner, MethodType(getattr(replaying_class, method), router))
 
     def around(*args: Any, **kwargs: Any) -> Any:
-        return replaying.route(router, args, hook(*args, **kwargs))
+        return router._replay.route(router, args, hook(*args, **kwargs))
 
     return {method: around}
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from routed_experts.replay.picking import (
     pick,
     tolerance_of,
 )
-from routed_experts.replay.recomputation import in_recomputed_pass
+from routed_experts.replay.recomputation import ForwardPass, in_recomputed_pass
 
 _TWICE = (
     "the routers of decoder layers {} were asked in a second forward pass, whose tokens may be others: "
@@ -32,8 +32,8 @@ _BOTH = (
     "the module has several routers in decoder layer {}, and {} were both asked, as those of a policy and of its "
     "reference are: take a block for each forward pass, and give `replayed` the model that runs in it, with its rows"
 )
-ROUTERS: "dict[int, Router]" = {}
-"""Those of the blocks under way, by the numbers that operators get."""
+_ROUTERS: "WeakValueDictionary[int, Router]" = WeakValueDictionary()
+"""By the numbers that operators get."""
 _NUMBERS = itertools.count()
 
 
@@ -53,7 +53,7 @@ def _replay(
         state: `Router.state`.
     """
     number, _ = state.tolist()
-    router = ROUTERS.get(number)
+    router = _ROUTERS.get(number)
     if router is None:
         raise ReplayError("a compiled layer is recomputed after the block of its forward pass")
     return router.replay(logits, weights, own_ids, factor)
@@ -121,6 +121,7 @@ class Layer:
     """What the routers of a decoder layer replay. Of several, one is asked."""
 
     decoder_layer: int
+    forward_pass: ForwardPass
     ids: Tensor  # [T, K]; unknown rows become those that the forward pass chose
     is_unknown: Tensor  # [T, 1]
     has_unknown: bool
@@ -244,6 +245,7 @@ class Router:
         with torch.inference_mode(False):
             self.state = torch.tensor([self.number, -1], device="cpu")
         layer.routers.append(self)
+        _ROUTERS[self.number] = self
 
     def route(self, router: Any, args: tuple[Any, ...], output: Any) -> Any:
         """`output` with the layer's experts."""
@@ -264,9 +266,10 @@ class Router:
         if not is_recomputed:
             self.asked += 1
             check_one_pass([self.layer])
-        elif not self.asked:
+        elif not self.asked or not self.layer.forward_pass.may_be_recomputed_now():
             raise ReplayError(
-                f"{self.name} is recomputed in another block than that of its forward pass"
+                f"{self.name} is recomputed in another block than that of its forward pass: run the backward pass in "
+                "its own block, or use torch.utils.checkpoint, whose recomputed passes find their rows"
             )
         self._check_shape(logits, own_ids)
         ids = self._choose(own_ids, is_recomputed)
