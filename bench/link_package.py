@@ -19,11 +19,15 @@ def link(site: Path) -> None:
     project = config["project"]
     for package, folder in config["tool"]["setuptools"]["package-dir"].items():
         link_path, source = site.joinpath(*package.split(".")), ROOT / folder
-        # Of the package itself, which the others are linked into, each file.
+        # Of the package itself, which the others are linked into, what it holds.
         links = (
             [(link_path, source)]
             if "." in package
-            else [(link_path / module.name, module) for module in source.glob("*.py")]
+            else [
+                (link_path / item.name, item)
+                for item in source.iterdir()
+                if item.name != "__pycache__"
+            ]
         )
         for link_here, target in links:
             link_here.parent.mkdir(parents=True, exist_ok=True)
