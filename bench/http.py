@@ -7,7 +7,6 @@ figure.
 """
 
 import argparse
-import base64
 import json
 import os
 import random
@@ -249,11 +248,11 @@ def others_of(case: Case, maker: RequestMaker) -> list[Request]:
 
 
 def given_rows(num_tokens: int, routing: Routing) -> dict[str, Any]:
-    """Random experts for so many tokens, as a request gives them."""
+    """Random experts for so many tokens, as a request in MessagePack gives them."""
     shape = (num_tokens, routing.layers, routing.top_k)
     first = np.random.default_rng(0).integers(0, routing.num_experts, (*shape[:2], 1))
     rows = (first + np.arange(routing.top_k)) % routing.num_experts
-    data = base64.b64encode(rows.astype("<i2").tobytes()).decode()
+    data = rows.astype("<i2").tobytes()
     return {"data": data, "shape": list(shape), "dtype": "int16", "start": 0}
 
 

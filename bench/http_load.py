@@ -11,14 +11,17 @@ import multiprocessing
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import orjson
 
 from bench.http_answers import OURS, Answer, Arrivals, Expected, Routing, read
 from bench.http_server import MODEL_NAME, Server
+from routed_experts.protocol.models import REPLAY
 
 MORE_FIELDS = {
     "at_end": {"routed_experts_stream": "at_end"},
@@ -46,6 +49,10 @@ class Request:
     to_generate: bool = False
     more_fields: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def says_experts(self) -> bool:
+        return REPLAY in self.more_fields
+
     def encoded(self) -> bytes:
         """The request as it goes over the wire. The server closes the connection when the answer is
         complete."""
@@ -63,11 +70,16 @@ class Request:
             body |= {"prompt": self.prompt, **sampling}
         if self.expected.rows in OURS:
             body |= {"return_routed_experts": True, **MORE_FIELDS.get(self.expected.rows, {})}
-        content = orjson.dumps(body | self.more_fields)
+        kind = "json"
+        encode: Callable[[Any], bytes] = orjson.dumps
+        if self.says_experts:
+            kind = "msgpack"
+            encode = msgspec.msgpack.encode
+        content = encode(body | self.more_fields)
         head = (
             f"POST {GENERATE if self.to_generate else COMPLETIONS} HTTP/1.1\r\n"
             "Host: 127.0.0.1\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+            f"Content-Type: application/{kind}\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         return head.encode() + content
 

@@ -12,7 +12,6 @@ from pydantic import (
     BaseModel,
     Field,
     InstanceOf,
-    StrictBytes,
     StrictInt,
     StrictStr,
     TypeAdapter,
@@ -34,31 +33,8 @@ _MOST_PAIRS = 1 << 17
 _MOST_ARRAYS = 1 << 10
 
 
-class LongText:
-    """A long text of base64 where it stands in a request's body: no copy of it.
-
-    Attributes:
-        text: its bytes, which may not be ASCII.
-    """
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: memoryview) -> None:
-        self.text = text
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    def __getitem__(self, part: slice) -> memoryview:
-        return self.text[part]
-
-    def __repr__(self) -> str:
-        return f"<text of {len(self)} bytes>"
-
-
-Binary = StrictBytes | InstanceOf[memoryview]
-Data = StrictStr | SkipJsonSchema[Binary] | SkipJsonSchema[InstanceOf[LongText]]
-"""Base64, or bytes in a MessagePack body."""
+Data = StrictStr | SkipJsonSchema[InstanceOf[memoryview]]
+"""Base64, or bytes of a MessagePack body."""
 Size = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 Position = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 

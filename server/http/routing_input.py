@@ -1,14 +1,13 @@
 """Routing as an input: makes what a request says about its tokens' experts ready for the engine.
 
 The order matters, because arrays may have megabytes. Everything that can be wrong is refused
-before they are read: by their shapes, by the model and by the prompt. Then their bytes are counted,
-and only then are they decoded, in a thread, one request at a time.
+before they are read: by their positions, by their shapes, by the model and by the prompt. Then
+their bytes are counted, and only then are they decoded, in a thread, one request at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from itertools import pairwise
 from math import isfinite, prod
 from typing import Any, TypeVar
 
@@ -23,8 +22,8 @@ from routed_experts.protocol.input_fields import (
     BiasArray,
     Data,
     FieldsOfInput,
+    Replayed,
     ReplayedArray,
-    ReplayedReference,
     parse_input,
     take_input,
 )
@@ -42,7 +41,7 @@ from routed_experts.protocol.routing_input import (
 from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.input_memory import INPUT_BYTES_FLAG, InputMemory
-from routed_experts.server.http.request import body_of
+from routed_experts.server.http.request import MSGPACK, PackedRequest, body_of
 from routed_experts.server.http.stored_arrays import run_in_thread
 from routed_experts.server.outputs.array_store import (
     ArrayGoneError,
@@ -51,7 +50,7 @@ from routed_experts.server.outputs.array_store import (
     UnknownArrayError,
 )
 from routed_experts.server.outputs.npy import NPY_HEADER_BYTES
-from routed_experts.server.outputs.threads import Threads, pause
+from routed_experts.server.outputs.threads import Threads
 from routed_experts.server.vllm_api import VLLMValidationError
 
 T = TypeVar("T")
@@ -66,8 +65,9 @@ _FIELD_OF = {
 }
 """The field of a request for each argument of `RoutingInput` and `steering_bias`."""
 
-_PIECE_CHARS = 1 << 20
-"""Decoded at once, in about 1 ms: other threads wait as long for Python's lock."""
+JSON_BYTES = 8 << 20
+"""Of a body with these fields. The event loop takes 6 ms to parse so many with one array (AMD EPYC,
+2026-11-29), and all streams wait meanwhile. Bytes in MessagePack are neither parsed nor copied."""
 _DECODER = Threads(1, "routed-experts-input")
 """One thread, so that many long arrays keep the event loop waiting no longer than one does."""
 
@@ -93,6 +93,13 @@ async def input_of(raw_request: Request) -> FieldsOfInput | None:
             raise VLLMValidationError(str(error), parameter=error.param) from None
         if parsed is not None:
             num_bytes = len(await raw_request.body())
+            if num_bytes > JSON_BYTES and not isinstance(raw_request, PackedRequest):
+                raise HTTPException(
+                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                    f"{parsed.first_field}: a JSON body with routing has at most {JSON_BYTES} bytes, "
+                    f"and this one has {num_bytes}: send it as MessagePack (Content-Type: {MSGPACK}), "
+                    "or the arrays by reference.",
+                )
             raw_request.scope[_SCOPE_KEY] = replace(parsed, body_bytes=num_bytes)
     said: FieldsOfInput | None = raw_request.scope.get(_SCOPE_KEY)
     return said
@@ -121,14 +128,7 @@ class InputReader:
         """
         self._check_prompts(fields, prompt_lens)
         self._check_bias_shape(fields)
-        pieces = [await self._piece(array) for array in fields.replay]
-        pieces = _in_order([piece for piece in pieces if piece.num_rows])
-        if pieces and pieces[-1].end > prompt_lens[0]:
-            raise FieldError(
-                REPLAY,
-                f"{REPLAY}: rows must be of the prompt's {prompt_lens[0]} tokens, but they end at "
-                f"position {pieces[-1].end}. For experts of an answer, append it to the prompt.",
-            )
+        pieces = await self._pieces(fields.replay, prompt_lens[0]) if fields.replay else []
         self._take_memory(fields, pieces, len(prompt_lens) * num_choices, connection)
         stored = {
             piece.key: await self._read_stored(piece.key, piece)
@@ -156,13 +156,40 @@ class InputReader:
                 )
             _check_length(BIAS, fields.bias.data, 4 * prod(expected))
 
-    async def _piece(self, array: ReplayedArray | ReplayedReference) -> "_Piece":
+    async def _pieces(self, arrays: Sequence[Replayed], prompt_len: int) -> list["_Piece"]:
+        """The arrays that have rows, in the order of their positions, which fit the prompt.
+
+        Each is held against those before it before the next is looked up in the store, so that a
+        small body has few of them read.
+        """
+        _check_end(max(array.start for array in arrays), prompt_len)
+        pieces: list[_Piece] = []
+        headers: dict[str, _Header] = {}  # an array may be there several times
+        end = 0
+        for array in sorted(arrays, key=lambda array: array.start):
+            piece = await self._piece(array, headers)
+            if not piece.num_rows:
+                continue
+            if piece.start < end:
+                raise FieldError(
+                    REPLAY,
+                    f"{REPLAY} has two arrays with a row of position {piece.start}: give one for "
+                    "each position",
+                )
+            end = piece.end
+            _check_end(end, prompt_len)
+            pieces.append(piece)
+        return pieces
+
+    async def _piece(self, array: Replayed, headers: dict[str, "_Header"]) -> "_Piece":
         """Some rows, whose shape fits the model."""
         if isinstance(array, ReplayedArray):
             num_rows, num_layers, top_k = array.shape
             piece = _Piece(array.start, num_rows, num_layers, top_k, array.dtype, data=array.data)
         else:
-            num_layers, num_rows, top_k, dtype = await self._header_of(array.id)
+            if array.id not in headers:
+                headers[array.id] = await self._header_of(array.id)
+            num_layers, num_rows, top_k, dtype = headers[array.id]
             piece = _Piece(array.start, num_rows, num_layers, top_k, dtype, key=array.id)
         self._check_shape(piece)
         if piece.data is not None:
@@ -207,7 +234,7 @@ class InputReader:
             )
         self.memory.take(num_bytes, connection)
 
-    async def _header_of(self, key: str) -> tuple[int, int, int, str]:
+    async def _header_of(self, key: str) -> "_Header":
         """Layers, rows, experts per token and dtype of a stored array."""
         header = await self._ask_store(lambda store: store.header(key))
         (num_layers, num_rows, top_k), dtype = header
@@ -302,6 +329,10 @@ class InputReader:
         return bias
 
 
+_Header = tuple[int, int, int, str]
+"""Of a stored array: layers, rows, experts per token and dtype."""
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Some rows of a request, not decoded yet: `data` of the request, or a stored array."""
@@ -331,16 +362,13 @@ class _Piece:
         return data.view(NUMPY_DTYPES[self.dtype]).reshape(shape)
 
 
-def _in_order(pieces: list[_Piece]) -> list[_Piece]:
-    pieces = sorted(pieces, key=lambda piece: piece.start)
-    for before, after in pairwise(pieces):
-        if after.start < before.end:
-            raise FieldError(
-                REPLAY,
-                f"{REPLAY} has two arrays with a row of position {after.start}: give one for each "
-                "position",
-            )
-    return pieces
+def _check_end(end: int, prompt_len: int) -> None:
+    if end > prompt_len:
+        raise FieldError(
+            REPLAY,
+            f"{REPLAY}: rows must be of the prompt's {prompt_len} tokens, but they end at position "
+            f"{end}. For experts of an answer, append it to the prompt.",
+        )
 
 
 def _joined(pieces: list[_Piece], stored: dict[str, NDArray[Any]]) -> NDArray[Any]:
@@ -359,29 +387,22 @@ def _joined(pieces: list[_Piece], stored: dict[str, NDArray[Any]]) -> NDArray[An
 
 def _check_length(name: str, data: Data, num_bytes: int) -> None:
     """Before anything is decoded."""
-    expected = num_bytes if isinstance(data, bytes | memoryview) else 4 * -(-num_bytes // 3)
+    expected = num_bytes if isinstance(data, memoryview) else 4 * -(-num_bytes // 3)
     if len(data) != expected:
-        unit = "bytes" if isinstance(data, bytes | memoryview) else "characters of base64"
+        unit = "bytes" if isinstance(data, memoryview) else "characters of base64"
         raise FieldError(
             name, f"{name}: an array of this shape and dtype has {expected} {unit}, not {len(data)}"
         )
 
 
 def _decoded(name: str, data: Data, num_bytes: int) -> NDArray[np.uint8]:
-    if isinstance(data, bytes | memoryview):
+    if isinstance(data, memoryview):
         # A copy, which is aligned, whatever stands before it in the body.
         return np.frombuffer(data, np.uint8).copy()
-    decoded = np.empty(num_bytes, np.uint8)
-    at = 0
-    for first in range(0, len(data), _PIECE_CHARS):
-        try:
-            piece = pybase64.b64decode(data[first : first + _PIECE_CHARS], validate=True)
-        except ValueError:  # its message may repeat the text
-            raise FieldError(name, f"{name}: data is not base64") from None
-        expected = min(num_bytes - at, _PIECE_CHARS // 4 * 3)
-        if len(piece) != expected:  # there is a padding within
-            raise FieldError(name, f"{name}: data is not base64")
-        decoded[at : at + expected] = np.frombuffer(piece, np.uint8)
-        at += expected
-        pause()
-    return decoded
+    try:
+        decoded = pybase64.b64decode(data, validate=True)
+    except ValueError:  # its message may repeat the text
+        decoded = b""
+    if len(decoded) != num_bytes:  # it is no base64, or there is a padding within
+        raise FieldError(name, f"{name}: data is not base64")
+    return np.frombuffer(decoded, np.uint8)

@@ -18,7 +18,6 @@ from routed_experts.protocol.models import INPUT_FIELDS, OPT_IN, PREFIXES, PROMP
 from routed_experts.server.http import routes
 from routed_experts.server.http.request import (
     ENDPOINTS,
-    LongRoute,
     RoutedChatRequest,
     RoutedCompletionRequest,
     misplaced_fields,
@@ -55,7 +54,6 @@ def attach(app: FastAPI) -> None:
             responses=route.responses,
             summary=route.summary,
             name=route.name,
-            route_class_override=LongRoute,
         )
 
 

@@ -2,7 +2,6 @@
 each when it is gone, and for what a client makes long."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
@@ -10,15 +9,6 @@ from threading import Lock, Thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-_PAUSE_S = 1e-4
-"""Not 0, with which the thread would most often have Python's lock again before another one woke."""
-
-
-def pause() -> None:
-    """Called in a thread between two pieces of long work: lets the event loop run now, and not after
-    Python's 5 ms."""
-    time.sleep(_PAUSE_S)
 
 
 class Threads:

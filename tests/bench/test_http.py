@@ -196,7 +196,7 @@ def test_what_is_sent(case: Case) -> None:
         asking = [b'"return_routed_experts"' in request.encoded() for request in requests]
         assert set(asking) == {line.rows == "split"}
         assert sum(request.apart for request in requests) == (case.long > 0)
-        saying = [b'"routed_experts_replay"' in request.encoded() for request in requests]
+        saying = [b"routed_experts_replay" in request.encoded() for request in requests]
         assert sum(saying) == (case.says_experts and line.variant == "input")
 
         others = requests_of(case, line, 2, 100, routing)

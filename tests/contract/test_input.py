@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from threading import current_thread
 from typing import Any
 
 import httpx
@@ -33,10 +32,10 @@ from routed_experts.capture.wire.transport import Told, attach, detach
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import INPUT_FIELDS
 from routed_experts.protocol.routing_input import EncodedInput, RoutingInput
+from routed_experts.server.http import routing_input
 from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.input_memory import InputMemory
-from routed_experts.server.http.long_body import LONG_BYTES
-from routed_experts.server.http.request import unpacked
+from routed_experts.server.http.request import MSGPACK
 from routed_experts.server.http.unsupported_routes import INVOCATIONS
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
@@ -240,42 +239,11 @@ def test_each_dtype_of_responses(api: Server, arrived: Arrived, dtype: str) -> N
     same(arrived.input(), RoutingInput(rows=rows, start=7))
 
 
-def test_rows_that_are_long_are_decoded_in_pieces(api: Server, arrived: Arrived) -> None:
+def test_long_rows(api: Server, arrived: Arrived) -> None:
     rows = rows_for(900)
     body = body_for(COMPLETIONS, prompt_of(900, 2))
     answered(api, COMPLETIONS, **body, **{REPLAY: array_of(rows.astype(np.int32))})
     same(arrived.input(), RoutingInput(rows=rows))
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, "/invocations"])
-def test_a_long_body_is_read_in_a_thread(
-    api: Server, arrived: Arrived, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a short one in the event loop, which is another thread."""
-    loads = json.loads
-    names: list[str] = []
-
-    def noting(text: Any, **options: Any) -> Any:
-        if REPLAY.encode() in bytes(text):
-            names.append(current_thread().name)
-        return loads(text, **options)
-
-    short, long = rows_for(5), rows_for(800)
-    body = body_for(path, prompt_of(900, 2))
-    if path == CHAT:
-        body["messages"][0]["content"] = "a " * 450
-    bodies = [json.dumps({**body, REPLAY: array_of(rows)}).encode() for rows in (short, long)]
-    assert len(bodies[0]) < LONG_BYTES <= len(bodies[1])
-    with monkeypatch.context() as patch:
-        patch.setattr(json, "loads", noting)
-        for content in bodies:
-            response = httpx.post(api.url + path, content=content, headers=JSON, timeout=60)
-            assert response.status_code == 200, response.text
-    of_short, of_long = names
-    assert of_long == "routed-experts-body" != of_short
-    (_, last) = arrived.inputs()
-    assert last is not None
-    same(RoutingInput.decode(last), RoutingInput(rows=long))
 
 
 def test_both_arrays_of_an_answer(api: Server, arrived: Arrived) -> None:
@@ -340,34 +308,53 @@ def test_neighbours_are_told_nothing(api: Server, arrived: Arrived) -> None:
     assert arrived.inputs() == [None, None]
 
 
-def test_messagepack_needs_no_base64(api: Server, arrived: Arrived) -> None:
+def post_packed(server: Server, **body: Any) -> httpx.Response:
+    with server.client() as client:
+        return client.post(
+            COMPLETIONS,
+            content=msgspec.msgpack.encode({"model": "tiny", **body_for(COMPLETIONS), **body}),
+            headers={"Content-Type": MSGPACK},
+        )
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_messagepack_needs_no_base64(api: Server, arrived: Arrived, is_list: bool) -> None:
     rows = rows_for(5)
     bias = np.full((L, NUM_EXPERTS), 0.25, np.float32)
-    body = {
-        "model": "tiny",
-        **body_for(COMPLETIONS),
-        REPLAY: [array_of(rows, data=rows.tobytes())],
-        BIAS: array_of(bias, data=bias.tobytes()),
-    }
-    with api.client() as client:
-        response = client.post(
-            COMPLETIONS,
-            content=msgspec.msgpack.encode(body),
-            headers={"Content-Type": "application/msgpack"},
-        )
+    array = array_of(rows, data=rows.tobytes())
+    biases = array_of(bias, data=bias.tobytes())
+    response = post_packed(api, **{REPLAY: [array] if is_list else array, BIAS: biases})
     assert response.status_code == 200, response.text
     same(arrived.input(), RoutingInput(rows=rows, bias=bias))
 
 
-@pytest.mark.parametrize("is_list", [False, True])
-def test_bytes_of_messagepack_are_no_copy(is_list: bool) -> None:
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, INVOCATIONS])
+def test_routing_in_a_json_body_that_is_too_long(
+    api: Server, arrived: Arrived, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The same in MessagePack, or by reference, is taken."""
     rows = rows_for(5)
-    array = array_of(rows, data=rows.tobytes())
-    content = msgspec.msgpack.encode({"prompt": "a", REPLAY: [array] if is_list else array})
-    said = unpacked(content)[REPLAY]
-    data = said[0]["data"] if is_list else said["data"]
-    assert np.shares_memory(np.frombuffer(data, np.uint8), np.frombuffer(content, np.uint8))
-    assert bytes(data) == rows.tobytes()
+    body = {**body_for(path), REPLAY: array_of(rows)}
+    monkeypatch.setattr(routing_input, "JSON_BYTES", 3000)
+    response = post(api, path, **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (413, 413)
+    assert f"{REPLAY}: a JSON body with routing has at most 3000 bytes" in error["message"]
+    assert MSGPACK in error["message"]
+    assert arrived.requests == []
+    answered(api, path, **body_for(path), **{REPLAY: {"id": stored(api, rows), "start": 0}})
+    assert post_packed(api, **{REPLAY: array_of(rows, data=rows.tobytes())}).status_code == 200
+    for reached in arrived.inputs():
+        assert reached is not None
+        same(RoutingInput.decode(reached), RoutingInput(rows=rows))
+
+
+@pytest.mark.parametrize("fields", [{}, {"return_routed_experts": True}], ids=str)
+def test_a_body_of_any_length_without_routing_is_vllms_matter(
+    api: Server, fields: dict[str, Any]
+) -> None:
+    long = "u" * (routing_input.JSON_BYTES + 1)
+    assert post(api, COMPLETIONS, **body_for(COMPLETIONS), **fields, user=long).status_code == 200
 
 
 # ---- what is refused ----
@@ -526,6 +513,34 @@ def test_a_refusal_names_the_field(api: Server, arrived: Arrived, case: str) -> 
     assert arrived.requests == []
 
 
+@pytest.mark.parametrize(
+    ("starts", "message", "reads"),
+    [
+        ([0] * 1024, "two arrays with a row of position 0", 1),
+        ([*range(0, 1024)], "end at position 1023", 0),
+        ([0, 3, 6, 9, 11], "two arrays with a row of position 11", 1),
+    ],
+    ids=["at one position", "behind the prompt", "at many positions"],
+)
+def test_an_array_that_is_named_often_is_looked_up_once(
+    api: Server, monkeypatch: pytest.MonkeyPatch, starts: list[int], message: str, reads: int
+) -> None:
+    """Positions are looked at first, so that a small body has little read."""
+    key = stored(api, rows_for(3))
+    header = ArrayStore.header
+    read: list[str] = []
+
+    def reading(store: ArrayStore, key: str) -> Any:
+        read.append(key)
+        return header(store, key)
+
+    monkeypatch.setattr(ArrayStore, "header", reading)
+    arrays = [{"id": key, "start": start} for start in starts]
+    body = {**body_for(COMPLETIONS), REPLAY: arrays}
+    assert message in refused(api, COMPLETIONS, REPLAY, **body)
+    assert len(read) == reads
+
+
 def test_weights_are_no_rows(api: Server) -> None:
     key = stored(api, rows_for(3).astype(np.float32))
     fields = {REPLAY: {"id": key, "start": 0}}
@@ -537,7 +552,7 @@ def test_an_array_that_has_expired(api: Server) -> None:
     assert "has expired" in refused(api, COMPLETIONS, REPLAY, **body_for(COMPLETIONS), **fields)
 
 
-@pytest.mark.parametrize("field", ["sampling_params", "vllm_xargs", "metadata_of_nobody"])
+@pytest.mark.parametrize("field", ["sampling_params", "vllm_xargs", "extra_args"])
 def test_fields_where_nobody_reads_them(api: Server, field: str) -> None:
     body = {**body_for(COMPLETIONS), field: {ACTIVATE: [[1, 2]]}}
     assert "top level" in refused(api, COMPLETIONS, f"{field}.{ACTIVATE}", **body)
