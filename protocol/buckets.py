@@ -21,6 +21,26 @@ _AFTER_FORK = (
     "start it with spawn, or use them in one of the two only"
 )
 
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""The variables with an endpoint, of which obstore panics if it has no scheme."""
+_S3_KEYS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_SKIP_SIGNATURE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+)
+"""The variables that say with which keys, or that there are none."""
+_NO_KEYS = (
+    "no keys were found: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set, and profiles and "
+    "~/.aws are not read"
+)
+_PANICKED = "obstore panicked: see the lines above, on stderr"
+
 CONNECT_S = 5.0
 REQUEST_S = 30.0
 RETRY_S = 20.0
@@ -54,6 +74,7 @@ def bucket_at(url: str) -> Any:
     if _user not in (None, os.getpid()):
         raise OSError(_AFTER_FORK)
     _user = os.getpid()
+    _check_endpoint(url)
     client: Any = {
         # as the endpoint of the environment says
         "allow_http": True,
@@ -65,10 +86,18 @@ def bucket_at(url: str) -> Any:
         return from_url(url, client_options=client, retry_config=retries)
 
 
+def _check_endpoint(url: str) -> None:
+    for name in _ENDPOINTS.get(url.partition("://")[0], ()):
+        endpoint = os.environ.get(name)
+        if endpoint and not endpoint.lower().startswith(("http://", "https://")):
+            raise OSError(f"{name} must begin with http:// or https://")
+
+
 @contextmanager
 def bucket_errors(url: str) -> Iterator[None]:
     """Raises errors of obstore as OSError that names the bucket and says why, without the endpoint,
-    keys and signed URLs. What is not there stays a FileNotFoundError."""
+    keys and signed URLs, and its panics, which are no `Exception`. What is not there stays a
+    FileNotFoundError."""
     from obstore.exceptions import BaseError
 
     if _user != os.getpid():
@@ -78,7 +107,14 @@ def bucket_errors(url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, "it is not there", url) from None
     except (BaseError, OSError, ValueError) as error:
-        raise OSError(errno.EIO, words_of(error), url) from None
+        words = words_of(error)
+        if url.startswith("s3:") and not any(os.environ.get(name) for name in _S3_KEYS):
+            words = f"{words} ({_NO_KEYS})"
+        raise OSError(errno.EIO, words, url) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which nobody can import
+            raise
+        raise OSError(errno.EIO, _PANICKED, url) from None
 
 
 def words_of(error: Exception) -> str:

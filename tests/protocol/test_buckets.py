@@ -7,7 +7,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from routed_experts.protocol.buckets import bucket_at, is_bucket, words_of
+from routed_experts.protocol import buckets
+from routed_experts.protocol.buckets import bucket_at, bucket_errors, is_bucket, words_of
 
 TOO_MANY = (
     "Generic S3 error: Error performing PUT http://10.0.0.1:9000/bucket/a.npy in 2.3ms, after 3 retries - "
@@ -59,6 +60,60 @@ def test_a_forked_process_is_told_why_it_cannot_use_buckets() -> None:
     finally:
         child.kill()
         child.join()
+
+
+@pytest.mark.parametrize(
+    ("url", "variable"),
+    [
+        ("s3://bucket/prefix", "AWS_ENDPOINT_URL"),
+        ("s3://bucket/prefix", "AWS_ENDPOINT_URL_S3"),
+        ("gs://bucket/prefix", "GOOGLE_BASE_URL"),
+        ("az://container/prefix", "AZURE_STORAGE_ENDPOINT"),
+    ],
+)
+def test_an_endpoint_without_a_scheme_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, url: str, variable: str
+) -> None:
+    """Which obstore takes, and panics at the first request."""
+    pytest.importorskip("obstore", reason="an extra")
+    monkeypatch.setenv(variable, "minio:9000")
+    with pytest.raises(OSError, match=f"{variable} must begin with http:// or https://"):
+        bucket_at(url)
+
+
+def test_a_panic_of_obstore_is_an_error_of_the_bucket() -> None:
+    """As it is of anything that no check foresees."""
+    store = pytest.importorskip("obstore.store", reason="an extra")
+    bucket_at("s3://bucket/prefix")
+    panics = store.S3Store(
+        "bucket", endpoint="minio:9000", access_key_id="a", secret_access_key="b", region="x"
+    )
+    with pytest.raises(BaseException, match="InvalidUri") as raised:
+        panics.head("a")
+    assert not isinstance(raised.value, Exception)
+    with pytest.raises(OSError, match="obstore panicked") as error, bucket_errors("s3://bucket"):
+        panics.head("a")
+    assert error.value.filename == "s3://bucket"
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_who_has_no_keys_is_told_where_they_are_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch, has_keys: bool
+) -> None:
+    pytest.importorskip("obstore", reason="an extra")
+    nobody = "http://127.0.0.1:1"
+    for name in ("AWS_ENDPOINT_URL", "AWS_METADATA_ENDPOINT"):
+        monkeypatch.setenv(name, nobody)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+        if has_keys:
+            monkeypatch.setenv(name, "key")
+    monkeypatch.setattr(buckets, "RETRY_S", 0)
+    objects = bucket_at("s3://bucket/prefix")
+    with pytest.raises(OSError, match="error sending request") as error:  # noqa: SIM117
+        with bucket_errors("s3://bucket/prefix"):
+            objects.head("a")
+    assert ("profiles and ~/.aws are not read" in str(error.value)) is not has_keys
 
 
 def test_a_client_without_obstore_is_told_what_to_install() -> None:
