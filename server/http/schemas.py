@@ -218,7 +218,8 @@ class PrefillRows(BaseModel):
 _EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 _STREAM = """\
-With `stream: true`: server-sent events, each a JSON object, then `data: [DONE]`. With `return_routed_experts: true`:
+With `stream: true`: server-sent events, each a JSON object of `x-event-schema`, then `data: [DONE]`. With
+`return_routed_experts: true`:
 
 - The first chunk of a prompt has the prompt rows as `prompt_routed_experts` at the top level, once for all choices.
 - `choices[0].routed_experts` has the rows that became known with the chunk's tokens: after the chunk with the g-th
