@@ -292,14 +292,14 @@ class RowDistributor:
             self.requests.move(state, Phase.STREAM)
 
     def _send_prompt(self, state: RequestRows, step: Step, start: int) -> None:
-        """Sends a prompt's rows, unless they were sent with another of its requests."""
+        """Sends a prompt's rows, unless those of another of its requests were sent for all."""
         first = min(state.opt_in.prompt_start, state.num_prompt_tokens)
         if first == state.num_prompt_tokens:
             return
-        key: object = state.opt_in.prompt_id
-        if state.weights_epoch != self._weights_epoch:
-            key = state  # for this request alone
-        elif state.opt_in.shared:
+        key: object = state  # for this request alone
+        sends_own = state.opt_in.own_prompt or state.weights_epoch != self._weights_epoch
+        if state.opt_in.shared and not sends_own:
+            key = state.opt_in.prompt_id
             if key in self._sent_prompts:
                 self.queue.follow(state, key)
                 return

@@ -17,12 +17,14 @@ _SHARED = 1
 _WEIGHTS = 2
 _FINAL_ONLY = 4
 _ALLOW_MISSING = 8
+_OWN_PROMPT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class OptIn:
     """Opts a request in: its rows are to be sent. All requests of one prompt (`n` > 1) carry the
-    same one, and its rows come once, before the first tokens of any of them (`PROMPT_ROWS`)."""
+    same one. The prompt's rows come before the first tokens of any of them (`PROMPT_ROWS`): once,
+    those of the first that has a token, or with `own_prompt` those of each."""
 
     prompt_start: int  # position of the first prompt row to send
     prompt_id: bytes  # 16 random bytes, which tell prompts apart
@@ -33,6 +35,9 @@ class OptIn:
     final_only: bool = False
     # Whether rows that are not there may stay unknown; then nothing is computed again for them.
     allow_missing: bool = False
+    # Whether the rows of its prompt are to be those of its own KV. Of several requests, each
+    # computes the part of the prompt for which there is no prefix hit.
+    own_prompt: bool = False
 
     # the start, the id and the flags
     _FORM: ClassVar[struct.Struct] = struct.Struct("<q16sB")
@@ -44,6 +49,7 @@ class OptIn:
         flags |= self.weights * _WEIGHTS
         flags |= self.final_only * _FINAL_ONLY
         flags |= self.allow_missing * _ALLOW_MISSING
+        flags |= self.own_prompt * _OWN_PROMPT
         return self._FORM.pack(self.prompt_start, self.prompt_id, flags)
 
     @classmethod
@@ -59,6 +65,7 @@ class OptIn:
             weights=bool(flags & _WEIGHTS),
             final_only=bool(flags & _FINAL_ONLY),
             allow_missing=bool(flags & _ALLOW_MISSING),
+            own_prompt=bool(flags & _OWN_PROMPT),
         )
 
     @classmethod

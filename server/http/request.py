@@ -221,6 +221,7 @@ class RoutedRequest(RoutingFields, InputFields):
                 self._routing.prompt_start,
                 weights=self._routing.weights,
                 at_end=at_end,
+                own_prompt=self._routing.layout == "joined",
                 budget=self._budget,
             )
             if self._most_tokens is not None and params.max_tokens is not None:

@@ -62,12 +62,12 @@ def _rows_field(description: str) -> Any:
 
 
 _GENERATED = (
-    "The generated rows of the choice, starting after the prompt; with `routed_experts_layout: joined`, prompt rows "
-    "come before them. Absent without `return_routed_experts`."
+    "The generated rows of the choice, starting after the prompt; with `routed_experts_layout: joined`, its own prompt "
+    "rows come before them. Absent without `return_routed_experts`."
 )
 _PROMPT = (
-    "The prompt rows from `routed_experts_prompt_start` on, once for all choices. Absent without "
-    "`return_routed_experts` and with `routed_experts_layout: joined`."
+    "The prompt rows from `routed_experts_prompt_start` on, once for all choices, as one of them computed them. Absent "
+    "without `return_routed_experts` and with `routed_experts_layout: joined`."
 )
 _WEIGHTS = (
     "The router's weights of the ids in `{}`, float32, in the same form, shape and pieces; NaN (null in lists) where "

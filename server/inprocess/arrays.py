@@ -323,6 +323,7 @@ class InProcessCapture:
             start,
             weights=self.form.has_weights,
             at_end=by_reference,
+            own_prompt=True,
             prompt_id=prompt_id,
         )
         # Before a store is made for it. And that may fail: vLLM must not know the request then.

@@ -71,6 +71,7 @@ def opt_in(
     *,
     weights: bool = False,
     at_end: bool = False,  # whether rows are needed at the end only
+    own_prompt: bool = False,  # whether each choice's prompt rows are to be its own
     prompt_id: bytes | None = None,  # of a request that is one of the prompt's
     budget: TokenBudget | None = None,
 ) -> None:
@@ -87,6 +88,7 @@ def opt_in(
         weights=weights,
         # where a stop string ends a request, the engine does not know in time
         final_only=at_end and not params.stop,
+        own_prompt=own_prompt,
     )
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: message.encode()}
 
@@ -214,10 +216,12 @@ class RowBuffers:
         if opted_in is None:
             state.final_only = False
             state.prompt_id = None
+            state.own_prompt = False
             state.budget = None
             return
         state.final_only = opted_in.final_only
         state.prompt_id = opted_in.prompt_id
+        state.own_prompt = opted_in.own_prompt
         state.budget = _budgets.get(opted_in.prompt_id)
         client_asks = record is None or record.client_asks
         # Before any output: of those that vLLM merges for a slow reader, up to 0.30 the first
@@ -323,8 +327,8 @@ class RowBuffers:
             self.num_failed_reports += 1
 
     def _take_prompt(self, prompt_id: bytes, sender: str, start: int, rows: Rows) -> None:
-        """Gives a prompt's rows to the choice `sender`, and to all other choices of the prompt.
-        They share one array.
+        """Gives a prompt's rows to the choice `sender`, and to all other choices of the prompt that
+        do not get their own. They share one array.
 
         `sender` may have been aborted, and the others not. With data parallelism the rows arrive
         once from each engine, and after new weights again with choices that start later.
@@ -334,10 +338,10 @@ class RowBuffers:
             buffer.push_prompt(sender, request_id == sender, start, rows)
 
     def _buffers_of_prompt(self, prompt_id: bytes, sender: str) -> Iterator[tuple[str, RowBuffer]]:
-        """The id and buffer of each running choice of the prompt of `sender`."""
+        """The id and buffer of each running choice that gets the prompt's rows of `sender`."""
         sending = self._processor.request_states.get(sender)
         if sending is not None:
-            parent = sending.parent_req
+            parent = None if sending.own_prompt else sending.parent_req
         else:
             # vLLM names a choice of `n` > 1 `<index>_<parent>`.
             parent = self._processor.parent_requests.get(sender.partition("_")[2])

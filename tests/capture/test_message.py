@@ -202,7 +202,7 @@ def test_an_array_at_an_odd_address() -> None:
 @settings(database=None, derandomize=True)
 @given(
     st.builds(
-        OptIn, st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), *[st.booleans()] * 4
+        OptIn, st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), *[st.booleans()] * 5
     )
 )
 def test_opt_in(opt_in: OptIn) -> None:

@@ -166,6 +166,7 @@ class Received:
     kv_transfer_params: dict[str, Any] | None = None
     missing: list[int] = field(default_factory=list)
     at_end: bool = False  # whether its rows may come with its last output
+    own_prompt: bool = False  # whether its prompt's rows are to be of its own KV
     num_arrays: int = 0
 
     @property
@@ -182,7 +183,10 @@ class Received:
             assert output.routed_experts is None
             return
         if is_first and output.new_token_ids and self.start < self.prompt_len:
-            self.check_prompt(self.client.prompts[self.prompt_id])
+            prompts = self.client.prompts[self.prompt_id]
+            if self.own_prompt:
+                prompts = {self.request_id: prompts[self.request_id]}
+            self.check_prompt(prompts)
         if output.routed_experts is not None:
             self.take_rows(*output.routed_experts)
         known = max(len(self.tokens) - 1, 0)
@@ -584,10 +588,13 @@ class Client:
         weights: bool = False,
         at_end: bool = False,
         allow_missing: bool = False,
+        own_prompt: bool = False,
     ) -> list[str]:
         """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives
         their ids. The first prompt row to send is `start`; None for no opt-in."""
-        opt_in = OptIn(start or 0, os.urandom(16), n > 1, weights, at_end, allow_missing)
+        opt_in = OptIn(
+            start or 0, os.urandom(16), n > 1, weights, at_end, allow_missing, own_prompt
+        )
         self.starts[opt_in.prompt_id] = start or 0
         extra_args: dict[str, Any] = {}
         if start is not None:
@@ -611,6 +618,7 @@ class Client:
             sender = child.request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt)
             received = core.model_executor.received(self, core.model_executor, *sender)
             received.at_end = at_end
+            received.own_prompt = own_prompt
             self.received[child.request_id] = received
             core.take(sent(child))
         return request_ids
