@@ -13,7 +13,7 @@ from tests.sources import MODULES, PATHS, ROOT, imports, packages
 MAY_IMPORT = {
     "protocol": set(),
     "protocol/package": {"protocol"},
-    "protocol/package/replay": set(),
+    "protocol/package/replay": {"protocol"},
     "capture": set(),
     "capture/wire": {"protocol"},
     "capture/seams": set(),

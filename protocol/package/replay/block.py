@@ -96,7 +96,7 @@ def replayed(
             has no such loss, or did not compute it.
     """
     block = Block(model, rows, weights, layer_ids=layer_ids)
-    counting = replayed_loss(model, block.replay._layers) if aux_loss else nullcontext()
+    counting = replayed_loss(model, block.layers) if aux_loss else nullcontext()
     with block.forward_pass(), counting as loss:
         yield block.replay
         block.replay.check()
@@ -132,9 +132,10 @@ class Block:
             raise ReplayError("the model is being replayed already")
         self._pass = ForwardPass()
         layers = _layers_of(self._pass, ids, recorded_weights, facts, index_of_layer)
+        self.layers = list(layers.values())
         self._routers = replacements(routers, layers)
         num_known = [facts.num_known[index] for index in index_of_layer.values()]
-        self.replay = Replay(list(layers), num_known, list(layers.values()))
+        self.replay = Replay(list(layers), num_known, self.layers)
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:

@@ -1,0 +1,147 @@
+"""Rows of responses, until a forward pass asks for them by its tokens."""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.protocol.batch import scaled
+from routed_experts.protocol.routing import Routing
+from routed_experts.replay.errors import ReplayError
+
+TOKEN = ">u4"
+"""The type of tokens in keys."""
+
+
+@dataclass(eq=False)
+class Kept:
+    """Rows of a sequence.
+
+    Attributes:
+        start: position of the first.
+        rows: int16 [n, L, K].
+        weights: float32 [n, L, K].
+        is_used: a forward pass asked for them.
+    """
+
+    start: int
+    rows: NDArray[np.int16]
+    weights: NDArray[np.float32] | None
+    is_used: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes + (0 if self.weights is None else self.weights.nbytes)
+
+
+class KeptRows:
+    """By the tokens of their sequences.
+
+    What is put again takes the place of what was there. If there is no room, the rows go whose last
+    use is longest ago, and then the oldest of those that were not used.
+
+    Attributes:
+        num_lost: sequences whose rows went unused.
+    """
+
+    def __init__(self, max_bytes: int, info: Any, has_weights: bool) -> None:
+        self.num_lost = 0
+        self._max_bytes = max_bytes
+        self._info = info
+        self._has_weights = has_weights
+        self._num_bytes = 0
+        self._kept: dict[bytes, Kept] = {}  # first what goes first, among used and unused each
+        self._ordered: list[bytes] | None = None
+        self._lock = Lock()  # rollouts may come while a step is under way
+
+    def put(self, routings: Iterable[Routing]) -> None:
+        new = {_key_of(routing): self._kept_of(routing) for routing in routings}
+        size = sum(kept.num_bytes for kept in new.values())
+        if size > self._max_bytes:
+            raise ReplayError(
+                f"rows of {size} bytes, and room for {self._max_bytes}: set max_bytes"
+            )
+        if len({kept.rows.shape[1:] for kept in (*new.values(), *self._kept.values())}) > 1:
+            raise ReplayError("rows of several models: their layers or experts per token differ")
+        with self._lock:
+            for key in new:
+                self._remove(key)
+            self._make_room(size)
+            self._kept.update(new)
+            self._num_bytes += size
+            self._ordered = None
+
+    def find(self, tokens: NDArray[Any]) -> Kept | None:
+        """Rows of the sequence, or of a longer one that begins with it: causal models give the
+        beginning of both the same experts. Of several, the newest."""
+        key = _key(tokens)
+        with self._lock:
+            found = key if key in self._kept else self._longer(key)
+            if found is None:
+                return None
+            kept = self._kept.pop(found)
+            kept.is_used = True
+            self._kept[found] = kept
+            return kept
+
+    def _longer(self, key: bytes) -> bytes | None:
+        if self._ordered is None:
+            self._ordered = sorted(self._kept)
+        first = bisect_left(self._ordered, key)
+        longer: list[bytes] = []
+        for other in self._ordered[first:]:
+            if not other.startswith(key):
+                break
+            longer.append(other)
+        ages = {other: age for age, other in enumerate(self._kept)} if len(longer) > 1 else {}
+        return max(longer, key=lambda other: ages.get(other, 0), default=None)
+
+    def _make_room(self, size: int) -> None:
+        if self._num_bytes + size <= self._max_bytes:
+            return
+        used = [key for key, kept in self._kept.items() if kept.is_used]
+        unused = [key for key, kept in self._kept.items() if not kept.is_used]
+        for key in (*used, *unused):
+            if self._num_bytes + size <= self._max_bytes:
+                return
+            self.num_lost += not self._kept[key].is_used
+            self._remove(key)
+
+    def _remove(self, key: bytes) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._num_bytes -= kept.num_bytes
+
+    def _kept_of(self, routing: Routing) -> Kept:
+        weights = None
+        if self._has_weights:
+            if routing.weights is None:
+                raise ReplayError(
+                    "the response has no weights: ask with return_routed_expert_weights"
+                )
+            has_scale = self._info is not None and "weights_scale" in self._info
+            weights = (
+                scaled(routing.weights, self._info) if has_scale else np.array(routing.weights)
+            )
+        return Kept(routing.start, routing.rows.astype(np.int16), weights)
+
+
+def _key_of(routing: Routing) -> bytes:
+    if routing.prompt_token_ids is None or routing.token_ids is None:
+        raise ReplayError(
+            "the response has no token ids, by which rows are found: ask with return_token_ids"
+        )
+    if routing.media:
+        raise ReplayError(
+            "the prompt has pictures or sounds, which tokens do not tell apart: use `replayed`"
+        )
+    return _key(np.array([*routing.prompt_token_ids, *routing.token_ids]))
+
+
+def _key(tokens: NDArray[Any]) -> bytes:
+    """In the order of the tokens, so that longer sequences follow their beginnings."""
+    return tokens.astype(TOKEN, copy=False).tobytes()
