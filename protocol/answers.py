@@ -22,11 +22,6 @@ _LARGEST = (1 << 31) - 1
 _LARGEST_COUNT = (1 << 53) - 1
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
-_LOGPROBS_OF_ONE = 8
-"""As many log-probabilities take as long as a choice."""
-_CELLS_OF_ONE = 64
-"""As many cells of histograms, likewise: a real file has one for every two bytes at most."""
-
 _PLAIN = (str, bytes, bytearray, memoryview, int, float, list, tuple)
 """Values of JSON in place of an object. Python's have attributes that are not fields."""
 
@@ -98,45 +93,6 @@ def _body_in(json: Any) -> Any:
         return None
     response = _field(json, "response")
     return None if response is None else _field(response, "body")
-
-
-def num_items(body: Any) -> int:
-    """What `read_chunk` looks at one by one in a response without an envelope, in choices.
-
-    Raises:
-        RoutingError: a field has another form than the server's.
-    """
-    choices = _list_field(body, "choices")
-    of_prompts = _field(body, "prompt_routed_experts_histogram")
-    return sum(map(_num_items_of_choice, choices)) + _num_cells(of_prompts) // _CELLS_OF_ONE
-
-
-def _num_items_of_choice(choice: Any) -> int:
-    num_logprobs = _num_logprobs(_field(choice, "logprobs"))
-    num_cells = _num_cells(_field(choice, "routed_experts_histogram"))
-    return 1 + num_logprobs // _LOGPROBS_OF_ONE + num_cells // _CELLS_OF_ONE
-
-
-def _num_logprobs(json: Any) -> int:
-    if json is None:
-        return 0
-    content = _field(json, "content")
-    if content is None:
-        return len(_list_field(json, "token_logprobs")) + len(_list_field(json, "tokens"))
-    return len(_checked_list(content, "log-probabilities"))
-
-
-def _num_cells(json: Any) -> int:
-    """Of a histogram, or of those of several prompts; each row counts as one more."""
-    histograms = json if isinstance(json, list) else [json]
-    tables = [
-        histogram.get(name)
-        for histogram in histograms
-        if isinstance(histogram, dict)
-        for name in ("counts", "weights")
-    ]
-    rows = [row for table in tables if isinstance(table, list) for row in table]
-    return len(rows) + sum(len(row) for row in rows if isinstance(row, list))
 
 
 def _check_is_no_error(body: Any) -> None:

@@ -303,16 +303,6 @@ class Collector:
         return map(self._routing_of, sorted(self._choices))
 
     @property
-    def num_choices(self) -> int:
-        """Of which something came so far."""
-        return len(self._choices)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every choice has a finish reason."""
-        return all(choice.finish_reason is not None for choice in self._choices.values())
-
-    @property
     def num_bytes(self) -> int:
         """Size of what `so_far` returns: the rows and tokens of a prompt are in those of each of
         its choices."""

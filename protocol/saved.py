@@ -8,7 +8,7 @@ precedence, for that response and those after it in the file.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from reprlib import repr as shown
@@ -16,10 +16,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from routed_experts.protocol.answers import is_number, num_items, without_envelope
-from routed_experts.protocol.codec import MAX_EXPERTS, MAX_LAYERS, Rows, encode
+from routed_experts.protocol.answers import is_number, without_envelope
+from routed_experts.protocol.codec import MAX_EXPERTS, MAX_LAYERS, Rows
 from routed_experts.protocol.collect import Collector, RequestValues
-from routed_experts.protocol.routing import Routing, RoutingError, Texts
+from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
@@ -29,17 +29,7 @@ INFO = "routed_experts_info"
 MAX_CHARS = 1 << 31
 """Of a response in a file: twice what a server sends unless its settings say otherwise."""
 MAX_REPEATED_BYTES = 1 << 36
-"""Of a response with the prompt of each choice, for commands, which take one choice at a time."""
-MAX_PAGE_BYTES = 1 << 29
-"""The same on the page: of a response in a file, or of all files that are uploaded at once."""
-MAX_POSITIONS = 1 << 20
-"""Of a choice on the page."""
-MAX_UPLOADED_ITEMS = 1 << 18
-"""Responses, lines of streams and choices in files that are uploaded at once: a real one takes more
-than 128 bytes."""
-_ITEMS_OF_ONE = 7
-"""A response counts as so many besides its own: a real one takes more than 1024 bytes."""
-
+"""Of a response with the prompt of each choice. Commands take one choice at a time."""
 TOO_LONG = f"a response takes more than {MAX_CHARS} characters: write one per line"
 DENSE_NEED = (
     "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
@@ -161,25 +151,22 @@ class SavedAnswer:
         except ValueError as error:
             raise _PlacedError(f"{self.where}: {error}") from error
 
-    def routings(
-        self, model: ModelInfo | None = None, *, unfinished: bool = False
-    ) -> list[Routing]:
-        """The rows of each choice, in MoE layers only.
-
-        `model` has facts from another source, which take precedence. If `unfinished`, as on the
-        page, choices may lack a finish reason, and then rows too.
-        """
-        return list(self.choices_in(self.collected(model), model, unfinished=unfinished))
+    def routings(self, model: ModelInfo | None = None) -> list[Routing]:
+        """The rows of each choice, in MoE layers only. `model` has facts from another source, which
+        take precedence."""
+        return list(self.each_routing(model))
 
     def each_routing(self, model: ModelInfo | None = None) -> Iterator[Routing]:
         """`routings`, one after another: the rows of a prompt, which each of its choices has, take
         memory once."""
-        yield from self.choices_in(self.collected(model), model)
+        collector = self.collected(model)
+        info = self._info(model)
+        with self.located():
+            for routing in collector.each_finished():
+                yield _checked(_moe_layers(routing, info), info)
 
-    def collected(
-        self, model: ModelInfo | None = None, most_bytes: int = MAX_REPEATED_BYTES
-    ) -> Collector:
-        """The response, before arrays of its choices are made; they may take `most_bytes`."""
+    def collected(self, model: ModelInfo | None = None) -> Collector:
+        """The response, before arrays of its choices are made."""
         info = self._info(model)
         request: RequestValues = {"prompt_start": None}
         if info.n is not None:
@@ -192,129 +179,14 @@ class SavedAnswer:
             collector = Collector(**request)
             for part in self.parts:
                 collector.take(part)
-            if (size := collector.num_bytes) > most_bytes:
+            if (size := collector.num_bytes) > MAX_REPEATED_BYTES:
                 raise RoutingError(
-                    f"it takes {size} bytes with the prompt of each choice; {most_bytes} are allowed"
+                    f"it takes {size} bytes with the prompt of each choice; {MAX_REPEATED_BYTES} are allowed"
                 )
         return collector
 
-    def choices_in(
-        self, collector: Collector, model: ModelInfo | None = None, *, unfinished: bool = False
-    ) -> Iterator[Routing]:
-        """The rows of each choice that this response was collected to."""
-        info = self._info(model)
-        is_whole = collector.is_finished or not unfinished
-        with self.located():
-            for routing in collector.each_finished() if is_whole else collector.each_so_far():
-                yield _checked(_moe_layers(routing, info), info)
-
     def _info(self, model: ModelInfo | None) -> ModelInfo:
         return self.info if model is None else model.over(self.info)
-
-
-def page_lines(
-    files: Iterable[tuple[str, TextIO]],
-    model_info: ModelInfo,
-    info_before: ModelInfo | None = None,
-    *,
-    is_upload: bool = False,
-) -> Iterator[str]:
-    """The choices in files, given as names and texts, as the page shows them: a line of JSON for
-    each, of this form.
-
-        {"name": "FILE, line 3, choice 1", "file": "FILE", "model": str or null,
-         "info": {num_layers, top_k, num_experts, layer_ids, weights_scale: those that are known},
-         "ids": {"start": int, "values": [int, ...]} or null: token ids from a position on; the
-             others are unknown,
-         "texts": {"start": int, "values": [str or null, ...]} or null: likewise,
-         "prompt_len": int or null, "finish_reason": str, or null if it was cut off,
-         "rows": of MoE layers from `start` on, prompt and generated, in the form `object`, int16,
-         "weights": likewise, float32, or null}
-
-    If a response cannot be read, the last line is `{"error": {"message": str}}`.
-
-    Args:
-        model_info: facts about the model, which take precedence.
-        info_before: what files before these say about the model.
-        is_upload: whether the limits hold for all files together, as on a server; else for each
-            response.
-    """
-    reader = Reader(model_info, info_before, MAX_UPLOADED_ITEMS if is_upload else None)
-    left = MAX_PAGE_BYTES
-    try:
-        for name, file in files:
-            for answer in reader.read(name, file):
-                collector = answer.collected(most_bytes=left)
-                for routing in answer.choices_in(collector, unfinished=True):
-                    line = _line(answer, routing, collector.num_choices > 1)
-                    if is_upload:
-                        left -= len(line)
-                    yield line
-                    if left < 0:
-                        raise RoutingError(
-                            f"{answer.where}: this and what is before it take too many bytes"
-                        )
-    except (OSError, RoutingError) as error:
-        yield json.dumps({"error": {"message": str(error)}}) + "\n"
-
-
-def _line(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> str:
-    check_shown(answer, routing)
-    model = answer.parts[0].get("model")
-    head = {
-        "name": f"{answer.where}, choice {routing.index}" if is_one_of_several else answer.where,
-        "file": answer.file,
-        "model": model if isinstance(model, str) else None,
-        "info": answer.info.known,
-    }
-    rest = {
-        "prompt_len": routing.prompt_len,
-        "finish_reason": routing.finish_reason,
-        "rows": encode(routing.rows, routing.start),
-        "weights": None if routing.weights is None else encode(routing.weights, routing.start),
-    }
-    ids = _known_part(*_known_ids(routing))
-    texts = _known_part(*_known_texts(routing))
-    return f'{json.dumps(head)[:-1]}, "ids": {ids}, "texts": {texts}, {json.dumps(rest)[1:]}\n'
-
-
-def _known_ids(routing: Routing) -> tuple[int, Sequence[int]]:
-    """The position of the first known token id, and those from there on."""
-    if routing.prompt_len is None:  # nothing says where the generated tokens begin
-        return 0, ()
-    if routing.prompt_token_ids is None:
-        return routing.prompt_len, routing.token_ids or ()
-    return 0, [*routing.prompt_token_ids, *(routing.token_ids or ())]
-
-
-def _known_texts(routing: Routing) -> tuple[int, Sequence[str | None]]:
-    return routing.texts.known if isinstance(routing.texts, Texts) else (0, routing.texts or ())
-
-
-def _known_part(start: int, values: Sequence[Any]) -> str:
-    """What is known from a position on, as JSON."""
-    if not values:
-        return "null"
-    return json.dumps({"start": start, "values": values})
-
-
-def check_shown(answer: SavedAnswer, routing: Routing) -> None:
-    """Raises `RoutingError` if the page cannot show a choice, which has counts in place of rows, or
-    too many tokens."""
-    # The page has something for each token, whether anything is known of it or not.
-    too_many = None
-    if routing.end > MAX_POSITIONS:
-        too_many = f"rows up to {routing.end}"
-    elif (routing.prompt_len or 0) > MAX_POSITIONS:
-        too_many = f"a prompt of {routing.prompt_len} tokens"
-    if too_many is not None:
-        raise RoutingError(
-            f"{answer.where}: {too_many}, but the page shows {MAX_POSITIONS} at most"
-        )
-    if routing.histogram is not None and not len(routing.rows):
-        raise RoutingError(
-            f"{answer.where}: it has histograms only: set return_routed_experts in the request"
-        )
 
 
 def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
@@ -378,16 +250,9 @@ def read(files: Iterable[tuple[str, TextIO]], model_info: ModelInfo) -> Iterator
 class Reader:
     """Reads one file after another."""
 
-    def __init__(
-        self,
-        model_info: ModelInfo,
-        info_before: ModelInfo | None = None,
-        most_items: int | None = None,
-    ) -> None:
-        self.info = info_before or ModelInfo()  # what the files so far say about their model
+    def __init__(self, model_info: ModelInfo) -> None:
+        self.info = ModelInfo()  # what the files so far say about their model
         self._model_info = model_info
-        self._num_items = 0
-        self._most_items = most_items
 
     def read(self, name: str, file: TextIO) -> Iterator[SavedAnswer]:
         """The responses in a file."""
@@ -400,9 +265,6 @@ class Reader:
                 parts[:] = map(without_envelope, parts)
                 if not all(isinstance(part, dict) for part in parts):
                     raise RoutingError("not a response of the server: it must be a JSON object")
-                self._count(_ITEMS_OF_ONE)
-                if self._most_items is not None:
-                    self._count(sum(map(num_items, parts)))
                 if "layer_ids" in parts[0] and "choices" not in parts[0]:
                     self.info = ModelInfo.of(parts[0])
                     of_file = ModelInfo()
@@ -421,7 +283,6 @@ class Reader:
         try:
             while (begin := text.begin()) is not None:
                 number = text.number
-                self._count(1)
                 if begin.startswith(_SSE_FIELDS):
                     if chunks := self._stream(text):
                         yield number, chunks
@@ -446,7 +307,6 @@ class Reader:
         chunks: list[Any] = []
         num_chars = 0
         while not events.done and (text.begin() or "").startswith(_SSE_FIELDS):
-            self._count(1)
             line = text.line().strip()
             num_chars += len(line)
             if num_chars > MAX_CHARS:
@@ -455,12 +315,6 @@ class Reader:
         if chunks and not events.done:
             raise EventError("the stream that starts here was cut off: it does not end with [DONE]")
         return chunks
-
-    def _count(self, num_items: int) -> None:
-        """Counts what is read one by one, and raises if it is too much."""
-        self._num_items += num_items
-        if self._most_items is not None and self._num_items > self._most_items:
-            raise _TooLargeError("these are more responses and choices than are read at once")
 
 
 class _TooLargeError(RoutingError):

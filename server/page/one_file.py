@@ -4,8 +4,9 @@ a paper."""
 import json
 import re
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from routed_experts.server.page import INDEX, page_files
 
@@ -19,15 +20,12 @@ _POLICY = (
 _IMPORT = re.compile(r'from "\./([a-z_]+\.js)"')
 
 
-def page_with(lines: Iterable[str], title: str) -> str:
-    """The page with the lines of `page_lines`. Raises `ValueError` if they are too many."""
-    texts: list[str] = []
-    num_bytes = 0
-    for line in lines:
-        num_bytes += len(line)
-        if num_bytes > MAX_FILE_BYTES:
-            raise ValueError(TOO_LARGE)
-        texts.append(line)
+def page_with(files: Sequence[tuple[str, Path]], title: str) -> str:
+    """The page with files of responses, each with its name. Raises `ValueError` if they are too many,
+    or no text."""
+    if sum(path.stat().st_size for _, path in files) > MAX_FILE_BYTES:
+        raise ValueError(TOO_LARGE)
+    named_texts = [(name, _text_of(name, path)) for name, path in files]
     page = page_files()[INDEX][0].decode()
     page = page.replace("<html", "<html data-one-file", 1)
     page = page.replace("<title>Routed experts", f"<title>{escape(title)}", 1)
@@ -37,10 +35,17 @@ def page_with(lines: Iterable[str], title: str) -> str:
     page = page.replace("routed_experts/icon.svg", _data_url("icon.svg", _text("icon.svg")))
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}" />'
     page = page.replace('<meta charset="utf-8" />', f'<meta charset="utf-8" />\n    {policy}', 1)
-    return re.sub(r"<script [^>]*></script>", lambda _: _scripts("".join(texts)), page)
+    return re.sub(r"<script [^>]*></script>", lambda _: _scripts(named_texts), page)
 
 
-def _scripts(lines: str) -> str:
+def _text_of(name: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} cannot be read: it is not UTF-8 text.") from error
+
+
+def _scripts(named_texts: list[tuple[str, str]]) -> str:
     """The modules by their names, the responses, and the start."""
     imports = {
         name: _data_url(name, _IMPORT.sub(r'from "\1"', content.decode()))
@@ -49,7 +54,7 @@ def _scripts(lines: str) -> str:
     }
     return (
         f'<script type="importmap">{_in_html({"imports": imports})}</script>\n'
-        f'    <script type="application/json" id="responses">{_in_html(lines)}</script>\n'
+        f'    <script type="application/json" id="responses">{_in_html(named_texts)}</script>\n'
         '    <script type="module">import "main.js";</script>'
     )
 

@@ -4,8 +4,7 @@ do."""
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
-from routed_experts.server.page import HEADERS, PAGE_PATH, READ_PATH, page_file
-from routed_experts.server.page.reading import FilesResponse
+from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
 
 page_router = APIRouter(include_in_schema=False)
 
@@ -24,12 +23,6 @@ async def page(raw_request: Request, name: str | None = None) -> Response:
         return Response("File not found.", status_code=404)
     content, kind = file
     return Response(content, media_type=kind, headers=HEADERS)
-
-
-@page_router.post(READ_PATH)
-async def read() -> Response:
-    """The responses in files that are opened in the page."""
-    return FilesResponse()
 
 
 def page_config(raw_request: Request) -> dict[str, str]:

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "capture/scheduler/kv": {"protocol", "capture/wire", "capture/engine", "capture/scheduler"},
     "server": {"protocol"},
     "server/outputs": {"protocol", "capture/wire", "server"},
-    "server/page": {"protocol"},
+    "server/page": set(),
     "server/inprocess": {
         *("protocol", "capture/wire", "capture/engine", "capture/seams"),
         *("server", "server/outputs"),

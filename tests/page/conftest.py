@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.tools.view import ViewedFile, ViewServer
 from tests.contract.served import serving
 from tests.e2e.harness import Server
@@ -47,7 +46,7 @@ def api(tiny_model: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def viewing(texts: Mapping[str, str], model_info: ModelInfo | None = None) -> Iterator[str]:
+def viewing(texts: Mapping[str, str]) -> Iterator[str]:
     """Serves files with these texts by name, as `routed-experts view` does; gives the page's
     address."""
     with TemporaryDirectory() as folder:
@@ -55,8 +54,8 @@ def viewing(texts: Mapping[str, str], model_info: ModelInfo | None = None) -> It
         for number, (name, text) in enumerate(texts.items()):
             path = Path(folder, str(number))
             path.write_text(text, encoding="utf-8", newline="")
-            files.append(ViewedFile(name, path, ModelInfo()))
-        with ViewServer(files, 0, model_info) as server:
+            files.append(ViewedFile(name, path))
+        with ViewServer(files, 0) as server:
             Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             yield server.url
             server.shutdown()
@@ -64,17 +63,20 @@ def viewing(texts: Mapping[str, str], model_info: ModelInfo | None = None) -> It
 
 @pytest.fixture
 def viewed() -> Iterator[Viewed]:
-    """Serves a file with answers, or files with these texts by name."""
+    """Serves a file with answers of a model of `num_experts`, or files with these texts by name."""
     with ExitStack() as stack:
 
         def serve(
             *answers: Any,
             texts: Mapping[str, str] | None = None,
-            model_info: ModelInfo | None = None,
+            num_experts: int | None = None,
         ) -> str:
-            lines = "".join(json.dumps(one) + "\n" for one in answers)
+            bodies = [*answers]
+            if num_experts is not None:
+                bodies[0] = {**bodies[0], "routed_experts_info": {"num_experts": num_experts}}
+            lines = "".join(json.dumps(one) + "\n" for one in bodies)
             return stack.enter_context(
-                viewing({"answers.jsonl": lines} if texts is None else texts, model_info)
+                viewing({"answers.jsonl": lines} if texts is None else texts)
             )
 
         yield serve

@@ -11,7 +11,6 @@ docs/page.md says of which run the stored example is.
 
 import json
 import sys
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import httpx
 from transformers import AutoTokenizer
 
 import routed_experts.server.page as page
-from routed_experts.protocol.saved import ModelInfo, page_lines
+from routed_experts.protocol.saved import ModelInfo
 from tests.e2e.harness import ASK
 
 PATH = Path(page.__file__).parent / "static" / "example.json"
@@ -62,8 +61,7 @@ def with_texts(body: dict[str, Any], info: dict[str, Any], tokenizer: Any) -> di
 
 
 def write(bodies: list[dict[str, Any]]) -> None:
-    lines = "".join(f"{json.dumps(body)}\n" for body in bodies)
-    PATH.write_text("".join(page_lines([(PATH.name, StringIO(lines))], ModelInfo())))
+    PATH.write_text("".join(f"{json.dumps(body)}\n" for body in bodies))
 
 
 if __name__ == "__main__":

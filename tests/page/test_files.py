@@ -15,14 +15,11 @@ from functools import partial
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
-from routed_experts.protocol.codec import decode
-from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.main import main
-from routed_experts.server.page import MAX_BYTES, one_file, page_files
+from routed_experts.server.page import one_file, page_files
 from routed_experts.server.tools import view
 from tests.contract.served import serving
 from tests.e2e.harness import Server
@@ -67,10 +64,10 @@ def test_without_the_page(tiny_model: Path) -> None:
 def test_view_serves_it(viewed: Viewed) -> None:
     """At its own address only: a site elsewhere can have its name lead here, and would read the
     file."""
-    rows = rows_of(9, 2, 2, 8)
-    url = viewed(answer(rows, 3))
+    text = json.dumps(answer(rows_of(9, 2, 2, 8), 3))
+    url = viewed(texts={"answers.jsonl": text})
     check_page(url)
-    assert np.array_equal(decode(get(f"{url}/saved/0").json()["rows"]), rows)
+    assert get(f"{url}/saved/0").text == text
     assert get(f"{url}/saved/0", Host=f"localhost:{httpx.URL(url).port}").status_code == 200
     for path in ("", "/", "/1", "/-1", "/x", "/²"):
         assert get(f"{url}/saved{path}").status_code == 404
@@ -79,36 +76,8 @@ def test_view_serves_it(viewed: Viewed) -> None:
     assert "choices" not in elsewhere.text
 
 
-def test_both_read_files_that_the_page_opens(api: Server, viewed: Viewed) -> None:
-    """One after the other, as commands do: what the first says about its model applies to the
-    next."""
-    rows = rows_of(9, 2, 2, 8)
-    files = [["a/info.json", '{"layer_ids": [1, 3]}'], ["b.json", json.dumps(answer(rows, 3))]]
-    for url in (api.url, viewed(answer(rows, 3)).removesuffix("/routed_experts")):
-
-        def post(body: object, url: str = f"{url}/v1/routed_experts/saved") -> httpx.Response:
-            return httpx.post(url, json=body, timeout=300)
-
-        (line,) = map(json.loads, post(files).text.splitlines())
-        assert (line["file"], line["name"], line["info"]) == (
-            "b.json",
-            "b.json, line 1",
-            {"layer_ids": [1, 3]},
-        )
-        assert np.array_equal(decode(line["rows"]), rows)
-        assert (
-            post([["c", "{]"]]).json()["error"]["message"].startswith("c, line 1 is not valid JSON")
-        )
-        for wrong in ([["c"]], [["c", 3]], {"prompt": "a", "return_routed_experts": True}, 3):
-            assert (
-                post(wrong).status_code,
-                "[name, text]" in post(wrong).json()["error"]["message"],
-            ) == (400, True)
-    large = httpx.post(
-        f"{api.url}/v1/routed_experts/saved", content=b" " * (MAX_BYTES + 1), timeout=300
-    )
-    assert large.status_code == 413
-    assert "routed-experts view" in large.json()["error"]["message"]
+def test_no_server_reads_files(api: Server) -> None:
+    assert httpx.post(f"{api.url}/v1/routed_experts/saved", json=[["f", "{}"]]).status_code == 404
 
 
 def test_every_file_is_used_and_nothing_is_loaded_from_elsewhere() -> None:
@@ -187,8 +156,8 @@ def test_view_needs_a_free_port(
 def test_two_views_at_once_take_two_ports() -> None:
     port = view.parse([]).port
     with (
-        view.ViewServer([], port, ModelInfo()) as first,
-        view.ViewServer([], port, ModelInfo()) as second,
+        view.ViewServer([], port) as first,
+        view.ViewServer([], port) as second,
     ):
         assert first.url != second.url
 
@@ -211,35 +180,27 @@ def test_view_reads_folders(tmp_path: Path, saved: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(saved, tmp_path / path)
     with ExitStack() as stack:
-        viewed = view.viewed_files([str(tmp_path / "code"), str(saved)], ModelInfo(), stack)
+        viewed = view.viewed_files([str(tmp_path / "code"), str(saved)], stack)
         names = [file.path.relative_to(tmp_path).as_posix() for file in viewed]
         assert names == ["code/b.jsonl", "code/deep/a.json", "answers.jsonl"]
-        assert view.viewed_files([], ModelInfo(), stack) == []
+        assert view.viewed_files([], stack) == []
         with pytest.raises(CommandError, match="has no files"):
-            view.viewed_files([str(tmp_path / "empty")], ModelInfo(), stack)
+            view.viewed_files([str(tmp_path / "empty")], stack)
+        with pytest.raises(CommandError, match=r"a\.jsonl: view shows files of this machine"):
+            view.viewed_files(["s3://b/a.jsonl"], stack)
 
 
-def test_view_reads_a_response_at_a_time(tmp_path: Path) -> None:
-    """Neither at the start nor while it is asked does it hold a file: recordings have
-    gigabytes."""
-    info, line = (
-        {"layer_ids": [1, 3], "num_layers": 2, "num_experts": 8},
-        json.dumps(answer(rows_of(2000, 2, 2, 8), 3)),
-    )
-    peaks = []
-    for count in (5, 100):
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        (folder / "0.jsonl").write_text(json.dumps(info))
-        (folder / "1.jsonl").write_text(f"{line}\n" * count)
+def test_view_reads_no_file_at_the_start(tmp_path: Path) -> None:
+    """Recordings have gigabytes; what is wrong in one, the page says."""
+    (tmp_path / "0.jsonl").write_bytes(bytes(40 << 20))
+    with ExitStack() as stack:
+        (file,), peak = peak_of(lambda: view.viewed_files([str(tmp_path)], stack))
+    assert file.path.name == "0.jsonl"
+    assert peak < 1 << 20
 
-        def layers(folder: Path = folder) -> list[int]:
-            with ExitStack() as stack:
-                (file,) = view.viewed_files([str(folder)], ModelInfo(), stack)
-            return [len(json.loads(line)["info"]["layer_ids"]) for line in file.lines(ModelInfo())]
 
-        lines, peak = peak_of(layers)
-        peaks.append(peak)
-        assert lines == [2] * count, "the file before says which layers they are"
-    assert peaks[1] < 1.1 * peaks[0] + 50_000
-    assert 95 * len(line) > 5_000_000, "the files differ by more"
+def test_a_page_in_one_file_needs_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "0.jsonl").write_bytes(b"\xff\xfe")
+    assert main(["view", str(tmp_path / "0.jsonl"), "-o", str(tmp_path / "page.html")]) == 2
+    assert "0.jsonl" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()

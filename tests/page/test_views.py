@@ -18,7 +18,6 @@ import pytest
 from PIL import Image
 
 from routed_experts.protocol.collect import Routing, collect
-from routed_experts.protocol.saved import ModelInfo
 from tests.e2e.harness import wait_until
 from tests.page.answers import answer, array, rows_of, two_that_part, weights_of, words_of
 from tests.page.browser import Tab
@@ -44,7 +43,6 @@ from tests.page.seen import (
 pytestmark = pytest.mark.e2e
 
 E = 32
-GIVEN = ModelInfo(num_experts=E)
 ROWS = rows_of(99, 6, 4, E)
 WEIGHTS = weights_of(ROWS)
 TEXTS = words_of(5)[:100]
@@ -105,7 +103,7 @@ def near(shown: list[str], expected: Any, digits: int) -> bool:
 def test_every_number_is_numpys(tab: Tab, viewed: Viewed, made: Any) -> None:
     body, experts = made()
     (routing,) = collect(body, prompt_start=body["prompt_routed_experts"]["start"])
-    show(tab, viewed(body, model_info=ModelInfo(num_experts=experts)))
+    show(tab, viewed(body, num_experts=experts))
     n, layers, top_k = routing.rows.shape
     missing, prompt = int((routing.rows < 0).any((1, 2)).sum()), routing.prompt_len or 0
     said = f"{prompt} prompt and {routing.start + n + 1 - prompt} generated tokens, {n} rows"
@@ -294,7 +292,7 @@ def test_the_map_colours_the_largest_weight_or_the_rarest_colour(
     (routing,) = collect(body)
     if not has_weights:
         del body["prompt_routed_expert_weights"], body["choices"][0]["routed_expert_weights"]
-    show(tab, viewed(body, model_info=ModelInfo(num_experts=experts)))
+    show(tab, viewed(body, num_experts=experts))
     colours = legend_colours(tab)
     seven = [int(name) for name in colours if name.isdigit()]
     assert len(seven) == len(OKABE_ITO)
@@ -344,7 +342,7 @@ def test_text_and_map_have_the_colours_of_the_selected_layer(tab: Tab, viewed: V
     """The text comes first, and says what the colours mean."""
     body, experts = unordered()
     (routing,) = collect(body)
-    show(tab, viewed(body, model_info=ModelInfo(num_experts=experts)))
+    show(tab, viewed(body, num_experts=experts))
     assert tab.js("$('#tokens-a').compareDocumentPosition($('#load')) & 4")  # before the load
     for layer in (0, 2):
         tab.click(f"#detail tbody tr:nth-child({layer + 1}) th")
@@ -413,7 +411,7 @@ def test_columns_of_the_load(tab: Tab, viewed: Viewed) -> None:
     # Tokens choose 0 and 3, or 1 and 2; and the first more often.
     pairs = np.array([[0, 3], [0, 3], [1, 2]] * 10, dtype=np.int16)[:, None]
     rows = np.concatenate([pairs, 3 - pairs], axis=1)
-    show(tab, viewed(answer(rows[:29], 10), model_info=ModelInfo(num_experts=4)))
+    show(tab, viewed(answer(rows[:29], 10), num_experts=4))
     cell = tab.js("($('#load').clientWidth - 42) / 4")
     at = [GUTTER + (column + 0.5) * cell for column in range(4)]
     tab.choose("#columns", "likeness")
@@ -430,7 +428,7 @@ def test_columns_of_the_load(tab: Tab, viewed: Viewed) -> None:
 
 
 def test_the_load_and_its_keys(tab: Tab, viewed: Viewed) -> None:
-    show(tab, viewed(answer(ROWS, 10), model_info=GIVEN))
+    show(tab, viewed(answer(ROWS, 10), num_experts=E))
     tab.click("#load", GUTTER + 7.5 * tab.js("($('#load').clientWidth - 42) / 32"), 18 + 4.5 * 22)
     steps = [
         ("", 4, 7),
@@ -457,7 +455,7 @@ def test_a_layers_experts_and_their_tokens(tab: Tab, viewed: Viewed) -> None:
     """By the rows that are known."""
     rows = ROWS.copy()
     rows[33] = -1
-    show(tab, viewed(answer(rows, 10, TEXTS), model_info=GIVEN))
+    show(tab, viewed(answer(rows, 10, TEXTS), num_experts=E))
     tab.click("#detail tbody tr:nth-child(3) th")
     tab.wait_for_text("#expert-title", "Experts of MoE layer 2")
     listed = cells(tab, "#experts")
@@ -529,7 +527,7 @@ def test_the_even_share_is_the_middle_of_the_scale(
     even = np.arange(40, dtype=np.int16).reshape(40, 1, 1) % 4
     compare(
         tab,
-        viewed(answer(even, 10), answer(0 * even, 10), model_info=ModelInfo(num_experts=4)),
+        viewed(answer(even, 10), answer(0 * even, 10), num_experts=4),
         theme=theme,
     )
     tab.wait_for_text("#parting-text", "Experts differ")
@@ -757,7 +755,7 @@ def test_chance_deals_the_tokens_of_two_responses(tab: Tab, viewed: Viewed) -> N
 
 def test_some_tokens_are_compared_with_all(tab: Tab, viewed: Viewed) -> None:
     """Those that contain a text, and those of a range."""
-    show(tab, viewed(answer(ROWS, 10, TEXTS), model_info=GIVEN))
+    show(tab, viewed(answer(ROWS, 10, TEXTS), num_experts=E))
     tab.click("details.find summary")
     tab.type("#find", "expert")
     having = [position for position, text in enumerate(TEXTS) if "expert" in text]
@@ -871,7 +869,7 @@ def test_downloads(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
         content = download(tab, f"#save-{what}", f"{what}.csv", tmp_path)
         return list(csv.DictReader(io.StringIO(content.decode(), newline="")))
 
-    show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), model_info=GIVEN))
+    show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), num_experts=E))
     assert [int(row["tokens"]) for row in table("load")] == counts_of(ROWS, E).ravel().tolist()
     tab.click("#detail tbody tr:nth-child(2) th")
     tab.type("#expert", "5")
@@ -885,7 +883,7 @@ def test_downloads(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
 @pytest.mark.parametrize("figure", ["load", "map"])
 def test_figures_are_saved(tab: Tab, viewed: Viewed, tmp_path: Path, figure: str) -> None:
     """As SVG and PNG, with what their colours mean."""
-    show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), model_info=GIVEN))
+    show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), num_experts=E))
     svg = ElementTree.fromstring(download(tab, f"#{figure}-svg", f"{figure}.svg", tmp_path))
     texts = ["".join(text.itertext()) for text in svg.iter("{http://www.w3.org/2000/svg}text")]
     meaning = "Multiple of the even share" if figure == "load" else "Experts of MoE layer 0:"

@@ -8,21 +8,16 @@ import copy
 import json
 import os
 import socket
-from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import SpooledTemporaryFile
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.main import main
-from routed_experts.server.page import MAX_BYTES, READ_PATH
-from routed_experts.server.tools import view
 from routed_experts.server.tools.view import ViewedFile, ViewServer
 from tests.conftest import Cases
 from tests.long_runs import times
@@ -125,13 +120,6 @@ def files(draw: Any) -> bytes:
     return text[:at] if draw(st.integers(0, 3)) == 0 else text[:at] + inserted + text[at:]
 
 
-def ask_for_all(server: ViewServer, *_: Any) -> None:
-    """What a browser asks for."""
-    for file in server.viewed:
-        for line in file.lines(server.model_info):
-            json.loads(line.encode())
-
-
 SETTINGS = settings(
     max_examples=120,
     deadline=None,
@@ -165,23 +153,21 @@ def test_many_hostile_files(
 def check_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) -> None:
     file = tmp_path / "answers.jsonl"
     file.write_bytes(text)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ViewServer, "serve_forever", ask_for_all)
-        for command in (
-            *(
-                ["export", str(file), "-o", str(tmp_path / f"out.{ending}")]
-                for ending in ("parquet", "csv", "npz")
-            ),
-            ["export", str(file), "--weights", "-o", str(tmp_path / "weights.npz")],
-            ["compare", str(file), "--answers", str(file), "--weights", "--logprobs"],
-            ["view", str(file), "--no-browser"],
-        ):
-            status, lines = main(command), capsys.readouterr().err.splitlines()
-            assert status in (0, 1, 2), command
-            assert len(lines) <= (status == 2), (command, lines)
-            assert all(
-                ending.startswith("routed-experts: ") and ending.endswith(".") for ending in lines
-            ), lines
+    exports = (
+        ["export", str(file), "-o", str(tmp_path / f"out.{ending}")]
+        for ending in ("parquet", "csv", "npz")
+    )
+    for command in (
+        *exports,
+        ["export", str(file), "--weights", "-o", str(tmp_path / "weights.npz")],
+        ["compare", str(file), "--answers", str(file), "--weights", "--logprobs"],
+    ):
+        status, lines = main(command), capsys.readouterr().err.splitlines()
+        assert status in (0, 1, 2), command
+        assert len(lines) <= (status == 2), (command, lines)
+        assert all(
+            ending.startswith("routed-experts: ") and ending.endswith(".") for ending in lines
+        ), lines
 
 
 # ---- what is no file of responses ----
@@ -248,120 +234,35 @@ def test_files_of_other_kinds_are_called_what_they_are(
 def viewed(tmp_path: Path) -> Iterator[ViewServer]:
     file = tmp_path / "answers.jsonl"
     file.write_text(json.dumps(answer(ONE)))
-    with ViewServer([ViewedFile("answers.jsonl", file, ModelInfo())], 0) as server:
+    with ViewServer([ViewedFile("answers.jsonl", file)], 0) as server:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 
 
-LIMIT_S = view._Handler.timeout / 2
-"""On a busy machine; later, whoever holds up others has lost its connection."""
-
-
-def connection(server: ViewServer, num_bytes: int, body: bytes) -> socket.socket:
-    """A client that has sent a part of a body of so many bytes, or all."""
-    head = f"POST {READ_PATH} HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n"
-    sock = socket.create_connection(("127.0.0.1", server.server_port), timeout=LIMIT_S)
-    sock.sendall(f"{head}Content-Length: {num_bytes}\r\n\r\n".encode() + body)
-    return sock
-
-
-def test_a_client_that_sends_or_takes_nothing_more_holds_up_no_other(viewed: ViewServer) -> None:
-    rows = {"data": b64encode(bytes(12 << 20)).decode(), "shape": [1 << 20, 3, 4]}
-    rows |= {"dtype": "uint8", "start": 0, "missing": 0}
-    choice = {"index": 0, "text": "", "finish_reason": "length", "routed_experts": rows}
-    body = {"choices": [choice], "routed_experts_info": {"layer_ids": [0, 1, 2]}}
-    large = json.dumps([["f", json.dumps(body)]]).encode()
-    with connection(viewed, 5000, b"["), connection(viewed, len(large), large) as takes_nothing:
-        assert takes_nothing.recv(12) == b"HTTP/1.0 200"
-        for content in (b"[]", large):
-            with connection(viewed, len(content), content) as other:
-                assert other.recv(12) == b"HTTP/1.0 200"
-
-
-def status_of(server: ViewServer, request: str, *headers: str, body: bytes = b"") -> int:
+def status_of(server: ViewServer, request: str, *headers: str) -> int:
     lines = [f"{request} HTTP/1.1", f"Host: localhost:{server.server_port}", *headers, "", ""]
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as sock:
-        sock.sendall("\r\n".join(lines).encode() + body)
+        sock.sendall("\r\n".join(lines).encode())
         return int(sock.makefile("rb").readline().split()[1])
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        (["Content-Length: x"], 400),
-        (["Content-Length: -1"], 400),
-        (["Content-Length: +2"], 400),
-        (["Content-Length: 99999999999999999999"], 400),
-        ([], 411),
-        (["Transfer-Encoding: chunked"], 411),
-        (["Content-Length: 2", "Origin: http://elsewhere.example"], 403),
-        (["Content-Length: 2"], 200),
-        (["Content-Length: 3"], 400),
-    ],
-    ids=str,
-)
-def test_view_checks_a_request_before_it_reads_the_body(
-    viewed: ViewServer, capsys: pytest.CaptureFixture[str], headers: list[str], status: int
+def test_view_takes_no_files_and_answers_its_own_page_only(
+    viewed: ViewServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = {200: b"[]", 403: b"[]", 400: b"[3]"}.get(status, b"")
-    assert status_of(viewed, f"POST {READ_PATH}", *headers, body=body) == status
+    saved = "/routed_experts/saved/0"
+    assert status_of(viewed, f"GET {saved}") == 200
+    assert status_of(viewed, f"GET {saved}", "Origin: http://elsewhere.example") == 403
+    assert status_of(viewed, "POST /v1/routed_experts/saved", "Content-Length: 2") == 501
+    viewed.viewed[0].path.unlink()
+    assert status_of(viewed, f"GET {saved}") == 404
     assert capsys.readouterr().err == ""
-
-
-def test_view_reads_no_body_for_another_host(viewed: ViewServer) -> None:
-    """It answers at once, although the body never comes."""
-    with socket.create_connection(("127.0.0.1", viewed.server_port), timeout=60) as sock:
-        sock.sendall(
-            f"POST {READ_PATH} HTTP/1.1\r\nHost: elsewhere.example\r\nContent-Length: 9\r\n\r\n".encode()
-        )
-        assert sock.makefile("rb").readline().split()[1] == b"403"
-
-
-def test_view_refuses_more_than_a_server_does(viewed: ViewServer) -> None:
-    size = MAX_BYTES + 1
-    assert (
-        status_of(viewed, f"POST {READ_PATH}", f"Content-Length: {size}", body=bytes(size)) == 413
-    )
 
 
 def test_view_says_nothing_of_clients_that_leave(
     viewed: ViewServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_connection(("127.0.0.1", viewed.server_port), timeout=60) as sock:
-        sock.sendall(
-            f"POST {READ_PATH} HTTP/1.1\r\nHost: localhost:{viewed.server_port}\r\n".encode()
-        )
-        sock.sendall(b"Content-Length: 1000\r\n\r\n[")
+        sock.sendall(b"GET /routed_exp")
     assert status_of(viewed, "GET /routed_experts") == 200
     assert capsys.readouterr().err == ""
-
-
-def test_view_reads_the_files_of_one_request_at_a_time(viewed: ViewServer) -> None:
-    """Those of two would take twice the memory. What has come is on disk meanwhile."""
-    with viewed.reading, connection(viewed, 2, b"[]") as waits:
-        waits.settimeout(0.3)
-        with pytest.raises(TimeoutError):
-            waits.recv(12)
-        viewed.reading.release()
-        try:
-            waits.settimeout(LIMIT_S)
-            assert waits.recv(12) == b"HTTP/1.0 200"
-        finally:
-            viewed.reading.acquire()
-
-
-def test_view_has_what_comes_on_disk_before_its_end(
-    viewed: ViewServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client may take as long as it likes."""
-    has_moved = Event()
-
-    class Watched(SpooledTemporaryFile):  # type: ignore[type-arg]
-        def rollover(self) -> None:
-            super().rollover()
-            has_moved.set()
-
-    monkeypatch.setattr(view, "SpooledTemporaryFile", Watched)
-    with connection(viewed, 4 << 20, bytes(3 << 20)):
-        assert has_moved.wait(LIMIT_S)

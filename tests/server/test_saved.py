@@ -2,8 +2,6 @@
 
 import io
 import json
-import time
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -12,13 +10,11 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol import saved
-from routed_experts.protocol.codec import decode, decode_weights, encode
+from routed_experts.protocol.codec import encode
 from routed_experts.protocol.models import RequestFormat
 from routed_experts.protocol.routing import RoutingError
-from routed_experts.protocol.saved import ModelInfo, page_lines, read
-from routed_experts.server import page
+from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.page import read_saved
 from routed_experts.server.tools.saved import opened
 from tests.protocol.answers import (
     EXPERTS,
@@ -26,7 +22,6 @@ from tests.protocol.answers import (
     TOP_K,
     RoutedPrompt,
     answer,
-    histogram,
     peak_of,
     rows_of,
     stream,
@@ -260,269 +255,24 @@ def test_a_broken_line_is_not_searched_for_its_end() -> None:
         assert file.tell() <= most
 
 
-def test_many_values_on_one_line_take_no_more_than_on_lines() -> None:
-    """A server reads files for its page: a line that takes the square of its length would keep it
-    busy for an hour."""
-    taken = []
-    for end in ("\n", " ", ""):
-        last = json.dumps({"layer_ids": [], "text": "x" * (4 << 20)})
-        file, begin = io.StringIO(f"[]{end}" * (1 << 14) + last), time.process_time()
-        assert list(page_lines([("file", file)], ModelInfo())) == []
-        taken.append(time.process_time() - begin)
-    assert max(taken) < 10 * taken[0], taken
-
-
-def shown(body: Any) -> list[Any]:
-    """What the page gets for a file with this."""
-    return [*map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))]
-
-
-def test_choices_that_would_take_more_memory_than_there_is() -> None:
+def test_choices_that_would_take_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has the rows of the prompt."""
+    monkeypatch.setattr(saved, "MAX_REPEATED_BYTES", 1 << 29)
     rows = np.zeros((1 << 17, 1, TOP_K), np.int16)
-    choices = [{"index": index, "finish_reason": None} for index in range(1000)]
-    body = {"choices": choices, "prompt_routed_experts": encode(rows, 0)}
-    (line,), peak = peak_of(lambda: shown(body))
-    assert peak < 16 * rows.nbytes
-    assert line["error"]["message"] == (
-        f"f, line 1: it takes {1000 * (rows.nbytes + 128)} bytes with the prompt of each choice; 536870912 are allowed"
-    )
-
-
-def test_what_the_page_shows() -> None:
-    """A line for each choice; an error ends them. What one file says about its model applies to the
-    next."""
-    prompts = [
-        RoutedPrompt(rows_of(9, 1), [rows_of(4, 2), rows_of(3, 3)], first_token=first)
-        for first in (100, 500)
-    ]
-    several = {**answer(*prompts), "model": "m"}
-    several["choices"][2]["logprobs"] = {"tokens": [*"vwxyz"]}
-    cut = answer(RoutedPrompt(rows_of(9, 1), [rows_of(4, 2)], start=3, fmt="npy", layout="joined"))
-    cut["choices"][0] |= {"finish_reason": None, "prompt_token_ids": None, "token_ids": None}
-    texts = {
-        "info": json.dumps(INFO),
-        "a/several": json.dumps(several),
-        "cut": f"\n{json.dumps(cut)}\n{{]",
-    }
-    files = [(name, io.StringIO(text)) for name, text in texts.items()]
-    *of_several, of_cut, error = map(json.loads, page_lines(files, ModelInfo(n=2, num_experts=99)))
-    choices = [(prompt, choice) for prompt in prompts for choice in range(2)]
-    for number, (line, (prompt, choice)) in enumerate(zip(of_several, choices, strict=True)):
-        check_line_of_several(line, prompt, choice, number)
-    texts_of_lines = [line["texts"] for line in of_several]
-    assert texts_of_lines == [None, None, {"start": 9, "values": [*"vwxyz"]}, None]
-    assert of_cut["name"] == "cut, line 2"
-    for name in ("model", "prompt_len", "finish_reason", "ids", "texts"):
-        assert of_cut[name] is None
-    assert (of_cut["rows"]["start"], of_cut["rows"]["shape"]) == (0, [10, LAYERS, TOP_K])
-    assert error["error"]["message"].startswith("cut, line 3 is not valid JSON")
-
-
-def check_line_of_several(
-    line: dict[str, Any], prompt: RoutedPrompt, choice: int, number: int
-) -> None:
-    """What the page gets of one choice of the response to several prompts."""
-    of_file = {name: INFO[name] for name in ("num_layers", "top_k", "layer_ids")}
-    assert line["info"] == {**of_file, "num_experts": 99}
-    assert line["name"] == f"a/several, line 1, choice {number}"
-    assert line["file"] == "a/several"
-    assert line["model"] == "m"
-    assert line["prompt_len"] == 9
-    assert line["finish_reason"] == "length"
-    ids = [*prompt.prompt_token_ids, *prompt.token_ids(choice)]
-    assert line["ids"] == {"start": 0, "values": ids}
-    assert np.array_equal(decode(line["rows"]), prompt.whole(choice))
-    assert line["weights"] is None
-
-
-CLAIM: dict[str, Any] = {
-    "index": 0,
-    "finish_reason": "length",
-    "routed_experts": {
-        "data": "",
-        "shape": [0, 5, 4],
-        "dtype": "int16",
-        "start": 1_048_570,
-        "missing": 0,
-    },
-}
-"""A choice of a million tokens of which nothing is known."""
-
-
-def uploaded(text: str) -> list[Any]:
-    """What the page gets for files that a browser sends to a server."""
-    return [*map(json.loads, page_lines([("f", io.StringIO(text))], ModelInfo(), is_upload=True))]
-
-
-@pytest.mark.parametrize("more", [{}, {"logprobs": {"tokens": ["a"]}}, {"token_ids": [5]}], ids=str)
-def test_tokens_that_are_only_claimed_take_nothing(more: dict[str, Any]) -> None:
-    prompt = {**CLAIM["routed_experts"], "start": 1_048_000}
-    far = {**CLAIM["routed_experts"], "start": 1_048_000}
-    body = {"choices": [{**CLAIM, **more, "routed_experts": far}], "prompt_routed_experts": prompt}
-    (line,), peak = peak_of(lambda: shown(body))
-    assert peak < 100_000
-    assert line["rows"]["start"] == 1_048_000
-    assert line["texts"] == ({"start": 1_048_000, "values": ["a"]} if "logprobs" in more else None)
-    assert line["ids"] == ({"start": 1_048_000, "values": [5]} if "token_ids" in more else None)
-
-
-def test_what_is_uploaded_at_once_has_limits_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A response, a chunk and a choice each cost work, and the facts of a model stand in each
-    line."""
-    small = json.dumps({"choices": [CLAIM]})
-    monkeypatch.setattr(saved, "MAX_UPLOADED_ITEMS", 1000)
-    chunks = "".join(f"data: {json.dumps({'choices': []})}\n\n" for _ in range(1000))
-    for text in (
-        "[]" * 1001,
-        f"{small}\n" * 200,
-        f"[{','.join([small] * 200)}]",
-        f"{json.dumps({'layer_ids': []})}\n" * 200,
-        json.dumps({"choices": [{}] * 1000}),
-        json.dumps({"choices": [{**CLAIM, "logprobs": {"content": [{}] * 8000}}]}),
-        f"{chunks}data: [DONE]\n",
-    ):
-        *lines, last = uploaded(text)
-        assert len(lines) < 200
-        assert "more responses and choices than are read at once" in last["error"]["message"]
-    assert len(uploaded(f"{small}\n" * 100)) == 100
-    monkeypatch.setattr(saved, "MAX_PAGE_BYTES", 100_000)
-    model = {"layer_ids": [*range(4000)]}
-    *lines, last = uploaded(f"{json.dumps(model)}\n{small}\n{small}\n{small}\n{small}\n{small}\n")
-    assert len(lines) == 5
-    assert last["error"]["message"] == "f, line 6: this and what is before it take too many bytes"
-
-
-ONE_ASIDE = {"provider_specific_fields": {"logprobs": {"content": [{}] * 8000}}}
-MANY_CELLS = {"rows": 1, "missing": 0, "counts": [[1] * 800] * 80}
-MANY_WEIGHTS = {"rows": 1, "missing": 0, "counts": [[1]], "weights": [[1]] * 32_000}
-
-
-def in_envelope(body: Any) -> Any:
-    return {"custom_id": "1", "response": {"body": body}}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"provider_specific_fields": {"choices": [{}] * 1000}},
-        in_envelope(in_envelope({"choices": [{}] * 1000})),
-        {"provider_specific_fields": in_envelope({"choices": [{}] * 1000})},
-        {"choices": [{**CLAIM, **ONE_ASIDE}]},
-        {"choices": [{**CLAIM, "routed_experts_histogram": MANY_CELLS}]},
-        {"choices": [{**CLAIM, "routed_experts_histogram": MANY_WEIGHTS}]},
-        {"choices": [CLAIM], "prompt_routed_experts_histogram": [MANY_CELLS]},
-    ],
-    ids=[
-        "choices put aside",
-        "two envelopes",
-        "an envelope put aside",
-        "log-probabilities put aside",
-        "cells",
-        "weights",
-        "cells of a prompt",
-    ],
-)
-def test_items_count_wherever_a_response_has_them(
-    monkeypatch: pytest.MonkeyPatch, body: Any
-) -> None:
-    monkeypatch.setattr(saved, "MAX_UPLOADED_ITEMS", 1000)
-    (line,) = uploaded(json.dumps(body))
-    assert "more responses and choices than are read at once" in line["error"]["message"]
-
-
-@pytest.mark.parametrize("line", ["data:1\n", "data:{}\n", "id:\n", ":\n", "data:\n"])
-def test_a_stream_is_read_no_further_than_its_limit(
-    monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    monkeypatch.setattr(saved, "MAX_UPLOADED_ITEMS", 1000)
-    file = io.StringIO(line * 5000)
-    (message,) = map(json.loads, page_lines([("f", file)], ModelInfo(), is_upload=True))
-    assert "more responses and choices than are read at once" in message["error"]["message"]
-    assert file.tell() <= 1001 * len(line)
-
-
-def escaped(text: str) -> str:
-    """The same JSON in a body, but without its signs."""
-    return "".join(f"\\u{ord(char):04x}" for char in text)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        f"[{'[],' * 2000}[]]",
-        f"[{'{},' * 2000}{{}}]",
-        json.dumps([["f", "[" * 1001 + "]" * 1001]]),
-        json.dumps([["f", "\n" * 1001]]),
-        json.dumps([["f", "{}" * 500], ["g", "{}" * 501]]),
-        f'[["f", "{escaped("[]" * 1001)}"]]',
-    ],
-    ids=["lists", "objects", "lists in a file", "lines", "two files", "escaped lists"],
-)
-def test_a_body_of_many_small_values_is_refused_before_it_is_parsed(
-    monkeypatch: pytest.MonkeyPatch, body: str
-) -> None:
-    monkeypatch.setattr(page, "MOST_SIGNS", dict.fromkeys("[{\n", 1000))
-    with pytest.raises(ValueError, match=r"more lists, objects or lines .* routed-experts view"):
-        read_saved(body.encode())
-
-
-def test_many_small_values_take_no_memory() -> None:
-    """A body of 12 MB took 270 MB."""
-    body = f"[{'[],' * (4 << 20)}[]]".encode()
+    choices = [{"index": index, "finish_reason": "stop"} for index in range(1000)]
+    text = json.dumps({"choices": choices, "prompt_routed_experts": encode(rows, 0)})
+    (one,) = read([("f", io.StringIO(text))], ModelInfo())
 
     def refused() -> str:
-        with pytest.raises(ValueError, match="lists") as error:
-            read_saved(body)
+        with pytest.raises(RoutingError) as error:
+            one.routings()
         return str(error.value)
 
     message, peak = peak_of(refused)
-    assert message == page.TOO_MANY_SIGNS
-    assert peak < 1 << 20
-
-
-@pytest.mark.parametrize("last", ["[]", "3", '["f", 3]', "]"])
-def test_an_error_keeps_nothing_of_a_body(last: str) -> None:
-    body = f"[{'[1, 2],' * 100_000}{last}]".encode()
-
-    def memory_beside_the_error() -> int:
-        with pytest.raises(ValueError, match=r"each \[name, text\]") as error:
-            read_saved(body)
-        assert error.tb is not None
-        return tracemalloc.get_traced_memory()[0]
-
-    in_use, peak = peak_of(memory_beside_the_error)
-    assert peak > 5 << 20, "it was parsed"
-    assert in_use < 1 << 20
-
-
-@pytest.mark.parametrize("num_experts", [4, 8])
-def test_a_real_file_of_lists_is_as_large_as_any(num_experts: int) -> None:
-    """Of the most bytes at once, without spaces, and with ids of two digits."""
-    token = json.dumps([[*range(10, 10 + num_experts)]] * 60, separators=(",", ":"))
-    for sign, most in page.MOST_SIGNS.items():
-        assert token.count(sign) * (page.MAX_BYTES // len(token)) < most
-
-
-def test_pieces_of_an_event_are_parsed_once() -> None:
-    """Each piece that comes was parsed with all before it."""
-    text = f'data: ["{"a" * (1 << 16)}\n' + "id:\n" * 20_000
-    begin = time.process_time()
-    (line,) = uploaded(text)
-    assert line["error"]["message"].startswith("f, line 1: ")
-    assert time.process_time() - begin < 2
-
-
-def test_a_prompt_in_empty_pieces_is_not_joined_for_each_choice() -> None:
-    piece = {
-        "choices": [{"index": 0}],
-        "prompt_routed_experts": {**CLAIM["routed_experts"], "start": 0},
-    }
-    choices = {"choices": [{"index": index, "finish_reason": None} for index in range(3000)]}
-    text = sse(*[piece] * 3000, choices)
-    begin = time.process_time()
-    uploaded(text)
-    assert time.process_time() - begin < 3
+    assert peak < 16 * rows.nbytes
+    assert message == (
+        f"f, line 1: it takes {1000 * (rows.nbytes + 128)} bytes with the prompt of each choice; 536870912 are allowed"
+    )
 
 
 def test_a_line_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,42 +293,3 @@ def test_a_line_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             next(responses)
         assert file.tell() < 6000, begin
-
-
-def test_weights_and_what_the_page_cannot_show() -> None:
-    body = answer(RoutedPrompt(rows_of(2, 1), [rows_of(1, 2)], layout="joined"))
-    weights = np.random.default_rng(0).random((3, LAYERS, TOP_K), dtype=np.float32)
-    body["choices"][0]["routed_expert_weights"] = encode(weights, 0)
-    (line,) = shown(body)
-    assert np.array_equal(decode_weights(line["weights"]), weights)
-    far = answer(RoutedPrompt(rows_of(2, 1), [rows_of(1, 2)], fmt="object", layout="joined"))
-    for name in ("prompt_token_ids", "token_ids"):
-        del far["choices"][0][name]
-    far["choices"][0]["routed_experts"]["start"] = 2**31 - 9  # a token each would take all memory
-    (line,) = shown(far)
-    assert (
-        line["error"]["message"]
-        == "f, line 1: rows up to 2147483642, but the page shows 1048576 at most"
-    )
-    far["choices"][0]["routed_experts"]["start"] = 0
-    far["choices"][0]["finish_reason"] = None  # cut off, so that rows may be absent
-    far["prompt_routed_experts_histogram"] = histogram(rows_of(2), EXPERTS) | {"rows": 1 << 40}
-    (line,) = shown(far)
-    assert (
-        line["error"]["message"]
-        == f"f, line 1: a prompt of {1 << 40} tokens, but the page shows 1048576 at most"
-    )
-    of_choice = {
-        "index": 0,
-        "finish_reason": "stop",
-        "routed_experts_histogram": histogram(rows_of(3), EXPERTS),
-    }
-    body = {
-        "choices": [of_choice],
-        "prompt_routed_experts_histogram": histogram(rows_of(2), EXPERTS),
-    }
-    (line,) = shown(body)
-    assert (
-        line["error"]["message"]
-        == "f, line 1: it has histograms only: set return_routed_experts in the request"
-    )

@@ -8,7 +8,7 @@ import { build } from "./drawing.js";
 import { hideError, notify, say, showError } from "./messages.js";
 import { name as nameToken } from "./names.js";
 import { groupOf, groupsIn, partOf } from "./samples.js";
-import { line, read } from "./saved.js";
+import { line, Reader } from "./saved.js";
 import { failed, server } from "./server.js";
 import { request } from "./stream.js";
 import { changed, stayWithin, view } from "./view.js";
@@ -19,7 +19,7 @@ const GROUP = "group "; // before the place of a group, as an option's value
 const UNOPENED = "unopened "; // before the place of such a file, as an option's value
 
 const responses = []; // Answers
-let viewed = []; // the files of `routed-experts view`: {name, place}; large ones are opened when they are picked
+let viewed = []; // the files of `routed-experts view`: {name, place}; large ones are opened when they are picked, and then have `info`
 let groups = []; // of responses that can be shown as one: {name, members}
 let picked = null; // the response that was chosen to compare with
 
@@ -31,7 +31,7 @@ function add(...added) {
   responses.push(...added);
   for (const pick of [$("pick-a"), $("pick-b")]) {
     const options = responses.map(({ name }, i) => new Option(name, String(i)));
-    const unopened = viewed.filter(({ name }) => !responses.some(({ file }) => file === name));
+    const unopened = viewed.filter(({ info }) => !info);
     const rest = made("optgroup", { label: "Not opened yet" }, ...unopened.map(({ name, place }) => new Option(name, `${UNOPENED}${place}`)));
     groups = groupsIn(responses);
     const together = made("optgroup", { label: "Several as one" }, ...groups.map(({ name }, i) => new Option(name, `${GROUP}${i}`)));
@@ -117,18 +117,18 @@ function closeForm() {
   if (hadFocus) $("ask").querySelector("summary").focus();
 }
 
-/** Opens files, or a promise of them, which the server reads, and shows the first answer in them. */
-export const openFiles = (files) => open(async () => {
-  const texts = await Promise.all((await files).map(async ({ name, file }) => [name, await file.text()]));
-  return [await request("v1/routed_experts/saved", texts)];
-});
+/** Opens files, or a promise of them, and shows the first answer in them. */
+export const openFiles = (files) => open(new Reader(), async () => (await files).map(({ name, file }) => ({ name, stream: () => file.stream() })));
 
-/** The same with what is fetched. */
-async function open(fetched) {
+/** Opens what `found` gives, [{name, stream: a function that gives its bytes}]: all of it, or nothing. */
+async function open(reader, found, opened = () => {}) {
   hideError();
   try {
-    const lines = await Promise.all((await fetched()).map((response) => response.text()));
-    const added = lines.flatMap(read).map(answerOf);
+    const added = [];
+    for (const { name, stream } of await found()) {
+      for await (const whole of reader.read(name, await stream())) added.push(answerOf(whole));
+    }
+    opened();
     if (!added.length) throw new Error("These files contain no responses.");
     add(...added);
     Object.assign(view, { token: added[0].promptLength ?? 0, isPinned: true });
@@ -166,13 +166,21 @@ export async function openSaved(files) {
   if (first.length) await openViewed(first);
 }
 
-const openViewed = (files) => open(() => Promise.all(files.map(({ place }) => request(`routed_experts/saved/${place}`))));
+/** In their order: what one says of its model holds for those after it. */
+function openViewed(files) {
+  const before = viewed.slice(0, files[0].place).findLast(({ info }) => info);
+  const reader = new Reader(before?.info);
+  const found = files.map(({ name, place }) => ({ name, stream: () => bytesAt(`routed_experts/saved/${place}`) }));
+  return open(reader, () => found, () => files.forEach((file) => (file.info = reader.info)));
+}
 
-/** Opens the lines that a page in one file has in itself. */
-export const openLines = (lines) => open(async () => [new Response(lines)]);
+const bytesAt = async (path) => (await request(path)).body;
+
+/** Opens the files that a page in one file has in itself, [[name, text]]. */
+export const openTexts = (files) => open(new Reader(), () => files.map(([name, text]) => ({ name, stream: () => new Blob([text]).stream() })));
 
 /** Two responses of a trained model, to code and to prose. */
-export const openExample = () => open(() => Promise.all([request(`routed_experts/${EXAMPLE}`)]));
+export const openExample = () => open(new Reader(), () => [{ name: EXAMPLE, stream: () => bytesAt(`routed_experts/${EXAMPLE}`) }]);
 
 export function save() {
   saveFile(new Blob([line(view.a)], { type: "application/json" }), "answer.jsonl");

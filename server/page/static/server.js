@@ -26,8 +26,7 @@ export function setKey() {
   useKey($("key").value);
   $("key").value = "";
   hasKey = true;
-  if (document.documentElement.dataset.capture === "off") $("key-form").hidden = true;
-  else connect();
+  connect();
 }
 
 export function askForKey() {

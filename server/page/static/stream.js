@@ -1,5 +1,7 @@
 // Requests to the server that this page comes from. The API key lives here, and nowhere else.
 
+import { linesOf } from "./lines.js";
+
 let key = null;
 
 export const useKey = (value) => {
@@ -40,20 +42,13 @@ export async function request(path, body, signal) {
 
 /** The JSON of each event of a response that is a stream of server-sent events, up to [DONE]. */
 export async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) throw new ServerError(0, "The stream ended before the response was complete.");
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (!line.startsWith("data:")) continue;
-      const data = line.slice(5).trim();
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new ServerError(200, event.error.message ?? String(event.error));
-      yield event;
-    }
+  for await (const line of linesOf(response.body)) {
+    if (!line.startsWith("data:")) continue;
+    const data = line.slice(5).trim();
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new ServerError(200, event.error.message ?? String(event.error));
+    yield event;
   }
+  throw new ServerError(0, "The stream ended before the response was complete.");
 }
