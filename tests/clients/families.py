@@ -259,7 +259,10 @@ REFUSED = {
     "jetmoe": ("its router returns no ids", "JetMoeTopKGating returns"),
     "nllb_moe": ("drops experts that are full", "but the router has"),
     "phimoe": ("a weight depends on the experts chosen before", "PhimoeTopKRouter computes"),
-    "switch_transformers": ("drops experts that are full", "but the router has"),
+    "switch_transformers": (
+        "drops experts that are full",
+        "SwitchTransformersTop1Router returns",
+    ),
     "zaya": ("its router hands its state on", "ZayaRouter returns"),
 }
 """Why, and what the error says."""

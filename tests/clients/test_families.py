@@ -89,6 +89,23 @@ def test_a_family_that_is_replayed(family: str) -> None:
         assert any(grad.abs().max() > 0 for grad in of_router)
 
 
+@pytest.mark.parametrize("family", ["cohere2_moe", "deepseek_v4", "inkling2", "mixtral"])
+def test_one_expert_per_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Normalised, its weight is 1, whatever the formula is, and no gradient reaches the router."""
+    if family not in INSTALLED:
+        pytest.skip("this version of transformers does not have the family")
+    monkeypatch.setitem(families.SHARED, "num_experts_per_tok", 1)
+    model = families.tiny_model(family)
+    num_layers = len(routers_of(model))
+    rows = random_rows(num_layers, EXPERTS)[..., :1]
+    with ByHand(rows, EXPERTS):
+        expected = step(model)
+    for _ in range(2):
+        with replayed(model, rows) as replaying:
+            check_same(step(model), expected)
+    assert replaying.replayed == (BATCH * TOKENS - 1) * num_layers
+
+
 @pytest.mark.parametrize("family", [name for name in INSTALLED if name in REFUSED])
 def test_a_family_that_is_refused(family: str) -> None:
     model = families.tiny_model(family)

@@ -1,4 +1,8 @@
-"""What a router returns: logits of all experts, weights and ids of the chosen ones."""
+"""What a router returns: logits of all experts, weights and ids of the chosen ones.
+
+A table in `docs/replay.md` has the forms that are known. Others are refused. What has such a form,
+but other values in it, fits no formula, or has other shapes than the rows.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module, ModuleList
 
 from routed_experts.replay.errors import ReplayError
-from routed_experts.replay.finding import name_of
+from routed_experts.replay.finding import is_block, name_of
 
 
 @dataclass(frozen=True)
@@ -16,90 +21,94 @@ class Choice:
     """What a router returned."""
 
     logits: Tensor  # [T, E]
-    weights: Tensor  # [T, K]
+    weights: Tensor  # [T, K]; infinite for a token in which other experts have weight, too
     ids: Tensor  # [T, K]
     write: Callable[[Tensor, Tensor], Any]
     """The router's output with other weights and ids."""
 
 
 def choice_of(router: Any, args: tuple[Any, ...], output: Any) -> Choice:
-    """Finds logits, weights and ids in a router's output, in any order."""
+    """Finds logits, weights and ids in what a router returned for `args`."""
     parts = output if isinstance(output, tuple) else (output,)
-    if not all(isinstance(part, Tensor) for part in parts):
-        raise ReplayError(_unlike(router, parts))
-    floats = _floats(parts)
-    integers = [part for part in parts if not part.is_floating_point()]
-    if not integers and len(floats) == 2:
-        return _dense_choice(router, *floats)
-    if len(floats) == 1:
-        floats += _floats(args)[-1:]  # a method that gets the logits
-    if len(integers) != 1 or len(floats) != 2:
-        raise ReplayError(_unlike(router, parts))
-    return _sparse_choice(router, parts, floats, integers[0])
+    kinds = [_kind(part) for part in parts]
+    if is_block(router) and sorted(kinds) == ["float", "int"]:
+        floats = [value for value in args if _kind(value) == "float"]
+        if not floats:
+            raise ReplayError(_unlike(router, parts))
+        return _sparse_choice(router, parts, floats[-1], parts)
+    if kinds in (["float", "float", "int"], ["float", "int", "float"]):
+        return _sparse_choice(router, parts, parts[0], parts[1:])
+    if kinds == ["int", "float", "float"]:
+        return _sparse_choice(router, parts, parts[2], parts[:2])
+    if kinds == ["float", "float"]:
+        return _dense_choice(router, parts[0], parts[1])
+    raise ReplayError(_unlike(router, parts))
 
 
-def _floats(values: Sequence[Any]) -> list[Tensor]:
-    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return "other"
+    if value.is_floating_point():
+        return "float"
+    return "int" if value.dtype in (torch.int32, torch.int64) else "other"
 
 
 def _sparse_choice(
-    router: Any, parts: Sequence[Tensor], floats: Sequence[Tensor], ids: Tensor
+    router: Any, parts: Sequence[Tensor], logits: Tensor, chosen: Sequence[Tensor]
 ) -> Choice:
-    """Of a router that returns ids, and weights of these alone. `floats` are the weights and the
-    logits, in the order in which the router has them."""
-    # If all experts are chosen, both have the shape of the ids. The weights are beside the ids.
-    nearest_first = floats if parts[0] is ids else floats[::-1]
-    weights_and_logits = _weights_and_logits(nearest_first, ids)
-    if weights_and_logits is None:
+    """Of a router that returns ids, and weights of these alone, which are `chosen`."""
+    weights, ids = sorted(chosen, key=_kind)
+    is_matrix = ids.dim() >= 2 and logits.dim() >= 2
+    if weights.shape != ids.shape or not is_matrix or not _is_of_all_experts(router, logits):
         raise ReplayError(_unlike(router, parts))
-    weights, logits = weights_and_logits
     top_k = ids.shape[-1]
+
+    def write(new_weights: Tensor, new_ids: Tensor) -> Any:
+        replaced = {id(ids): new_ids.reshape(ids.shape)}
+        replaced[id(weights)] = new_weights.reshape(weights.shape)
+        return tuple(replaced.get(id(part), part) for part in parts)
+
     return Choice(
         logits.reshape(-1, logits.shape[-1]),
         weights.reshape(-1, top_k),
         ids.reshape(-1, top_k),
-        _writer(parts, weights, ids),
+        write,
     )
 
 
-def _weights_and_logits(tensors: Sequence[Tensor], ids: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Which of two tensors is which: the first of the shape of `ids` has the weights."""
-    if ids.dim() < 2:
-        return None
-    for index, weights in enumerate(tensors):
-        logits = tensors[1 - index]
-        if weights.shape == ids.shape and logits is not weights and logits.dim() >= 2:
-            return weights, logits
-    return None
-
-
-def _writer(
-    parts: Sequence[Tensor], own_weights: Tensor, own_ids: Tensor
-) -> Callable[[Tensor, Tensor], Any]:
-    """Makes a router's output with other weights and ids in place of its own."""
-
-    def write(weights: Tensor, ids: Tensor) -> Any:
-        replaced = {id(own_ids): ids.reshape(own_ids.shape)}
-        replaced[id(own_weights)] = weights.reshape(own_weights.shape)
-        return tuple(replaced.get(id(part), part) for part in parts)
-
-    return write
-
-
 def _dense_choice(router: Any, weights: Tensor, logits: Tensor) -> Choice:
-    """Of a router that returns weights of all experts, 0 for those that it did not choose, as that
-    of Llama 4 does."""
-    if weights.shape != logits.shape or logits.dim() != 2 or not hasattr(router, "top_k"):
+    """Of a router that returns weights of all experts, 0 for those that it did not choose."""
+    top_k = getattr(router, "top_k", None)
+    is_matrix = weights.shape == logits.shape and logits.dim() == 2
+    is_known = is_matrix and isinstance(top_k, int) and _is_of_all_experts(router, logits)
+    if not is_known or not 0 < top_k <= logits.shape[1]:
         raise ReplayError(_unlike(router, (weights, logits)))
-    ids = logits.topk(router.top_k, dim=-1).indices
+    ids = logits.topk(top_k, dim=-1).indices
+    of_others = weights.detach().scatter(1, ids, 0.0).abs().amax(dim=-1, keepdim=True)
+    of_ids = weights.gather(1, ids).masked_fill(of_others > 0, torch.inf)
 
     def write(weights_of_ids: Tensor, ids: Tensor) -> Any:
         return torch.zeros_like(weights).scatter(1, ids, weights_of_ids), logits
 
-    return Choice(logits, weights.gather(1, ids), ids, write)
+    return Choice(logits, of_ids, ids, write)
 
 
-def _unlike(router: Any, parts: Sequence[Any]) -> str:
+def _is_of_all_experts(router: Any, logits: Tensor) -> bool:
+    """Whether the last size is the number of experts. A router need not say how many it has. A block
+    must, as it may get more than logits."""
+    experts = getattr(router, "experts", None)
+    numbers = [
+        getattr(of, name, None)
+        for of in (router, experts)
+        for name in ("num_experts", "n_routed_experts", "num_local_experts")
+    ]
+    if isinstance(experts, ModuleList):
+        numbers.append(len(experts))
+    known = [number for number in numbers if isinstance(number, int)]
+    return logits.shape[-1] in known or not (known or is_block(router))
+
+
+def _unlike(router: Module, parts: Sequence[Any]) -> str:
     shapes = [
         f"{str(part.dtype).removeprefix('torch.')} {[*part.shape]}"
         if isinstance(part, Tensor)

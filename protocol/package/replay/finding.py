@@ -17,6 +17,11 @@ def method_of(of: type[Module]) -> str:
     return _BLOCK_METHOD if hasattr(of, _BLOCK_METHOD) else "forward"
 
 
+def is_block(router: Module) -> bool:
+    """Whether it is a block with a method that is asked, in place of a router."""
+    return method_of(type(router)) == _BLOCK_METHOD
+
+
 def _is_router(module: Module) -> bool:
     """Whether it chooses experts, or has a part that does."""
     has_experts = hasattr(module, "num_experts") or hasattr(module, "per_expert_scale")
@@ -43,7 +48,7 @@ def routers_of(model: Module) -> list[tuple[str, int, Any]]:
 def _asked_names(choosing: Mapping[str, Module]) -> list[str]:
     """Which of the modules that choose experts are asked: blocks with a method for that, and of
     those that are not in a block, the innermost."""
-    blocks = [name for name, module in choosing.items() if method_of(type(module)) == _BLOCK_METHOD]
+    blocks = [name for name, module in choosing.items() if is_block(module)]
     parts_of_blocks = {name for name in choosing for block in blocks if _is_within(name, block)}
     outer = {name for name in choosing for other in choosing if _is_within(other, name)}
     not_asked = (parts_of_blocks | outer) - set(blocks)

@@ -14,8 +14,6 @@ from routed_experts.replay.errors import ReplayError
 from routed_experts.replay.formulas import FORMULAS, SCORES, Formula
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-
-
 TOLERANCE_IN_16_BITS = 0.02
 
 
@@ -42,6 +40,8 @@ def candidates_of(router: Any) -> Candidates:
         for epsilon in dict.fromkeys((*epsilons, 0.0, None))
         for scale in dict.fromkeys((*_scales(numbers), 1.0))
         for in_logits_dtype in (False, True)
+        # the sum of which is 1 already
+        if score != "softmax of chosen" or epsilon is None
     ]
     FORMULAS.extend(formula for formula in formulas if formula not in FORMULAS)
     places = [FORMULAS.index(formula) for formula in formulas]
@@ -120,22 +120,25 @@ def pick(
         ReplayError: no formula computes these weights, or several do that are not the same for the
             rows.
     """
-    logits, weights, _ = own
+    logits, weights, own_ids = own
     errors = _errors_of_candidates(candidates, own, factor)
     least = min(errors.values())
     if least > tolerance_of(logits, weights):
-        raise ReplayError(
-            f"{name} computes weights in another way than is known, and cannot be replayed"
-        )
+        cause = "computes weights in another way than is known"
+        if weights.isinf().any():
+            cause = "has other chosen experts than K of those of its logits"
+        raise ReplayError(f"{name} {cause}, and cannot be replayed")
     best = [place for place, error in errors.items() if error == least]
     picked = _first_sure(best, candidates)
     others = [place for place in best if place != picked]
-    unlike = [place for place in others if not are_equal(picked, place, logits.dtype)]
+    top_k = own_ids.shape[-1]
+    unlike = [place for place in others if not are_equal(picked, place, logits.dtype, top_k)]
     if picked not in candidates.sure:
         # Of trusted formulas that are equal, the first is the one in the code.
         doubtful = unlike if picked in candidates.trusted else others
         _check_doubt(name, own, ids, factor, picked=picked, doubtful=doubtful)
-        if least == 0 and not unlike:
+        # Of a single expert, any formula that normalises gives 1.
+        if least == 0 and not unlike and top_k > 1:
             candidates.sure.append(picked)
     return Picked(picked, is_alone=not unlike, error=least)
 
@@ -192,22 +195,26 @@ def _errors_of(
     """The largest difference of a router's own weights from those of each formula."""
     logits, weights, own_ids = own
     errors: dict[int, float] = {}
+    are_probabilities = not ((logits < 0) | (logits > 1)).any()
     for place in places:
         formula = FORMULAS[place]
         if formula.in_logits_dtype and logits.dtype == torch.float32:
             continue  # as the one in float32
+        if formula.score == "probabilities" and not are_probabilities:
+            continue
         computed = formula.weigh(logits, own_ids, factor).to(weights.dtype)
         errors[place] = float(difference(computed, weights))
     return errors
 
 
 @cache
-def are_equal(place: int, other: int, dtype: torch.dtype) -> bool:
-    """Whether two formulas give equal weights and gradients for any logits of a type, save for
-    rounding, as of those that add 0 or 1e-20. On the host, without a look at the device."""
+def are_equal(place: int, other: int, dtype: torch.dtype, top_k: int) -> bool:
+    """Whether two formulas give K experts equal weights and gradients for any logits of a type, save
+    for rounding, as of those that add 0 or 1e-20. On the host, without a look at the device."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, 16, generator=generator, device="cpu").to(dtype)
-    ids = torch.rand(64, 16, generator=generator, device="cpu").argsort(dim=-1)[:, :4]
+    num_experts = max(16, 2 * top_k)
+    logits = torch.randn(64, num_experts, generator=generator, device="cpu").to(dtype)
+    ids = torch.rand(64, num_experts, generator=generator, device="cpu").argsort(dim=-1)[:, :top_k]
     formula = FORMULAS[place]
     others = [FORMULAS[other]]
     return not _are_unlike(formula, others, logits, ids, None, tolerance=tolerance_of(logits))

@@ -272,6 +272,10 @@ class Router:
                 "its own block, or use torch.utils.checkpoint, whose recomputed passes find their rows"
             )
         self._check_shape(logits, own_ids)
+        # No formula has a weight of an expert that has no logit, such as a shared one's.
+        inside = own_ids.clamp(0, logits.shape[-1] - 1)
+        own_weights = own_weights.masked_fill(inside != own_ids, torch.inf)
+        own_ids = inside
         ids = self._choose(own_ids, is_recomputed)
         own = [logits, own_weights, own_ids]
         weights = self._weigh(own, ids, factor, is_recomputed).to(own_weights.dtype)
@@ -321,7 +325,7 @@ class Router:
         if known is None or known.is_doubted:
             picked = pick(self.class_name, own, ids, factor, self.candidates)
             self._take(picked.place)
-            if to_know := self._to_know(picked, known, logits.dtype):
+            if to_know := self._to_know(picked, known, own):
                 self.known[key] = to_know
             return FORMULAS[picked.place].weigh(logits, ids, factor)
         self.known[key] = known
@@ -337,12 +341,16 @@ class Router:
         self.place = place
         self.state.data[1] = place
 
-    def _to_know(self, picked: Picked, doubted: _Known | None, dtype: torch.dtype) -> _Known | None:
+    def _to_know(
+        self, picked: Picked, doubted: _Known | None, own: Sequence[Tensor]
+    ) -> _Known | None:
         """What later blocks know, if the formula is sure: it is alone, and is exact or equal to the
-        one that was doubted. `dtype` is that of the logits."""
+        one that was doubted. `own` are logits, weights and ids of the router."""
+        logits, _, ids = own
         if not picked.is_alone:
             return None
-        if doubted is not None and are_equal(doubted.place, picked.place, dtype):
+        top_k = ids.shape[-1]
+        if doubted is not None and are_equal(doubted.place, picked.place, logits.dtype, top_k):
             error = max(picked.error, doubted.error)
             return _Known(self.settings, picked.place, error, allowed=2 * error)
         return _Known(self.settings, picked.place) if picked.error == 0 else None

@@ -1,0 +1,358 @@
+"""Routers that no family of transformers has: `replayed` has exactly the experts of the rows run,
+with the weights that the router's own code gives them, or refuses. Experts are caught where they run.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, normalize
+
+from routed_experts.replay import ReplayError, replayed
+
+TOKENS, HIDDEN, EXPERTS, TOP_K = 24, 16, 8, 2
+Output = Any
+Route = Callable[["Router", Tensor, Tensor | None], Output]
+
+
+class Router(torch.nn.Module):
+    """`route` gets its logits, and the ids that it is to weigh in place of its own choice."""
+
+    def __init__(self, route: Route, top_k: int = TOP_K, num_experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.route = route
+        self.top_k = top_k
+        self.num_experts = num_experts
+        self.scaling_factor = 2.5
+        self.weight = torch.nn.Parameter(torch.randn(num_experts, HIDDEN) / 2)
+
+    def forward(self, hidden: Tensor, ids: Tensor | None = None) -> Output:
+        return self.route(self, hidden, ids)
+
+
+class Experts(torch.nn.Module):
+    """Keeps what it gets."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+
+    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.ids, self.weights = ids, weights
+        return hidden * weights.sum(dim=-1, keepdim=True)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, route: Route, top_k: int = TOP_K, num_experts: int = EXPERTS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = Router(route, top_k, num_experts)
+        self.experts = Experts(num_experts)
+        self.hidden = torch.randn(TOKENS, HIDDEN)
+
+    def choose(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """What the experts get."""
+        return ids, weights
+
+    def forward(self, ids: Tensor | None = None) -> Tensor:
+        output = self.gate(self.hidden) if ids is None else self.gate(self.hidden, ids)
+        if isinstance(output, tuple) and len(output) == 2 and output[1].is_floating_point():
+            weights, _ = output  # of all experts
+            every = torch.arange(weights.shape[1]).expand_as(weights)
+            return self.experts(self.hidden, every, weights)
+        ids = next(part for part in output if not part.is_floating_point())
+        weights = next(part for part in output if part.shape == ids.shape and part is not ids)
+        return self.experts(self.hidden, *self.choose(ids, weights))
+
+    def ran(self) -> Tensor:
+        """The weight of each expert [T, E] in the last pass."""
+        weights = torch.zeros(TOKENS, self.experts.num_experts)
+        return weights.scatter_add(1, self.experts.ids, self.experts.weights.detach())
+
+
+def rows_of(top_k: int = TOP_K, num_experts: int = EXPERTS) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(TOKENS, num_experts, generator=generator).argsort(dim=-1)[:, :top_k]
+
+
+def logits_of(router: Router, hidden: Tensor) -> Tensor:
+    return hidden @ router.weight.T
+
+
+def best(router: Router, scores: Tensor, ids: Tensor | None) -> Tensor:
+    return scores.topk(router.top_k, dim=-1).indices if ids is None else ids
+
+
+def noise_in_the_choice(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits = logits_of(router, hidden)
+    ids = best(router, logits + torch.randn_like(logits), ids)
+    return logits, logits.softmax(dim=-1).gather(1, ids), ids
+
+
+def jitter(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    generator = torch.Generator().manual_seed(2)
+    logits = logits_of(router, hidden * torch.rand(hidden.shape, generator=generator))
+    ids = best(router, logits, ids)
+    return logits, logits.softmax(dim=-1).gather(1, ids), ids
+
+
+def cosine(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits = 10 * normalize(hidden, dim=-1) @ normalize(router.weight, dim=-1).T
+    ids = best(router, logits, ids)
+    return logits, logits.softmax(dim=-1).gather(1, ids), ids
+
+
+def bias_in_the_choice(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits = logits_of(router, hidden)
+    scores = logits.sigmoid()
+    ids = best(router, scores + torch.linspace(0, 1, router.num_experts), ids)
+    weights = scores.gather(1, ids)
+    return logits, weights / weights.sum(dim=-1, keepdim=True), ids
+
+
+def groups(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    """The best two of the best four neighbours."""
+    logits = logits_of(router, hidden)
+    scores = logits.softmax(dim=-1)
+    best_group = scores.unflatten(1, (2, -1)).sum(dim=-1).argmax(dim=-1, keepdim=True)
+    is_within = torch.arange(router.num_experts) // (router.num_experts // 2) == best_group
+    ids = best(router, scores.where(is_within, 0), ids)
+    return logits, scores.gather(1, ids), ids
+
+
+def duplicates(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    """A token may have its expert twice."""
+    logits = logits_of(router, hidden)
+    if ids is None:
+        ids = logits.argmax(dim=-1, keepdim=True).expand(-1, router.top_k)
+    return logits, logits.softmax(dim=-1).gather(1, ids), ids
+
+
+def random(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits = logits_of(router, hidden)
+    ids = best(router, torch.rand_like(logits), ids)
+    return logits, logits.softmax(dim=-1).gather(1, ids), ids
+
+
+def llama4(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits = logits_of(router, hidden)
+    ids = best(router, logits, ids)
+    scores = torch.full_like(logits, -torch.inf).scatter(1, ids, logits.gather(1, ids))
+    return scores.sigmoid(), logits
+
+
+def ids_before_weights(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits, weights, ids = bias_in_the_choice(router, hidden, ids)
+    return logits, ids, weights
+
+
+def logits_last(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits, weights, ids = bias_in_the_choice(router, hidden, ids)
+    return ids, weights, logits
+
+
+def one_normalised(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits = logits_of(router, hidden)
+    ids = best(router, logits, ids)
+    weights = logits.sigmoid().gather(1, ids)
+    return (
+        logits,
+        router.scaling_factor * weights / (weights.sum(dim=-1, keepdim=True) + 1e-20),
+        ids,
+    )
+
+
+def weighing(weigh: Callable[[Tensor, Tensor], Tensor]) -> Route:
+    """Of the best K, weights that are made of logits and ids."""
+
+    def route(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+        logits = logits_of(router, hidden)
+        ids = best(router, logits, ids)
+        return logits, weigh(logits, ids), ids
+
+    return route
+
+
+def noisy(logits: Tensor, ids: Tensor) -> Tensor:
+    return (logits + torch.randn_like(logits) / 10).softmax(dim=-1).gather(1, ids)
+
+
+def above_a_threshold(logits: Tensor, ids: Tensor) -> Tensor:
+    weights = logits.softmax(dim=-1).gather(1, ids)
+    return weights.where(weights > 0.2, 0)
+
+
+def dense(weigh: Callable[[Tensor], Tensor]) -> Route:
+    """Weights of all experts."""
+
+    def route(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+        logits = logits_of(router, hidden)
+        return weigh(logits), logits
+
+    return route
+
+
+def expert_choice(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    """Each expert takes its best tokens."""
+    logits = logits_of(router, hidden)
+    weights, tokens = logits.softmax(dim=-1).T.topk(router.top_k, dim=-1)
+    return logits, weights, tokens
+
+
+def shared_as_an_id(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    """The last id is that of an expert that all tokens have."""
+    logits = logits_of(router, hidden)
+    ids = best(router, logits, ids)
+    weights = logits.softmax(dim=-1).gather(1, ids)
+    ids = torch.cat([ids[:, 1:], torch.full((len(ids), 1), router.num_experts)], dim=1)
+    return logits, weights, ids
+
+
+def without_logits(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    _, weights, ids = bias_in_the_choice(router, hidden, ids)
+    return weights, ids
+
+
+def top_p(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits = logits_of(router, hidden)
+    weights, ids = logits.softmax(dim=-1).sort(dim=-1, descending=True)
+    return logits, weights.where(weights.cumsum(dim=-1) - weights < 0.7, 0), ids
+
+
+def top_p_filled_up(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits, weights, ids = top_p(router, hidden, ids)
+    weights, ids = weights[:, : router.top_k], ids[:, : router.top_k]
+    return logits, weights, ids.where(weights > 0, -1)
+
+
+def dropping(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    """A quarter of the tokens finds its first expert full."""
+    logits = logits_of(router, hidden)
+    ids = best(router, logits, ids)
+    weights = logits.softmax(dim=-1).gather(1, ids)
+    is_full = torch.arange(len(ids))[:, None] % 4 == 0
+    is_first = torch.arange(router.top_k) == 0
+    return logits, weights, ids.where(~(is_full & is_first), -1)
+
+
+def dropping_one(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits, weights, ids = dropping(router, hidden, ids)
+    return logits, torch.ones_like(weights), ids
+
+
+def a_map(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits = logits_of(router, hidden)
+    chosen = torch.zeros_like(logits).scatter(1, best(router, logits, ids), 1.0)
+    return logits, logits.softmax(dim=-1) * chosen, chosen.bool()
+
+
+def input_for_logits(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    _, weights, ids = bias_in_the_choice(router, hidden, ids)
+    return hidden, weights, ids
+
+
+def a_list(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    return [*bias_in_the_choice(router, hidden, ids)]
+
+
+EXACT: list[tuple[Route, int]] = [
+    (noise_in_the_choice, 2),
+    (jitter, 2),
+    (cosine, 2),
+    (bias_in_the_choice, 2),
+    (groups, 2),
+    (duplicates, 2),
+    (random, 2),
+    (llama4, 2),
+    (ids_before_weights, 2),
+    (logits_last, 2),
+    (one_normalised, 1),
+    (one_normalised, 2),
+]
+
+
+@pytest.mark.parametrize(("route", "top_k"), EXACT, ids=lambda value: getattr(value, "__name__", 0))
+def test_an_odd_router_that_is_replayed(route: Route, top_k: int) -> None:
+    """In the block that looks for its formula, and in one that has it."""
+    model, rows = Block(route, top_k), rows_of(top_k)
+    upstream = torch.randn(TOKENS, HIDDEN)
+    model(rows).backward(upstream)
+    expected, gradient = model.ran(), model.gate.weight.grad.clone()
+    for _ in range(2):
+        model.zero_grad()
+        with replayed(model, rows[:, None]):
+            model().backward(upstream)
+        assert torch.equal(model.ran() != 0, torch.zeros_like(expected).scatter(1, rows, 1.0) != 0)
+        assert torch.allclose(model.ran(), expected, atol=1e-6)
+        assert torch.allclose(model.gate.weight.grad, gradient, atol=1e-4)
+
+
+IN_ANOTHER_WAY = "Router computes weights in another way than is known"
+OTHER_EXPERTS = "Router has other chosen experts than K of those of its logits"
+OF_SHAPES = r"Router returns .*: it cannot be replayed"
+REFUSED: dict[str, tuple[Route, int, int, str]] = {
+    "noise in the weights": (weighing(noisy), 2, 8, IN_ANOTHER_WAY),
+    "dropout": (
+        weighing(lambda logits, ids: dropout(logits.softmax(dim=-1).gather(1, ids))),
+        *(2, 8, IN_ANOTHER_WAY),
+    ),
+    "temperature": (
+        weighing(lambda logits, ids: (logits / 2).softmax(dim=-1).gather(1, ids)),
+        *(2, 8, IN_ANOTHER_WAY),
+    ),
+    "squares": (
+        weighing(lambda logits, ids: logits.softmax(dim=-1).gather(1, ids).square()),
+        *(2, 8, IN_ANOTHER_WAY),
+    ),
+    "a threshold": (weighing(above_a_threshold), 2, 8, IN_ANOTHER_WAY),
+    "equal weights": (
+        weighing(lambda logits, ids: torch.full(ids.shape, 1 / ids.shape[1])),
+        *(2, 8, IN_ANOTHER_WAY),
+    ),
+    "logits as weights": (weighing(lambda logits, ids: logits.gather(1, ids)), 2, 8, "another way"),
+    "weights in another order": (
+        weighing(lambda logits, ids: logits.softmax(dim=-1).gather(1, ids).flip(1)),
+        *(2, 8, IN_ANOTHER_WAY),
+    ),
+    "dense, ReLU": (dense(torch.relu), 2, 8, OTHER_EXPERTS),
+    "dense, softmax": (dense(lambda logits: logits.softmax(dim=-1)), 2, 8, OTHER_EXPERTS),
+    "dense, sigmoid": (dense(torch.sigmoid), 2, 8, OTHER_EXPERTS),
+    "dense, some": (dense(lambda logits: logits.relu().clamp(max=1)), 2, 8, OTHER_EXPERTS),
+    "experts choose": (expert_choice, 2, 8, r"rows \[T, K\] of \[24, 2\], but the router has \[8"),
+    "a shared expert as an id": (shared_as_an_id, 2, 8, OTHER_EXPERTS),
+    "no logits": (without_logits, 2, 8, OF_SHAPES),
+    "no logits, as many experts as inputs": (without_logits, 2, HIDDEN, OF_SHAPES),
+    "no logits, more experts than inputs": (without_logits, 2, 64, OF_SHAPES),
+    "top-p": (top_p, 2, 8, r"but the router has \[24, 8\]"),
+    "top-p, filled up": (top_p_filled_up, 2, 8, OTHER_EXPERTS),
+    "full experts": (dropping, 2, 8, OTHER_EXPERTS),
+    "full experts of one": (dropping_one, 1, 8, OTHER_EXPERTS),
+    "a map": (a_map, 2, 8, OF_SHAPES),
+    "the input in place of logits": (input_for_logits, 2, 8, OF_SHAPES),
+    "a list": (a_list, 2, 8, OF_SHAPES),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_an_odd_router_that_is_refused(kind: str) -> None:
+    route, top_k, num_experts, message = REFUSED[kind]
+    model = Block(route, top_k, num_experts)
+    refused = pytest.raises(ReplayError, match=message)
+    with refused, replayed(model, rows_of(top_k, num_experts)[:, None]):
+        model()
+
+
+def test_experts_that_are_full_in_a_later_block() -> None:
+    """Its formula is known, so values are not looked at before the block's end."""
+    model, rows = Block(bias_in_the_choice), rows_of()
+    model.gate.route = duplicates
+    for _ in range(2):
+        with replayed(model, rows[:, None]):
+            model()
+    model.gate.route = dropping
+    rows[::3] = -1  # where the router chooses
+    message = "computed weights in another way than in the blocks before"
+    with pytest.raises(ReplayError, match=message), replayed(model, rows[:, None]):
+        model()
