@@ -6,7 +6,13 @@ On a GPU, train the model as `examples/train_small_moe.py` says at its top, and 
     routed-experts serve deep-moe --dtype bfloat16 --enable-return-routed-expert-weights
     python -m tests.page.example http://localhost:8000 deep-moe
 
-docs/page.md says of which run the stored example is.
+The stored example: the model has 309 million parameters, of the command at the top of
+`examples/train_small_moe.py`, but for 4.5 minutes, 860 steps of 16,384 tokens on an H200 (2026-11-27,
+PyTorch 2.11, transformers 5.17), on the code and docstrings of Python's library, PyTorch, transformers
+and NumPy. On modules of the library that were held out its perplexity is 21 (code) and 30 (prose), of
+4,096 tokens. vLLM 0.32.0 served it in bfloat16. In transformers, 97.7 % of the experts are the same;
+the scores of half of the others are within 0.8 % of those of its own. Between 12 responses to code and
+12 to prose, 38 % of the choices go to other experts, and by chance 12 % (at most 17 % in 95 % of deals).
 """
 
 import json
