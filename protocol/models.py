@@ -413,6 +413,27 @@ class RoutedExpertsHistogram(BaseModel):
     )
 
 
+class ProfileArray(BaseModel):
+    """`np.frombuffer(base64.b64decode(data), dtype).reshape(shape)`."""
+
+    data: str = Field(description="base64 of the little-endian array, C order")
+    shape: list[int] = Field(description="[layers, experts]", min_length=2, max_length=2)
+    dtype: Literal["int64", "float64"]
+
+
+class ExpertProfile(BaseModel):
+    """The response of `GET /v1/routed_experts/profile`: how often each expert was chosen since the
+    engines started. No number falls while they run."""
+
+    counts: ProfileArray = Field(description="how often each expert was chosen (`int64`)")
+    weights: ProfileArray | None = Field(
+        default=None,
+        description="sums of the weights (`float64`), where the server captures weights",
+    )
+    tokens: int = Field(description="tokens of all forward passes", ge=0)
+    since: float = Field(description="Unix time in seconds at which the first engine began to count")
+
+
 class CaptureInfo(BaseModel):
     """Details of the capture."""
 

@@ -8,6 +8,7 @@ import torch
 
 from routed_experts.capture.worker.device_cache import DeviceCache
 from routed_experts.capture.worker.pipeline import Pipeline
+from routed_experts.capture.worker.profile import ExpertProfile
 from routed_experts.protocol.routing_input import ONE_GROUP, Groups
 
 
@@ -107,6 +108,7 @@ class Capturer:
         device: torch.device,
         with_weights: bool = False,
         tells_layer_ids: bool = False,  # with each step's rows
+        profile: ExpertProfile | None = None,  # counts each step's rows
     ) -> None:
         self.shape = shape
         self.cache = DeviceCache(
@@ -121,6 +123,7 @@ class Capturer:
             max_steps_in_flight,
             num_upstream_layers=sum(stage_layers[:stage]),
             told_layer_ids=shape.layer_ids if tells_layer_ids else (),
+            profile=profile,
         )
         # by layer, between `defer_stores` and `flush_stores`
         self._deferred: dict[int, _Deferred] | None = None

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from routed_experts.capture.wire.rows import row_shape
 from routed_experts.capture.wire.transport import TOLD_NOTHING, StepRows, Told
 from routed_experts.capture.worker.device_cache import DeviceCache
+from routed_experts.capture.worker.profile import ExpertProfile
 
 _SLOT_WORDS = 4  # int16 words in one int64 slot number
 
@@ -104,8 +105,10 @@ class Pipeline:
         max_steps_in_flight: int,
         num_upstream_layers: int = 0,
         told_layer_ids: tuple[int, ...] = (),  # as in `StepRows`
+        profile: ExpertProfile | None = None,  # counts the rows
     ) -> None:
         self._cache = cache
+        self._profile = profile
         self._told_layer_ids = told_layer_ids
         self._num_upstream_layers = num_upstream_layers
         num_layers = num_upstream_layers + cache.num_layers
@@ -147,8 +150,24 @@ class Pipeline:
             )
         staging = self._copier.staging(n * self._words_per_token)
         staging[: n * _SLOT_WORDS].view(torch.int64).copy_(slots[:n])
-        self._pack_rows(staging[n * _SLOT_WORDS :].view(n, *self._row_shape), upstream)
-        return partial(self._result, self._copier.start(), offsets, told)
+        rows = staging[n * _SLOT_WORDS :].view(n, *self._row_shape)
+        self._pack_rows(rows, upstream)
+        copy = self._copier.start()
+        # behind the start of the copy, which needs not wait for it
+        self._count(rows)
+        return partial(self._result, copy, offsets, told)
+
+    def _count(self, rows: torch.Tensor) -> None:
+        """Counts packed `rows` ([n, L, K] int16, [n, 3L, K] with weights)."""
+        if self._profile is None:
+            return
+        if self._cache.weights is None:
+            self._profile.count(rows, None)
+            return
+        num_layers = rows.shape[1] // 3
+        words = rows[:, num_layers:].view(len(rows), num_layers, 2 * self._cache.top_k)
+        weights = words.contiguous().view(torch.float32)  # [n, L, K]
+        self._profile.count(rows[:, :num_layers], weights)
 
     def _pack_rows(self, rows: torch.Tensor, upstream: torch.Tensor | None) -> None:
         """Fills `rows` ([n, L, K] int16, [n, 3L, K] with weights) with those of earlier stages and

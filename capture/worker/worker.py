@@ -21,6 +21,7 @@ from routed_experts.capture.wire.vllm_rows import sends_bare_rows
 from routed_experts.capture.worker.binding import bind, storing_after_forward
 from routed_experts.capture.worker.capturer import Capturer, RowShape
 from routed_experts.capture.worker.moe_layers import find_moe_layers, has_parts, returns_sorted
+from routed_experts.capture.worker.profile import ExpertProfile
 from routed_experts.capture.worker.router_input.family import Family
 from routed_experts.capture.worker.router_input.filling import (
     NoRouterInput,
@@ -52,6 +53,7 @@ class WorkerCapture(Worker):
     """Adds the capture to vLLM's workers, or to a program's own."""
 
     _capturer: Capturer
+    _profile: ExpertProfile
     _router_input: RouterInput
     _v1: V1Adapter | None = None
     _kv_slots = 0
@@ -75,20 +77,27 @@ class WorkerCapture(Worker):
             own_shape = replace(own_shape, groups=common_groups(families))
         stages = gather_stages(own_shape)
         parallel = self.vllm_config.parallel_config
+        shape = RowShape.of_stages(stages)
+        device = torch.device(self.device)
+        # not in the pool below: it keeps its counts while the engine sleeps
+        self._profile = ExpertProfile(
+            len(shape.layer_ids), shape.num_experts, with_weights, device
+        )
         # Allocated here, so that memory profiling counts the buffers and CUDA graphs are captured
         # with them. The pool frees its memory while the engine sleeps, at any level, and restores
         # it at the same addresses with the first wake-up. Its contents are lost, but no step reads
         # what another step wrote.
         with self._maybe_get_memory_pool_context(_SLEEP_TAG):
             self._capturer = Capturer(
-                shape=RowShape.of_stages(stages),
+                shape=shape,
                 stage_layers=[len(stage.layer_ids) for stage in stages],
                 stage=get_pp_group().rank_in_group,
                 max_tokens=self.model_runner.max_num_tokens,
                 max_steps_in_flight=self.vllm_config.max_concurrent_batches,
-                device=torch.device(self.device),
+                device=device,
                 with_weights=with_weights,
                 tells_layer_ids=sends_bare_rows(self.vllm_config),
+                profile=self._profile,
             )
         self._router_input = NoRouterInput()
         if families is not None:
@@ -194,6 +203,10 @@ class WorkerCapture(Worker):
             "device_bytes": self._capturer.pipeline.device_bytes + self._router_input.device_bytes,
             "pinned_bytes": self._capturer.pipeline.pinned_bytes + self._router_input.pinned_bytes,
         }
+
+    def routed_experts_profile(self) -> dict[str, Any]:
+        """What `ExpertProfile.read` returns; zeros on ranks that do not give the model's output."""
+        return self._profile.read()
 
 
 class CudaCaptureWorker(WorkerCapture, Worker):

@@ -1,12 +1,22 @@
 """The engine of a server that captures, the dimensions of its rows, and the state of the server
 around it."""
 
+from asyncio import gather
+from base64 import b64encode
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any, Literal
+
+import numpy as np
 
 from routed_experts.capture.wire.rows import row_shape
 from routed_experts.protocol.batch import has_dense_layers
-from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
+from routed_experts.protocol.models import (
+    CaptureInfo,
+    ExpertProfile,
+    ProfileArray,
+    RoutedExpertsInfo,
+)
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.http.drain import Drain
 from routed_experts.server.http.input_memory import InputMemory
@@ -60,6 +70,37 @@ class CapturedEngine:
         layer_ids = self.info.layer_ids
         num_layers = self.info.num_hidden_layers
         return (layer_ids, num_layers) if has_dense_layers(layer_ids, num_layers) else None
+
+
+async def expert_profile(captured: CapturedEngine) -> ExpertProfile:
+    """The sum over the workers of all engines. Of tensor-parallel ranks and pipeline stages, those
+    that do not give the model's output have counted nothing."""
+    workers = await _ask_workers(captured.engine, "routed_experts_profile")
+    shape = [captured.info.num_layers, captured.info.num_experts]
+
+    def total(name: str, dtype: Literal["int64", "float64"]) -> ProfileArray:
+        summed = np.sum([np.frombuffer(worker[name], dtype) for worker in workers], axis=0)
+        return ProfileArray(data=b64encode(summed).decode(), shape=shape, dtype=dtype)
+
+    return ExpertProfile(
+        counts=total("counts", "int64"),
+        weights=total("weights", "float64") if captured.info.weights else None,
+        tokens=sum(worker["tokens"] for worker in workers),
+        since=min(worker["since"] for worker in workers),
+    )
+
+
+async def _ask_workers(engine: AsyncLLM, method: str) -> list[Any]:
+    """The answers of all workers of all data-parallel ranks; `AsyncLLM` itself returns those of the
+    first rank."""
+    core = engine.engine_core
+    ranks = getattr(core, "core_engines", [])
+    if len(ranks) < 2:
+        answers: list[Any] = await engine.collective_rpc(method)
+        return answers
+    call = ("collective_rpc", method, None, (), None)
+    of_ranks = await gather(*[core._call_utility_async(*call, engine=rank) for rank in ranks])
+    return [answer for of_rank in of_ranks for answer in of_rank]
 
 
 async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:

@@ -7,9 +7,9 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from routed_experts.protocol.input_fields import FieldsOfInput
-from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
+from routed_experts.protocol.models import ExpertProfile, RoutedExpertsInfo, RoutingOptions
 from routed_experts.server.http import schemas
-from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.engine import CapturedEngine, expert_profile
 from routed_experts.server.http.references import ROWS_PATH
 from routed_experts.server.http.request import (
     PackedRoute,
@@ -100,6 +100,13 @@ async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     """Dimensions of the arrays for the served model: layers, experts per token, number of
     experts."""
     return _captured(raw_request).info
+
+
+@router.get("/v1/routed_experts/profile", **schemas.PROFILE)
+async def routed_experts_profile(raw_request: Request) -> ExpertProfile:
+    """How often each expert was chosen by all tokens of all requests since the server started. The
+    difference of two responses is what happened between them."""
+    return await expert_profile(_captured(raw_request))
 
 
 @router.post(TEXTS_PATH, dependencies=[Depends(validate_json_request)], **schemas.TEXTS)

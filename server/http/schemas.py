@@ -347,6 +347,14 @@ INFO = _route(
     },
     {404: _NO_CAPTURE},
 )
+PROFILE = _route(
+    "profile",
+    {
+        "description": "How often each expert was chosen.",
+        "content": {"application/json": {"example": _EXAMPLES["profile"]["response"]}},
+    },
+    {404: _NO_CAPTURE},
+)
 TEXTS = _route(
     "texts",
     {"content": {"application/json": {"example": _EXAMPLES["texts"]["response"]}}},
