@@ -431,7 +431,9 @@ class ExpertProfile(BaseModel):
         description="sums of the weights (`float64`), where the server captures weights",
     )
     tokens: int = Field(description="tokens of all forward passes", ge=0)
-    since: float = Field(description="Unix time in seconds at which the first engine began to count")
+    since: float = Field(
+        description="Unix time in seconds at which the first engine began to count"
+    )
 
 
 class CaptureInfo(BaseModel):

@@ -80,9 +80,7 @@ class WorkerCapture(Worker):
         shape = RowShape.of_stages(stages)
         device = torch.device(self.device)
         # not in the pool below: it keeps its counts while the engine sleeps
-        self._profile = ExpertProfile(
-            len(shape.layer_ids), shape.num_experts, with_weights, device
-        )
+        self._profile = ExpertProfile(len(shape.layer_ids), shape.num_experts, with_weights, device)
         # Allocated here, so that memory profiling counts the buffers and CUDA graphs are captured
         # with them. The pool frees its memory while the engine sleeps, at any level, and restores
         # it at the same addresses with the first wake-up. Its contents are lost, but no step reads

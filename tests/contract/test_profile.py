@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.protocol.codec import decode
+from routed_experts.protocol.codec import decode, decode_weights
 from tests.contract.served import serving_quickly
-from tests.e2e.harness import Server
+from tests.e2e.harness import FLOAT32, Server
 
 PROFILE = "/v1/routed_experts/profile"
 
@@ -19,7 +19,8 @@ PROFILE = "/v1/routed_experts/profile"
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("profile") / "log"
     flags = ("--enable-return-routed-expert-weights", "--no-enable-prefix-caching")
-    with serving_quickly(tiny_model, log, *flags) as running:
+    small = ("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager")
+    with serving_quickly(tiny_model, log, *FLOAT32, *flags, *small) as running:
         yield running
 
 
@@ -56,8 +57,8 @@ def test_the_profile_counts_the_rows_that_are_returned(server: Server) -> None:
         choice = body["choices"][0]
         ids += [decode(body["prompt_routed_experts"]), decode(choice["routed_experts"])]
         weights += [
-            decode(body["prompt_routed_expert_weights"]),
-            decode(choice["routed_expert_weights"]),
+            decode_weights(body["prompt_routed_expert_weights"]),
+            decode_weights(choice["routed_expert_weights"]),
         ]
     after = profile(server)
     rows = np.concatenate(ids)
