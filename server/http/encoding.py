@@ -19,7 +19,7 @@ from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.capture.wire.rows import weights_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights
-from routed_experts.server.http.wire_form import PART_BYTES, WeightsForm, WireForm
+from routed_experts.server.http.wire_form import PART_BYTES, WireForm
 from routed_experts.server.outputs.npy import npy_header
 
 LINE_BYTES = 64 << 10
@@ -27,10 +27,7 @@ LINE_BYTES = 64 << 10
 
 OWN = "routed_experts"
 """The name of a choice's array."""
-
-_BEFORE_DATA = '{"data":"'
-_AROUND_VALUE = len('"":,')
-"""Around a field's name and value."""
+_WEIGHTS = "routed_expert_weights"
 
 _MAP_OF_FIVE = b"\x85"  # the heads of values in MessagePack
 _KEY_DATA = b"\xa4data"
@@ -54,42 +51,88 @@ class _EncodedRows(NamedTuple):
     unknown: frozenset[int]  # which rows are unknown in part
 
 
-class _SingleRowForm:
-    """A known row as a field of a JSON object, with a comma behind it: what is around the base64 of
-    the row, and the base64 of all rows of a run."""
+class _ArrayText:
+    """How an array stands in an answer, in one form: what is around its bytes, and the bytes as
+    base64, or as they are in MessagePack."""
 
     def __init__(self, form: WireForm) -> None:
-        name = _weights_name(OWN) if isinstance(form, WeightsForm) else OWN
-        header = b""
-        before = '"'
-        behind = '"'
-        end = ""
-        if form.format == "object":
-            before = _BEFORE_DATA
-            behind = f'","shape":[1{_rest_of_shape(form)}'
-            end = ',"missing":0}'
-        elif form.format == "npy":
-            header = npy_header(form.wire_dtype.str, (1, *form.wire_shape))
-        # The header's last bytes may share a group of three, as base64 takes them, with the row's
-        # first.
-        num_whole = len(header) // 3 * 3
-        padding = "=" * (-(len(header) + form.row_bytes) % 3)
-        self.before = f'"{name}":{before}{pybase64.b64encode_as_string(header[:num_whole])}'
-        self.behind = f"{padding}{behind}"
-        self.says_start = form.format == "object"  # whether the row's position comes next
-        self.end = f"{end},"
-        self.num_bytes_of_name = len(name) + _AROUND_VALUE
         self._form = form
+        self._is_object = form.format == "object"
+        self._before = '{"data":"' if self._is_object else '"'
+        num_layers, num_columns = form.wire_shape
+        self._rest_of_shape = f',{num_layers},{num_columns}],"dtype":"{form.dtype}","start":'
+        # Of a single row: the header's last bytes may share a group of three, as base64 takes them,
+        # with the row's first.
+        header = self._header(1)
+        num_whole = len(header) // 3 * 3
         self._header_end = header[num_whole:]
+        self._before_row = self._before + pybase64.b64encode_as_string(header[:num_whole])
+        self._padding = "=" * (-(len(header) + form.row_bytes) % 3)
 
-    def encoded(self, run: RunRows) -> _EncodedRows:
-        """The rows of a run of single rows."""
+    def _header(self, num_rows: int) -> bytes:
+        """In front of the array's bytes."""
+        if self._form.format != "npy":
+            return b""
+        return npy_header(self._form.wire_dtype.str, (num_rows, *self._form.wire_shape))
+
+    def _behind(self, num_rows: int, start: int, missing: int) -> str:
+        """In JSON, behind the array's bytes."""
+        if not self._is_object:
+            return '"'
+        return f'","shape":[{num_rows}{self._rest_of_shape}{start},"missing":{missing}}}'
+
+    def whole(self, array: NDArray[Any], start: int, missing: int) -> str:
+        """`array` [n, layers, columns] of the type on the wire, as JSON."""
+        if self._form.format == "list":
+            return b"".join(_json_list(array)).decode()
+        base64 = pybase64.b64encode_as_string(self._header(len(array)) + array.tobytes())
+        return f"{self._before}{base64}{self._behind(len(array), start, missing)}"
+
+    def parts(self, array: NDArray[Any], start: int, missing: int) -> Iterator[bytes]:
+        """The same in parts, which are made one by one."""
+        match self._form.format:
+            case "list":
+                yield from _json_list(array)
+            case "object" | "npy" | "raw":
+                header = self._header(len(array))
+                data = array.reshape(-1).view(np.uint8).data
+                lead = -len(header) % 3  # bytes that make groups of three of the header's
+                yield self._before.encode() + pybase64.b64encode(header + bytes(data[:lead]))
+                yield from map(pybase64.b64encode, _slices(data[lead:], PART_BYTES))
+                yield self._behind(len(array), start, missing).encode()
+            case unknown:
+                assert_never(unknown)
+
+    def packed(self, array: NDArray[Any], start: int, missing: int) -> Iterator[bytes]:
+        """The same in MessagePack, with bytes in place of base64."""
+        if self._form.format == "list":
+            yield from _packed_list(array)
+            return
+        header = self._header(len(array))
+        data = array.reshape(-1).view(np.uint8).data
+        if self._is_object:
+            yield _MAP_OF_FIVE + _KEY_DATA
+        yield _BINARY + (len(header) + len(data)).to_bytes(4, "big") + header
+        yield from map(bytes, _slices(data, PART_BYTES))
+        if self._is_object:
+            rest = self._behind(len(array), start, missing).removeprefix('",')
+            fields = msgspec.json.decode("{" + rest)
+            yield msgspec.msgpack.encode(fields)[1:]  # without the head of a map of its own
+
+    def row(self, run: RunRows, place: int, start: int) -> str | None:
+        """`whole` of a single row of a run, in less time. None if it is unknown in part."""
         rows = run.made.get(self)
         if rows is None:
             rows = run.made[self] = self._encode(run.arrays[:, 0])
-        return rows
+        text, stride, width, unknown = rows
+        if place in unknown:
+            return None
+        first = place * stride
+        base64 = text[first : first + width]
+        return f"{self._before_row}{base64}{self._padding}{self._behind(1, start, 0)}"
 
     def _encode(self, rows: Rows) -> _EncodedRows:
+        """The rows [n, ...] of a run of single rows."""
         values, is_unknown = self._form.single_rows(rows)
         data = values.view(np.uint8)
         size = len(self._header_end) + data.shape[1]
@@ -104,7 +147,7 @@ class _SingleRowForm:
 
 
 # one for all streams of a form, which share what it makes of a message
-_single_row_of = lru_cache(_SingleRowForm)
+_shared_text = lru_cache(_ArrayText)
 
 
 class Encoder:
@@ -114,8 +157,8 @@ class Encoder:
         self.form = form
         self.weights = None if form.weights is None else Encoder(form.weights)
         self.counts = ResponseCounts()
-        self._rest_of_shape = _rest_of_shape(form)
-        self._single_row = _single_row_of(form) if form.has_single_rows else None
+        self._has_single_rows = form.has_single_rows
+        self._array_text = _shared_text(form) if self._has_single_rows else _ArrayText(form)
 
     @property
     def num_bytes(self) -> int:
@@ -142,66 +185,38 @@ class Encoder:
             fields += f'"{_weights_name(name)}":{self.weights._text(rows, start)},'
         return fields
 
-    def single_row(self, run: RunRows, place: int, start: int) -> str | None:
-        """`fields` of the row at a place of a run, called `routed_experts`, in less time. None, and
-        nothing is counted, if the row is unknown in part, or has to be converted first."""
-        row = self._single_row
-        if row is None:
-            return None
-        text, stride, width, unknown = row.encoded(run)
-        if place in unknown:
+    def single_row(self, run: RunRows, place: int, start: int, name: str = OWN) -> str | None:
+        """`fields` of the row at a place of a run, in less time. None, and nothing is counted, if the
+        row is unknown in part, or has to be converted first."""
+        text = self._array_text.row(run, place, start) if self._has_single_rows else None
+        if text is None:
             return None
         of_weights = ""
         if self.weights is not None:
-            known = self.weights.single_row(run, place, start)
+            known = self.weights.single_row(run, place, start, _WEIGHTS)
             if known is None:
                 return None
             of_weights = known
-        first = place * stride
-        data = text[first : first + width]
-        position = start if row.says_start else ""
-        field = f"{row.before}{data}{row.behind}{position}{row.end}"
         self.counts.rows += 1
-        self.counts.num_bytes += len(field) - row.num_bytes_of_name
-        return field + of_weights
+        self.counts.num_bytes += len(text)
+        return f'"{name}":{text},{of_weights}'
 
     def _text(self, rows: Rows, start: int) -> str:
         """An array as JSON, at once."""
-        if self.form.format != "object":
-            return b"".join(self.parts([rows], start)).decode()
         array, missing = self.form.converted(rows)
-        base64 = pybase64.b64encode_as_string(array.tobytes())
-        text = f'{_BEFORE_DATA}{base64}"{self._behind_data(len(array), start, missing)}'
+        text = self._array_text.whole(array, start, missing)
         self.count(len(array), missing)
         self.counts.num_bytes += len(text)
         return text
-
-    def _behind_data(self, num_rows: int, start: int, missing: int) -> str:
-        """The end of the form `object`."""
-        return f',"shape":[{num_rows}{self._rest_of_shape}{start},"missing":{missing}}}'
 
     def parts(self, arrays: Sequence[Rows], start: int, packed: bool = False) -> Iterator[bytes]:
         """The rows of `arrays` as one array that begins at position `start`: parts of its JSON
         text, or of MessagePack (`packed`) with bytes instead of base64. Raises `LostRowsError` at
         once; the parts are made one by one."""
-        array, missing = self._converted(arrays)
+        array, missing = self.form.converted(joined(arrays, self.form.captured_shape))
         self.count(len(array), missing)
-        header = b""
-        rest = ""  # of the object
-        match self.form.format:
-            case "list":
-                return self._counted(_packed_list(array) if packed else _json_list(array))
-            case "object":
-                rest = self._behind_data(len(array), start, missing)
-            case "npy":
-                header = npy_header(self.form.wire_dtype.str, array.shape)
-            case "raw":
-                pass
-            case unknown:
-                assert_never(unknown)
-        data = array.reshape(-1).view(np.uint8).data
-        make = _packed_data if packed else _json_data
-        return self._counted(make(header, data, rest))
+        make = self._array_text.packed if packed else self._array_text.parts
+        return self._counted(make(array, start, missing))
 
     def _counted(self, parts: Iterator[bytes]) -> Iterator[bytes]:
         for part in parts:
@@ -237,29 +252,6 @@ class Encoder:
         if has_weights:
             histogram["weights"] = form.spread(sums).tolist()
         return histogram
-
-    def _converted(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
-        return self.form.converted(joined(arrays, self.form.captured_shape))
-
-
-def _json_data(header: bytes, data: memoryview, rest: str) -> Iterator[bytes]:
-    """Base64: alone, or as `data` of an object, before the rest of it."""
-    lead = -len(header) % 3  # bytes that make groups of three of the header's
-    before = b'{"data":"' if rest else b'"'
-    yield before + pybase64.b64encode(header + bytes(data[:lead]))
-    yield from map(pybase64.b64encode, _slices(data[lead:], PART_BYTES))
-    yield b'"' + rest.encode()
-
-
-def _packed_data(header: bytes, data: memoryview, rest: str) -> Iterator[bytes]:
-    """The same in MessagePack: bytes."""
-    before = _MAP_OF_FIVE + _KEY_DATA if rest else b""
-    size = (len(header) + len(data)).to_bytes(4, "big")
-    yield before + _BINARY + size + header
-    yield from map(bytes, _slices(data, PART_BYTES))
-    if rest:
-        fields = msgspec.json.decode("{" + rest.removeprefix(","))
-        yield msgspec.msgpack.encode(fields)[1:]  # without the head of a map of its own
 
 
 def _json_list(array: NDArray[Any]) -> Iterator[bytes]:
@@ -301,12 +293,6 @@ def joined(arrays: Sequence[Rows], shape: tuple[int, int]) -> Rows:
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate(arrays) if arrays else np.empty((0, *shape), dtype=np.int16)
-
-
-def _rest_of_shape(form: WireForm) -> str:
-    """In the form `object`: behind the number of rows, up to the position of the first."""
-    num_layers, num_columns = form.wire_shape
-    return f',{num_layers},{num_columns}],"dtype":"{form.dtype}","start":'
 
 
 def _weights_name(name: str) -> str:
