@@ -14,8 +14,10 @@ URL ?=
 # Another version of vLLM: for test-next (the newest, if empty), test-vllm, and for setup, serve and test-gpu on CUDA.
 VLLM ?=
 ARGS ?=
-# Files of tests at once.
+# Files of tests at once. Those that start servers wait for them.
 JOBS ?= 3
+# The same of tests that start none.
+FAST_JOBS ?= 2
 # The same in long runs, whose engines are busy.
 LONG_JOBS ?= 2
 TIMES ?= 1
@@ -37,7 +39,7 @@ help:
 	@echo "make serve         serve the tiny model on port $(PORT) (PORT=..., ARGS=... for MODEL and flags of vllm serve)"
 	@echo "make test-fast     run the tests that start no program, engine or browser"
 	@echo "make test          run all tests of behaviour"
-	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
+	@echo "make test-release  run the slow and rare ones: of images, packages, benchmarks, notebooks, two servers"
 	@echo "make test-long     run the long runs, an hour or more on two cores, and write a table of them (or ARGS='-k hostile')"
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
 	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
@@ -88,8 +90,9 @@ serve: setup
 
 # Several processes of pytest share the cores: none computes in threads. Tests marked `slow` run only with -m slow, those
 # marked `long` in test-long.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 
+test-fast: JOBS = $(FAST_JOBS)
 test-fast: setup
 	$(PYTEST) -m "not (e2e or release or slow or long)" $(ARGS)
 

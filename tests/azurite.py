@@ -61,7 +61,7 @@ def make_container(port: int, log: Path) -> None:
         time.sleep(0.1)
     else:
         raise AssertionError(log.read_text()[-3000:])
-    urllib.request.urlopen(request_for_container(port), timeout=30).close()
+    urllib.request.urlopen(request_for_container(port), timeout=60).close()
 
 
 def request_for_container(port: int) -> urllib.request.Request:

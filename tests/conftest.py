@@ -1,57 +1,42 @@
 """What the tiers share: the tiny model, its oracle and one server with the settings that provoke
-the most."""
+the most.
+
+Nothing here imports vLLM or torch before a fixture needs it: tests of modules that need neither
+start in a second.
+"""
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-from vllm.envs import disable_envs_cache
 
-from routed_experts.server.http.seams import HAS_SCALE_OUT_FLAG
 from tests.documentation import run_by
-from tests.e2e.harness import ASYNC, ONE_PROCESS, SMALL_KV, Oracle, Server, serving
 from tests.long_runs import CASES
 from tests.programs import fork_server
 
+if TYPE_CHECKING:
+    from tests.e2e.harness import Oracle, Server
+
 VLLM_PORT = 8000
 LONG_LIMIT_S = 2 * 3600
-BLOCK_SIZE = 32
-CHUNK = 64
-ON_THE_SERVER = (
-    *(
-        "tests/e2e/test_completions.py",
-        "tests/clients/test_collect.py",
-        "tests/clients/test_replay.py::test_the_ex",
-    ),
-    "tests/clients/test_compare.py::test_a_r",
-)
-"""Tests of the server below, which so starts once, however many processes of pytest there are."""
-SERVER = "server"
 FIRST = [
-    SERVER,
-    *(
-        f"tests/e2e/test_{name}.py"
-        for name in ("nixl", "torture", "situations", "stopping", "examples")
-    ),
+    f"tests/e2e/test_{name}.py" for name in ("nixl", "torture", "situations", "stopping", "shapes")
 ]
 """What takes longest."""
-# Chunks and blocks much smaller than the defaults, so that short prompts cross both.
-SERVER_FLAGS = (*SMALL_KV, "--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(CHUNK))
-SERVER_FLAGS += ("--max-num-seqs", "16", "--max-model-len", "512")
 
 
 def group_of(nodeid: str) -> str:
-    """Tests of a group run in one process: those of a server, of a file or, in `tests/gpu`, with a
-    parameter."""
+    """Tests of a group run in one process: those of a file or, in `tests/gpu`, with a parameter."""
     file = nodeid.partition("::")[0]
     if file.startswith("tests/gpu/"):
         return nodeid.partition("[")[2] or nodeid
-    return SERVER if nodeid.startswith(ON_THE_SERVER) else file
+    return file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -114,10 +99,15 @@ def environment_of_others() -> Iterator[None]:
     And an engine core in this process keeps vLLM's variables as they were at its start, for the
     whole process.
     """
-    disable_envs_cache()
+    _forget_variables()
     with patch.dict(os.environ):
         yield
-    disable_envs_cache()
+    _forget_variables()
+
+
+def _forget_variables() -> None:
+    if envs := sys.modules.get("vllm.envs"):
+        envs.disable_envs_cache()
 
 
 @pytest.fixture(autouse=True)
@@ -162,38 +152,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def oracle(tiny_model: Path) -> Oracle:
+def oracle(tiny_model: Path) -> "Oracle":
+    from tests.e2e.harness import Oracle
+
     return Oracle(tiny_model)
 
 
 @pytest.fixture(scope="session")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that most end-to-end tests share: asynchronous scheduling, and KV blocks for few
-    requests at once.
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Server]":
+    """The server that most end-to-end tests share."""
+    from tests.e2e.harness import serving_what_provokes_most
 
-    It captures the routers' weights, too.
-    """
-    flags = (
-        *SERVER_FLAGS,
-        *ONE_PROCESS,
-        "--num-gpu-blocks-override",
-        "28",
-        "--async-scheduling",
-        "--enable-prompt-tokens-details",
-    )
-    flags += (
-        "--enable-auto-tool-choice",
-        "--tool-call-parser",
-        "hermes",
-        "--enable-return-routed-expert-weights",
-    )
-    flags += ("--enable-scale-out",) if HAS_SCALE_OUT_FLAG else ()
-    env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache and /abort_requests
-    with serving(
-        tiny_model, tmp_path_factory.mktemp("server") / "log", *flags, module=ASYNC, env=env
-    ) as running:
-        assert running.is_async()
-        yield running
+    with serving_what_provokes_most(tiny_model, tmp_path_factory.mktemp("server") / "log") as one:
+        yield one
 
 
 @pytest.fixture

@@ -177,6 +177,9 @@ def forget_what_imports_decided() -> None:
     # Processes of this one are its forks, too. vLLM asks for others, which would import all anew.
     contexts: dict[str, Any] = context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["fork"]
+    if registry := sys.modules.get("vllm.model_executor.models.registry"):
+        # which would import all anew to look at a model's class
+        registry._run_in_subprocess = lambda function: function()
     values = sys.modules.get("prometheus_client.values")
     if values is not None:
         # Whether processes share their numbers: vLLM sets the variable before it forks.

@@ -19,15 +19,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.fork_server import READY
 
 ROOT = Path(__file__).parents[1]
 FORK = os.environ.get("FORK", "1")
 FOLDER = "FORK_SERVER_FOLDER"
 """Of the run of pytest, whose processes have one fork server."""
-READ_AT_IMPORT = ("CUDA_", "HF_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
+READ_AT_IMPORT = ("CUDA_", "HF_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
 READ_AT_IMPORT += ("TRANSFORMERS_", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_", "VLLM_TARGET_DEVICE")
 """Variables that have an effect only in a program that begins with them: how they begin."""
 
@@ -168,7 +166,7 @@ def own_fork_server() -> Iterator[None]:
 
 def connect(env: Mapping[str, str]) -> socket.socket | None:
     """To the fork server, if it can run a program with these variables."""
-    if FOLDER not in os.environ or FORK == "0" or torch.cuda.is_available():
+    if FOLDER not in os.environ or FORK == "0" or _has_gpu():
         return None
     folder = Path(os.environ[FOLDER])
     environment = json.loads((folder / "environment").read_text())
@@ -189,6 +187,12 @@ def connect(env: Mapping[str, str]) -> socket.socket | None:
         )
         return None
     return connection
+
+
+def _has_gpu() -> bool:
+    import torch  # by those alone who start a program
+
+    return torch.cuda.is_available()
 
 
 def _at_import(env: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 KEY, SECRET = "AKIATESTTESTTEST", "secretsecretsecretsecret"
 PIECE = 1 << 16
@@ -100,7 +100,7 @@ def make_bucket(port: int, log: Path) -> None:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", b"", method="PUT")
     for _ in range(600):
         with suppress(OSError):
-            urllib.request.urlopen(request, timeout=30).close()
+            urllib.request.urlopen(request, timeout=60).close()
             return
         time.sleep(0.1)
     raise AssertionError(log.read_text()[-3000:])
@@ -129,12 +129,13 @@ def wait_until_writable(port: int, log: Path) -> None:
 class Proxy:
     """Passes bytes between clients and the S3 server, as well as its `fault` lets it.
 
-    Faults: `slow` (5 s before each request), `gone` (connections are refused), `403`, `full` (507),
+    Faults: `held` (nothing is passed until `goes_on` is set), `gone` (connections are refused), `403`, `full` (507),
     `truncated` (a request ends in its middle).
     """
 
     def __init__(self, to: int) -> None:
         self.fault = ""
+        self.goes_on = Event()
         self.requests: list[bytes] = []
         outer = self
 
@@ -161,8 +162,8 @@ class Proxy:
                 self.requests.append(part[:HEAD_BYTES])
                 if self.fault == "gone":
                     return
-                if self.fault == "slow":
-                    time.sleep(5)
+                if self.fault == "held":
+                    self.goes_on.wait()
                 if self.fault in ANSWERS:
                     client.sendall(ANSWERS[self.fault])
                     return

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
-from tests.e2e.harness import ROOT, Server
+from tests.e2e.harness import ROOT, SERVER_FLAGS, Server
 from tests.e2e.steered import Reference
 from tests.notebook import Cell, Ran, outputs_of, read, run_against
+
+pytestmark = pytest.mark.release
 
 _, CELLS = read(ROOT / "examples/bans.ipynb")
 L, E = 5, 16

@@ -390,6 +390,7 @@ def test_auxiliary_losses_that_cannot_be_replayed(
         model(input_ids=batch(), use_cache=False, output_router_logits=True)
 
 
+@pytest.mark.release
 def test_a_compiled_model(load: Callable[..., Any]) -> None:
     """Compiled once for replay and once without, in one graph each; with other rows each time."""
     model, tokens = load(), batch()
@@ -422,6 +423,7 @@ def step_of(compiled: Any, tokens: torch.Tensor) -> Any:
     }
 
 
+@pytest.mark.release
 def test_the_auxiliary_loss_of_a_compiled_model(load: Callable[..., Any]) -> None:
     """With other rows in each block, as when it is not compiled."""
     model = load()

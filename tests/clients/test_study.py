@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from routed_experts.server.cli.main import main
-from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
-from tests.e2e.harness import ROOT, Oracle, Server, free_port
+from tests.e2e.harness import ROOT, SERVER_FLAGS, Oracle, Server, free_port
 from tests.notebook import Cell, Ran, outputs_of, read, run_against
+
+pytestmark = pytest.mark.release
 
 _, CELLS = read(ROOT / "examples/study.ipynb")
 L, K, E = 5, 4, 16

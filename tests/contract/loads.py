@@ -62,7 +62,7 @@ class Clock:
     passed = 0.0
 
     def __init__(self) -> None:
-        self._time, self._monotonic = time.time(), time.monotonic()
+        self._time, self._monotonic = time.time(), time.monotonic()  # clock: where it begins
 
     def time(self) -> float:
         return self._time + self.passed

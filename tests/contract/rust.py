@@ -6,9 +6,8 @@ import re
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from vllm.v1.engine import (
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.contract.engine import BLOCK, NUM_BLOCKS, Core
+from tests.e2e.harness import wait_until
 
 BINARY_VARIABLE = "TEST_RUST_FRONT_END"
 """Path of a `vllm-rs`; without it, that of the installed vLLM."""
@@ -94,9 +94,9 @@ def rust_front_end(core: Core, model: Path, folder: Path) -> Iterator[RustFrontE
         yield RustFrontEnd(url, core, arrived)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
         ends.set()
-        engine.join(10)
+        engine.join(60)
 
 
 def _run_engine(
@@ -150,11 +150,9 @@ def _ready() -> EngineCoreReadyResponse:
 
 
 def _wait_until_healthy(url: str) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    raise AssertionError("the front end did not become healthy")
+    def is_healthy() -> bool:
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{url}/health").status_code == 200
+        return False
+
+    wait_until(is_healthy, "the front end does not become healthy")

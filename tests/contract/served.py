@@ -29,6 +29,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.envs import disable_envs_cache
+from vllm.model_executor.models import registry
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -156,6 +157,7 @@ class InProcessClient(EngineCoreClient):
             if self._error is not None:
                 raise EngineDeadError from self._error
             if self.core.has_work() or self.core._idle_state_callbacks:
+                await self._wait_for_turn()
                 self.core.turn()
                 await self._let_others_run()
             elif self.core.output_queue.empty():
@@ -163,6 +165,9 @@ class InProcessClient(EngineCoreClient):
                 await self._work.wait()
             self._messages += [message for _, message in self.core.messages()]
         return self._messages.popleft()
+
+    async def _wait_for_turn(self) -> None:
+        """A test may hold up the engine here, before a step."""
 
     async def _let_others_run(self) -> None:
         """As long as an engine's step would.
@@ -180,6 +185,14 @@ class InProcessClient(EngineCoreClient):
         if not self.resources.engine_dead:
             self.resources.engine_dead = True
             self.core.shutdown()
+
+
+async def stay_while_alone(client: InProcessClient) -> None:
+    """In the place of `InProcessClient._wait_for_turn`: a request that is alone stops after some
+    tokens until there is another one, or until its client leaves."""
+    requests = client.core.scheduler.requests
+    while len(requests) == 1 and next(iter(requests.values())).num_output_tokens > 20:
+        await asyncio.sleep(0.01)
 
 
 def _utility(name: str) -> Callable[..., Any]:
@@ -277,6 +290,8 @@ def worker_in_this_process(env: Mapping[str, str]) -> Iterator[None]:
     try:
         with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, env):
             patch.setattr(dispatcher, "register_kernels", register_once)
+            # which would import all anew to look at a model's class
+            patch.setattr(registry, "_run_in_subprocess", lambda function: function())
             # the worker puts another in its place
             patch.setattr(torch, "set_num_threads", torch.set_num_threads)
             yield

@@ -54,10 +54,10 @@ async def serving(app: FastAPI) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def behind_the_proxy(
-    answer: Answer,
+    answer: Answer, prefilled: asyncio.Event | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, list[Received]]]:
     """A client of the proxy in front of two instances, and what reaches these. `answer` is the
-    decode instance's."""
+    decode instance's; the prefill instance answers once `prefilled` is set."""
     received: list[Received] = []
 
     def instance(name: str) -> FastAPI:
@@ -73,7 +73,8 @@ async def behind_the_proxy(
             if name == "decode":
                 return await answer(request, body)
             assert request.headers["accept"] == MSGPACK
-            await asyncio.sleep(body.get("prefill_s", 0))
+            if prefilled is not None:
+                await prefilled.wait()
             assert request.client is not None
             return packed({"kv_transfer_params": {**OF_THE_INSTANCE, "from": request.client.port}})
 
@@ -148,14 +149,18 @@ async def test_a_client_that_leaves(before_the_answer: bool) -> None:
 
         return StreamingResponse(lines())
 
-    async with behind_the_proxy(answer) as (client, received):
+    prefilled = asyncio.Event()
+    if not before_the_answer:
+        prefilled.set()
+    async with behind_the_proxy(answer, prefilled) as (client, received):
         if before_the_answer:
-            asking = asyncio.create_task(client.post(PATH, json={"prompt": [1], "prefill_s": 1}))
+            asking = asyncio.create_task(client.post(PATH, json={"prompt": [1]}))
             while not received:
                 await asyncio.sleep(0.01)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
+            prefilled.set()
         else:
             async with client.stream("POST", PATH, json={"prompt": [1]}) as response:
                 assert await anext(response.aiter_raw())

@@ -4,7 +4,6 @@ TypeScript (`generated_client.ts`).
 The generators are installed apart, as they need other versions of packages than vLLM.
 """
 
-import asyncio
 import importlib
 import json
 import shutil
@@ -22,7 +21,7 @@ import pytest
 
 from routed_experts.protocol.codec import decode
 from tests.contract.engine import K, L
-from tests.contract.served import InProcessClient, rows_of, served
+from tests.contract.served import InProcessClient, rows_of, served, stay_while_alone
 from tests.contract.test_input import FLAGS, REPLAY, ROW_BYTES, TakesInput, array_of, rows_for
 from tests.documentation import ROOT
 from tests.e2e.harness import COMPLETIONS, Server, prompt_of
@@ -70,7 +69,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
 @contextmanager
 def no_memory_left(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """While a long request has what there is for routing as an input."""
-    monkeypatch.setattr(InProcessClient, "_let_others_run", lambda _: asyncio.sleep(0.02))
+    monkeypatch.setattr(InProcessClient, "_wait_for_turn", stay_while_alone)
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 800, "ignore_eos": True}
     body |= {"stream": True, REPLAY: LARGE}
     headers = {"Authorization": f"Bearer {KEY}"}

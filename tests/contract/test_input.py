@@ -4,7 +4,6 @@ Around the engine that does arithmetic, which knows nothing of it: a request's `
 looked at as they arrive there.
 """
 
-import asyncio
 import base64
 import io
 import json
@@ -626,7 +625,7 @@ def test_a_negative_number_of_choices_makes_no_room(
 
 def test_memory_is_for_running_requests(small: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes back when a request has ended, also one whose client has left."""
-    monkeypatch.setattr(around.InProcessClient, "_let_others_run", lambda _: asyncio.sleep(0.02))
+    monkeypatch.setattr(around.InProcessClient, "_wait_for_turn", around.stay_while_alone)
     body = {"model": "tiny", **body_for(COMPLETIONS), REPLAY: array_of(rows_for(20))}
     long = {**body, "max_tokens": 800, "ignore_eos": True, "stream": True}
     with small.client() as client, small.client() as other:
@@ -643,7 +642,7 @@ def test_memory_is_for_running_requests(small: Server, monkeypatch: pytest.Monke
         def fits() -> bool:
             return other.post(COMPLETIONS, json=body).status_code == 200
 
-        wait_until(fits, lambda: "the memory of a request that has ended", 20)
+        wait_until(fits, "the memory of a request that has ended is not free")
         assert fits()
 
 
@@ -718,7 +717,7 @@ def test_a_client_that_leaves_while_its_body_is_read(
     with socket.create_connection((url.host, url.port)) as sock:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         sock.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"model": "tiny"'.encode())
-    wait_until(lambda: sent, "the request has no answer", 20)
+    wait_until(lambda: sent, "the request has no answer")
     assert sent[0]["status"] == 400
 
 

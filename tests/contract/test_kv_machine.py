@@ -32,7 +32,7 @@ from tests.contract.offloading import check_keys, engine_that_offloads, num_load
 from tests.long_runs import times
 
 SETTINGS = settings(
-    max_examples=4,
+    max_examples=3,
     stateful_step_count=30,
     deadline=None,
     database=None,

@@ -495,7 +495,7 @@ def test_rows_of_many_requests_are_read_one_after_another(
         nonlocal running, most
         running += 1
         most = max(most, running)
-        time.sleep(0.05)  # as large rows take
+        time.sleep(0.05)  # clock: two at once would meet here
         running -= 1
         parse(*args)
 

@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 import numpy as np
+import pytest
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 
 from routed_experts.protocol.routing_input import EncodedInput, RoutingInput
@@ -37,6 +38,7 @@ def keep_all(handle: Handle, answers: Connection) -> None:
     answers.send([number for number, said in enumerate(kept) if said != message_of(number)])
 
 
+@pytest.mark.release
 def test_what_a_request_gives_outlives_the_ring_of_messages() -> None:
     messages = MessageQueue(1, 1, max_chunk_bytes=CHUNK_BYTES, max_chunks=NUM_CHUNKS)
     context = get_context("spawn")

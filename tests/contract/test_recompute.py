@@ -224,7 +224,7 @@ def preempt(client: Client, request_id: str) -> None:
     request = scheduler.requests[request_id]
     if request.status == RequestStatus.RUNNING:
         scheduler.running.remove(request)
-        scheduler._preempt_request(request, time.monotonic())
+        scheduler._preempt_request(request, time.monotonic())  # clock: of its metrics
         # It may be resumed by the next step.
         scheduler.prev_step_scheduled_req_ids.discard(request_id)
 

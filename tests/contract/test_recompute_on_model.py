@@ -29,6 +29,7 @@ from tests.contract.test_router_input import rows_for
 from tests.e2e.harness import prompt_of
 
 pytestmark = [
+    pytest.mark.e2e,
     pytest.mark.skipif(torch.cuda.is_available(), reason="written for the worker of the CPU build"),
     pytest.mark.skipif(not HAS_SINK, reason="routing as an input needs vLLM 0.32"),
 ]

@@ -6,8 +6,6 @@ import base64
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -38,6 +36,7 @@ from routed_experts.server.outputs import array_store
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.settings import Settings
+from tests import programs
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
 from tests.contract.test_api import CHAT, MESSAGES
@@ -417,7 +416,7 @@ def test_a_prompt_that_fits_where_its_answer_does_not(
         (reference,) = [
             chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk
         ]
-        time.sleep(0.2)
+        time.sleep(0.2)  # clock: what deletes it too early, does so now
         assert get(server, reference).shape == (L, 1, K)
     assert (len(chunks) > 1) == (max_tokens == 300)
     assert (
@@ -739,14 +738,9 @@ def test_the_folder_of_vllms_own_command_is_removed_when_the_process_ends(
 ) -> None:
     """Also where that starts API processes, which end in another way than the first process of a
     program."""
-    command = [
-        sys.executable,
-        "-c",
-        ENDING,
-        f"test-{os.getpid()}-{num_processes}",
-        str(num_processes),
-    ]
-    folders = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    program = ["-c", ENDING, f"test-{os.getpid()}-{num_processes}", str(num_processes)]
+    done = programs.run(program, as_users_do=num_processes == 0, check=True)
+    folders = done.stdout.split()
     assert len(folders) == max(num_processes, 1)
     assert not Path(folders[0]).exists()
 

@@ -1,6 +1,7 @@
 """Which room of the house may import which, and what of others; no two modules import each
 other."""
 
+import subprocess
 import sys
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
@@ -130,3 +131,9 @@ def test_only_the_named_files_import_vllm_and_the_clients_modules_need_numpy_onl
         if name.startswith("protocol/"):
             room = NEEDED_BY_CLIENTS.get(room_of_path(path), {"numpy"})
             assert of_others <= NEEDED_BY_CLIENTS.get(name, room), name
+
+
+def test_what_all_tests_share_imports_neither_vllm_nor_torch() -> None:
+    """Tests of modules that need neither start in a second."""
+    program = "import sys, tests.conftest; print({'torch', 'vllm'} & {*sys.modules})"
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT) == b"set()\n"

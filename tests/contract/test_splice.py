@@ -28,7 +28,7 @@ from routed_experts.server.vllm_api import RequestOutput
 from tests.server.known import encoder_of
 from tests.server.test_response import choice, output
 
-SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
+SETTINGS = settings(max_examples=40, deadline=None, database=None, derandomize=True)
 NASTY = [
     '"choices":[{"index":0,',
     '"choices":[{',

@@ -196,7 +196,7 @@ def test_a_watch_over_a_client_that_fails_is_logged_and_the_array_goes_on(
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"first"
-        await asyncio.sleep(0.01)  # in which the watch begins
+        await asyncio.sleep(0)  # in which the watch begins
         yield b"second"
 
     async def send(message: Message) -> None:
@@ -319,6 +319,7 @@ def test_clients_that_leave_while_an_array_is_written_leave_nothing(
     edge, client = Edge(40, folder), Client()
     put = edge.store._objects.put
     written: list[str] = []
+    has_left = Event()
 
     async def ask() -> None:
         loop = asyncio.get_running_loop()
@@ -326,12 +327,13 @@ def test_clients_that_leave_while_an_array_is_written_leave_nothing(
         def put_slowly(name: str, *args: Any) -> None:
             if len(written) == array:
                 loop.call_soon_threadsafe(client.leave)
-                time.sleep(0.1)  # nobody waits for the array any more
+                assert has_left.wait(60)  # nobody waits for the array any more
             put(name, *args)
             written.append(name)
 
         monkeypatch.setattr(edge.store._objects, "put", put_slowly)
         await client.ask(edge.app(), stream=stream)
+        has_left.set()
 
     asyncio.run(ask())
     edge.store.writer.submit(lambda: None).result(60)

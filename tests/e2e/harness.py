@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from routed_experts.capture.engine.versions import INSTALLED_VLLM
 from routed_experts.protocol.fetch import fetch
+from routed_experts.server.http.seams import HAS_SCALE_OUT_FLAG
 from tests import programs
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,9 @@ ONE_PROCESS = (
     else ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 )
 FULL_PRECISION = {"TRITON_F32_DEFAULT": "ieee"}
+# Chunks and blocks much smaller than the defaults, so that short prompts cross both.
+SERVER_FLAGS = (*SMALL_KV, "--block-size", "32", "--max-num-batched-tokens", "64")
+SERVER_FLAGS += ("--max-num-seqs", "16", "--max-model-len", "512")
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "kv_cache_memory_bytes": 8 << 20,
@@ -176,11 +180,11 @@ class Server:
         return self.process.wait()
 
     def wait_until_healthy(self, beside: Sequence["Server"] = ()) -> None:
-        deadline = time.monotonic() + START_LIMIT_S
+        deadline = time.monotonic() + START_LIMIT_S  # clock: minutes
         needed = (self, *beside)
-        while time.monotonic() < deadline and not any(
-            one.process.poll() is not None for one in needed
-        ):
+        while time.monotonic() < deadline:  # clock: minutes
+            if any(one.process.poll() is not None for one in needed):
+                break
             with suppress(httpx.TransportError), self.client() as client:
                 if client.get("/health").status_code == 200:
                     return
@@ -276,6 +280,27 @@ def serving(
 
 
 @contextmanager
+def serving_what_provokes_most(model: Path, log: Path) -> Iterator[Server]:
+    """A server with asynchronous scheduling, KV blocks for few requests at once, and the routers'
+    weights."""
+    flags = (
+        *SERVER_FLAGS,
+        *ONE_PROCESS,
+        *("--num-gpu-blocks-override", "28"),
+        "--async-scheduling",
+        "--enable-prompt-tokens-details",
+        "--enable-auto-tool-choice",
+        *("--tool-call-parser", "hermes"),
+        "--enable-return-routed-expert-weights",
+    )
+    flags += ("--enable-scale-out",) if HAS_SCALE_OUT_FLAG else ()
+    env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache and /abort_requests
+    with serving(model, log, *flags, module=ASYNC, env=env) as running:
+        assert running.is_async()
+        yield running
+
+
+@contextmanager
 def headless(model: Path, log: Path, *flags: str, **process: Any) -> Iterator[Server]:
     """A node that runs a part of the engine of a server elsewhere, and answers nobody."""
     node = Server(model, "", start(model, log, "--headless", *flags, **process), log)
@@ -307,9 +332,10 @@ def wait_until(
     condition: Callable[[], Any], fails: Callable[[], Any] | str, limit_s: float = 240
 ) -> None:
     """Until the condition holds; `fails` says what is wrong if that takes too long."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + limit_s  # clock: a minute or more
     while not condition():
-        assert time.monotonic() < deadline, fails if isinstance(fails, str) else fails()
+        is_late = time.monotonic() > deadline  # clock: a minute or more
+        assert not is_late, fails if isinstance(fails, str) else fails()
         time.sleep(0.02)
 
 

@@ -42,7 +42,7 @@ from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
 from tests.contract.test_references import ENCODER, connection_of_nobody
-from tests.e2e.harness import ASK, COMPLETIONS, Server, prompt_of
+from tests.e2e.harness import ASK, COMPLETIONS, Server, prompt_of, wait_until
 from tests.weed import KEY, SECRET, Proxy, Weed, environment, weed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("weed")]
@@ -158,12 +158,14 @@ def test_a_bucket_that_cannot_be_written_to_says_why_without_secrets(
 def test_a_bucket_that_is_slow_is_waited_for(proxy: Proxy) -> None:
     store = ArrayStore(URL)
     store.open()
-    proxy.fault = "slow"
-    began = time.monotonic()
-    stored = store.put(ARRAY)
+    proxy.fault = "held"
+    num_before = len(proxy.requests)
+    storing = store.writer.submit(store.put, ARRAY)
+    wait_until(lambda: len(proxy.requests) > num_before, "nothing is sent")
+    assert not storing.done()
     proxy.fault = ""
-    assert time.monotonic() - began >= 5
-    assert store.size(stored.id)
+    proxy.goes_on.set()
+    assert store.size(storing.result(60).id)
 
 
 def test_an_array_in_several_parts_is_stored_whole_though_its_first_request_breaks(
@@ -286,14 +288,12 @@ def test_a_client_gives_up_on_a_bucket_that_is_gone(
     assert httpx.get(path, timeout=120).status_code == 307
 
 
-@pytest.mark.parametrize("fault", ["full", "403", "gone", "truncated", "slow"])
+@pytest.mark.parametrize("fault", ["full", "403", "gone", "truncated"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_reference_leads_to_nothing_whatever_happens_to_the_bucket(
     api: Server, proxy: Proxy, fault: str, stream: bool
 ) -> None:
     """Rows that fit come inline, others are an error of the store: none is lost in silence."""
-    if fault == "slow":
-        pytest.skip("covered above: five seconds a request") if stream else None
     proxy.fault = fault
     body = {"model": "tiny", "prompt": [1, 2], "max_tokens": 3, "stream": stream, **ASK}
     with api.client() as client:
@@ -303,9 +303,6 @@ def test_no_reference_leads_to_nothing_whatever_happens_to_the_bucket(
         )
     proxy.fault = ""
     assert short.status_code == 200
-    if fault == "slow":
-        assert fetch(short.json()["prompt_routed_experts"]).shape == (L, 2, K)
-        return
     assert '"data":"' in short.text
     assert '"url"' not in short.text + long.text
     assert (long.status_code, '"error"' in long.text) == (200 if stream else 507, True)
@@ -331,7 +328,7 @@ def puts_wait_for_each_other(
     def put_beside(*args: Any) -> None:
         if next(begun) == num_puts:
             all_have_begun.set()
-        assert all_have_begun.wait(30), "one waits for another"
+        assert all_have_begun.wait(60), "one waits for another"
         put(*args)
 
     monkeypatch.setattr(store._objects, "put", put_beside)
@@ -404,6 +401,7 @@ def test_an_array_is_copied_once_on_its_way_to_a_bucket() -> None:
     assert rows.nbytes < most_bytes < 1.5 * rows.nbytes
 
 
+@pytest.mark.long
 def test_answers_do_not_take_turns_to_wait_for_a_bucket_that_is_gone(
     s3: Weed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,7 +432,7 @@ def test_arrays_of_a_client_that_left_are_deleted_behind_their_put(
     put = store._objects.put
 
     def put_slowly(*args: Any) -> None:
-        time.sleep(0.3)
+        time.sleep(0.3)  # clock: a delete that does not wait comes first
         put(*args)
 
     monkeypatch.setattr(store._objects, "put", put_slowly)
@@ -526,8 +524,9 @@ def test_what_is_recorded_in_a_bucket_is_exported_from_there(
     file.rename(left)
     with serving(tiny_model, "--routed-experts-record", url) as server:
         proxy.fault = "full"
+        num_before = len(proxy.requests)
         server.complete(**bodies[1])
-        time.sleep(0.5)
+        wait_until(lambda: len(proxy.requests) > num_before, "nothing is sent")
         proxy.fault = ""
         server.complete(**bodies[2])
     assert [*record_files.folder_of(url).iterdir()] == []

@@ -39,7 +39,7 @@ from tests.e2e.images import (
 )
 from tests.gpu.test_scores import run_in_little_space
 
-pytestmark = [pytest.mark.e2e, needs_torchvision]
+pytestmark = [pytest.mark.e2e, pytest.mark.release, needs_torchvision]
 
 GENERATE = "/inference/v1/generate"
 BLOCK, CHUNK = 32, 64

@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 
 from routed_experts.server.cli.tiny_model import make_tiny_model
-from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
-from tests.e2e.harness import ASK, DRAFTS, Oracle, Server, answer_of, check, one, prompt_of
+from tests.e2e.harness import (
+    ASK,
+    DRAFTS,
+    SERVER_FLAGS,
+    Oracle,
+    Server,
+    answer_of,
+    check,
+    one,
+    prompt_of,
+)
 from tests.e2e.shapes import HookOracle, make_eagle_models, make_mtp_model
 
 pytestmark = pytest.mark.e2e

@@ -30,7 +30,6 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from routed_experts.protocol.batch import align_generated, align_logprobs
-from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
 from tests.e2e.changes import (
     LONG,
@@ -42,7 +41,7 @@ from tests.e2e.changes import (
     reload_weights,
     roll_out,
 )
-from tests.e2e.harness import ON_GPU, Server, check, prompt_of, rows_of, wait_until
+from tests.e2e.harness import ON_GPU, SERVER_FLAGS, Server, check, prompt_of, rows_of, wait_until
 
 pytestmark = pytest.mark.e2e
 

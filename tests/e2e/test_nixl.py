@@ -58,6 +58,7 @@ from tests.e2e.offload_on_cpu import kv_transfer_config
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.release,
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"),
 ]
 
@@ -304,7 +305,7 @@ def test_a_prefill_server_that_dies_during_the_pull(legs: Legs, oracle: Oracle) 
     during, before = (tagged(legs.first(prompt)) for prompt in prompts)
     everyone = legs.suspended(legs.prefill)
     running = Running(legs.decode, 0, 6, prompt=prompts[0], kv_transfer_params=during)
-    time.sleep(1)
+    time.sleep(1)  # clock: in which a pull may begin; both outcomes are right
     assert running.num_tokens == 0
     for process in everyone:
         process.kill()
@@ -382,7 +383,7 @@ def test_pulls_after_the_lease(tiny_model: Path, tmp_path: Path, oracle: Oracle)
     with running(tiny_model, tmp_path / "log", *flags) as legs:
         prompt = prompt_of(170, seed=980)
         params = tagged(legs.first(prompt))
-        time.sleep(8)
+        time.sleep(8)  # clock: longer than the lease, which is vLLM's
         for seed in range(60):
             legs.prefill.complete(prompt=prompt_of(400, seed=2000 + seed), max_tokens=1)
         check(answer_of(legs.second(prompt, 9, params)), oracle)
@@ -391,7 +392,7 @@ def test_pulls_after_the_lease(tiny_model: Path, tmp_path: Path, oracle: Oracle)
         params = tagged(legs.first(prompt))
         everyone = legs.suspended(legs.prefill)
         pulling = Running(legs.decode, 0, 9, prompt=prompt, kv_transfer_params=params)
-        time.sleep(8)
+        time.sleep(8)  # clock: longer than the lease, which is vLLM's
         assert pulling.num_tokens == 0
         for process in everyone:
             process.resume()

@@ -23,10 +23,11 @@ pytestmark = [
 SLEEPS = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 
 
-def running(code: str) -> programs.Process:
+def running(code: str) -> programs.Forked:
     """A program that has printed its process id."""
     with tempfile.TemporaryFile() as out:
         process = programs.start(["-c", code], out.fileno())
+        assert isinstance(process, programs.Forked)
         wait_until(lambda: os.fstat(out.fileno()).st_size > 0, "nothing was printed")
         assert os.pread(out.fileno(), 100, 0) == b"%d\n" % process.pid
     return process
@@ -92,7 +93,7 @@ def test_a_fork_is_waited_for_and_stopped() -> None:
     process = running(SLEEPS)
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.01)
+        process.wait(0.01)  # clock: it runs until it is stopped
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait() == process.poll() == -signal.SIGTERM
     process.kill()  # which is none of its business any more
@@ -102,7 +103,6 @@ def test_a_fork_is_killed_when_its_client_is_gone() -> None:
     """As when the process that tests is killed."""
     process = running(SLEEPS)
     pid = process.pid
-    assert isinstance(process, programs.Forked)
     process.connection.close()
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the program is left")
 

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import SERVER_FLAGS, Cases
+from tests.conftest import Cases
 from tests.contract.rust import binary
 from tests.e2e.harness import (
     ONE_PROCESS,
+    SERVER_FLAGS,
     Oracle,
     Server,
     prompt_of,

@@ -613,7 +613,9 @@ def check_names(task: Task, holders: list[dict[str, Any]]) -> None:
 def serving_profile(model: Path, log: Path, profile: str) -> Iterator[Server]:
     wanted = PROFILES[profile]
     module = ASYNC if wanted.is_async else OURS
-    with serving(model, log, *FLAGS, *wanted.flags, env=ENV, module=module) as server:
+    # numba's threads, which n-gram drafts start, are many times slower in a fork
+    how = {"env": ENV, "module": module, "as_users_do": profile == "ngram"}
+    with serving(model, log, *FLAGS, *wanted.flags, **how) as server:
         assert server.is_async() is wanted.is_async
         yield server
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from routed_experts.capture.wire.rows import WEIGHTS_FLAG
-from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import (
     ASK,
     DRAFTS,
     NGRAM,
+    SERVER_FLAGS,
     Oracle,
     Server,
     answer_of,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import (
+    SERVER_FLAGS,
     Oracle,
     Server,
     commands_in_session,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SERVER_FLAGS
-from tests.e2e.harness import Oracle, prompt_of, serving
+from tests.e2e.harness import SERVER_FLAGS, Oracle, prompt_of, serving
 from tests.e2e.offload_on_cpu import kv_transfer_config
 from tests.gpu.test_engines import GPUS, load, one
 

@@ -21,9 +21,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import SERVER_FLAGS
 from tests.e2e.changes import LONG, Across, Paused, Weights, make_weights, roll_out
-from tests.e2e.harness import FULL_PRECISION, OPTIONS, Answer, Server, check, prompt_of, serving
+from tests.e2e.harness import (
+    FULL_PRECISION,
+    OPTIONS,
+    SERVER_FLAGS,
+    Answer,
+    Server,
+    check,
+    prompt_of,
+    serving,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,7 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 from routed_experts.protocol.codec import decode
-from tests.conftest import SERVER_FLAGS
-from tests.e2e.harness import answers_of, serving
+from tests.e2e.harness import SERVER_FLAGS, answers_of, serving
 from tests.packaging.conftest import ROOT, Environment
 from tests.packaging.test_dependencies import PROJECT
 from tests.sources import MODULES

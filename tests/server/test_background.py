@@ -42,7 +42,7 @@ def test_a_sweep_of_the_store_that_fails_is_logged_and_the_next_one_deletes(
         nonlocal loop
         loop = asyncio.get_running_loop()
         task = background.repeat("Deleting expired arrays", SECONDS, partial(sweep, store))
-        await asyncio.wait_for(swept.wait(), 10)
+        await asyncio.wait_for(swept.wait(), 60)
         task.cancel()
 
     loop: asyncio.AbstractEventLoop

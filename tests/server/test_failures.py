@@ -185,7 +185,7 @@ def ended(
     for _ in range(10):
         process.send_signal(number)
         try:
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate(timeout=30)  # clock: then it is sent again
         except subprocess.TimeoutExpired:
             continue
         return process.returncode, err

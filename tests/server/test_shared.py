@@ -11,7 +11,7 @@ class Listening(socket.socket):
 
     def shutdown(self, how: int) -> None:
         self.late = Client(self)
-        assert not self.late.is_connected.wait(0.2)
+        assert not self.late.is_connected.wait(0.2)  # clock: who is let in, is by then
         super().shutdown(how)
 
 

@@ -624,7 +624,7 @@ def test_a_choice_does_not_wait_for_another_once_its_array_is_stored(tmp_path: P
         two.goes_on.set()
         return [first, *[line async for line in lines]]
 
-    *chunks, usage, done = asyncio.run(asyncio.wait_for(read(), 20))
+    *chunks, usage, done = asyncio.run(asyncio.wait_for(read(), 60))
     choices = [orjson.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
     assert [choice["index"] for choice in choices] == [0, 1]
     assert all("url" in choice["routed_experts"] for choice in choices)
@@ -643,9 +643,9 @@ def test_a_client_that_leaves_between_two_choices_ends_the_stream(
         await anext(lines)
         if is_cancelled:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(anext(lines), 0.1)
+                await asyncio.wait_for(anext(lines), 0.1)  # clock: it is cancelled
         else:
             await lines.aclose()
         return two.was_closed
 
-    assert asyncio.run(asyncio.wait_for(leave(), 20))
+    assert asyncio.run(asyncio.wait_for(leave(), 60))
