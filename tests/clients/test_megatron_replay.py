@@ -306,7 +306,7 @@ def test_what_cannot_be_replayed() -> None:
     with pytest.raises(ReplayError, match="two routers in decoder layer 2"):
         MegatronReplay(chunk_of([3, 3]))
 
-    def run(wrong_rows: torch.Tensor, layer_ids: list[int], seeds: tuple[int, ...] = (0,)) -> None:
+    def run(wrong_rows: Any, layer_ids: list[int], seeds: tuple[int, ...] = (0,)) -> None:
         with MegatronReplay(chunk) as replay:
             for seed in seeds:
                 replay.feed(wrong_rows, layer_ids)
@@ -319,6 +319,12 @@ def test_what_cannot_be_replayed() -> None:
         (rows[:0], LAYER_IDS, r"they are \[0, 2\] up to expert -1"),
         (many, LAYER_IDS, "up to expert 8"),
         (rows.clamp(min=0), LAYER_IDS, r"the row \[0, 0\] of token 1 has an expert twice"),
+        ([*rows], LAYER_IDS, "a list is not one array of numbers: .* `protocol.ranks.pack`"),
+        (
+            rows.unflatten(0, (2, 3)),
+            LAYER_IDS,
+            "rows of .2, 3. tokens for inputs of .3, 2.: .*pack",
+        ),
     ):
         with pytest.raises(ReplayError, match=message):
             run(unfit, layer_ids)

@@ -485,6 +485,7 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
         (rows[..., :2], {}, r"of \[24, 2\]"),
         (many, {}, "expert 8 in the rows of a model with 8"),
         (rows, {"weights": torch.ones(5)}, "weights of shape"),
+        (rows, {"weights": torch.ones(TOKENS, BATCH, 3, 3)}, "weights of shape"),
         (rows[..., :2], {"weights": torch.ones(BATCH, TOKENS, 2, 3)}, "weights of shape"),
     ):
         with pytest.raises(ReplayError, match=message), replayed(model, wrong_rows, **options):
@@ -503,6 +504,52 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
         replayed(torch.nn.Linear(2, 2), rows),
     ):
         pass
+
+
+def of_objects(rows: torch.Tensor) -> np.ndarray:
+    arrays = np.empty(len(rows), dtype=object)
+    arrays[:] = list(rows.numpy())
+    return arrays
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda rows: rows.transpose(0, 1), "rows of .12, 2. tokens for inputs of .2, 12."),
+        (lambda rows: [*rows], "a list is not one array of numbers"),
+        (lambda rows: [*rows.numpy()], "a list is not one array of numbers"),
+        (of_objects, "a ndarray is not one array of numbers"),
+        (lambda rows: torch.nested.nested_tensor([*rows]), "nested and sparse"),
+        (
+            lambda rows: torch.nested.nested_tensor([rows[0], rows[1, :5]], layout=torch.jagged),
+            "nested and sparse",
+        ),
+        (lambda rows: rows.to_sparse(), "nested and sparse"),
+    ],
+)
+def test_rows_with_an_order_of_their_own(
+    other: Callable[[torch.Tensor], Any], message: str, load: Callable[..., Any]
+) -> None:
+    """Programs that align or pack rows are named. The model is as before."""
+    model, rows, tokens = load(), given_rows(QWEN3), batch()
+    for options in ({"input_ids": tokens}, {"inputs_embeds": model.get_input_embeddings()(tokens)}):
+        refused = pytest.raises(ReplayError, match=message + ".*align.*pack")
+        with refused, replayed(model, other(rows)):
+            model(**options, use_cache=False)
+    with replayed(model, rows):
+        model(input_ids=tokens, use_cache=False)
+
+
+def test_a_model_is_not_copied_while_it_is_replayed(
+    load: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The copy would replay for ever."""
+    model, rows = load(), given_rows(QWEN3)
+    for copy in (deepcopy, lambda model: torch.save(model, tmp_path / "model")):
+        refused = pytest.raises(ReplayError, match="not copied or saved as a whole")
+        with refused, replayed(model, rows):
+            copy(model)
+    deepcopy(model)
 
 
 def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:

@@ -17,7 +17,9 @@ from routed_experts.replay.replacing import is_replaced, replaced, replacements
 from routed_experts.replay.router import Layer, check_errors, check_one_pass
 from routed_experts.replay.rows import (
     RowFacts,
+    as_tensor,
     check_distinct,
+    check_order,
     check_other_layers,
     flat_rows,
     flat_weights,
@@ -119,8 +121,11 @@ class Block:
         layer_ids: Sequence[int] | None = None,
     ) -> None:
         device = _device_of(model)
-        ids = flat_rows(rows, device)
-        recorded_weights = flat_weights(weights, ids, device)
+        rows = as_tensor(rows, device)
+        ids = flat_rows(rows)
+        recorded_weights = None
+        if weights is not None:
+            recorded_weights = flat_weights(as_tensor(weights, device), rows)
         routers = routers_of(model)
         decoder_layers = list(dict.fromkeys(layer for _, layer, _ in routers))
         index_of_layer = layer_indices(decoder_layers, ids, layer_ids)
@@ -130,6 +135,8 @@ class Block:
             check_distinct(ids[:, sorted(index_of_layer.values())])
         if any(is_replaced(router) for _, _, router in routers):
             raise ReplayError("the model is being replayed already")
+        self._model = model
+        self._shape = rows.shape
         self._pass = ForwardPass()
         layers = _layers_of(self._pass, ids, recorded_weights, facts, index_of_layer)
         self.layers = list(layers.values())
@@ -141,8 +148,17 @@ class Block:
     def forward_pass(self) -> Iterator[None]:
         """Within, the routers take the rows. What torch's checkpointing keeps of a forward pass takes
         them in its backward pass, too, wherever that is."""
-        with self._installed(), naming(self._pass, self._installed):
+        with ExitStack() as stack:
+            if len(self._shape) == 4:
+                hook = self._model.register_forward_pre_hook(self._check_order, with_kwargs=True)
+                stack.callback(hook.remove)
+            stack.enter_context(self._installed())
+            stack.enter_context(naming(self._pass, self._installed))
             yield
+
+    def _check_order(self, _: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            check_order(self._shape, (*args, *kwargs.values()))
 
     @contextmanager
     def _installed(self) -> Iterator[None]:

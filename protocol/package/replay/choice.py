@@ -78,10 +78,10 @@ def _sparse_choice(
 
 def _dense_choice(router: Any, weights: Tensor, logits: Tensor) -> Choice:
     """Of a router that returns weights of all experts, 0 for those that it did not choose."""
-    top_k = getattr(router, "top_k", None)
+    top_k = getattr(router, "top_k", 0)
     is_matrix = weights.shape == logits.shape and logits.dim() == 2
-    is_known = is_matrix and isinstance(top_k, int) and _is_of_all_experts(router, logits)
-    if not is_known or not 0 < top_k <= logits.shape[1]:
+    is_known = is_matrix and _is_of_all_experts(router, logits)
+    if not is_known or top_k not in range(1, logits.shape[1] + 1):
         raise ReplayError(_unlike(router, (weights, logits)))
     ids = logits.topk(top_k, dim=-1).indices
     of_others = weights.detach().scatter(1, ids, 0.0).abs().amax(dim=-1, keepdim=True)

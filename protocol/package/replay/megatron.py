@@ -11,7 +11,13 @@ from torch.nn import Module
 
 from routed_experts.replay.errors import ReplayError
 from routed_experts.replay.recomputation import in_recomputed_pass
-from routed_experts.replay.rows import check_distinct, flat_rows, layer_indices
+from routed_experts.replay.rows import (
+    as_tensor,
+    check_distinct,
+    check_order,
+    flat_rows,
+    layer_indices,
+)
 
 
 class MegatronReplay:
@@ -91,7 +97,8 @@ class MegatronReplay:
             raise ReplayError(
                 "rows are replayed within `with MegatronReplay(...)` only: feed them there"
             )
-        ids = flat_rows(rows, self._devices[chunk])
+        tensor = as_tensor(rows, self._devices[chunk])
+        ids = flat_rows(tensor)
         routers = self._chunks[chunk]
         index_of_layer = layer_indices(list(routers), ids, layer_ids)
         check_distinct(ids[:, sorted(index_of_layer.values())])
@@ -100,6 +107,7 @@ class MegatronReplay:
         for layer, router in routers.items():
             of_layer = ids[:, index_of_layer[layer]].to(torch.int64)
             router.replay.set_target_indices(of_layer)
+            router.shape = tensor.shape
             self.replayed += int((of_layer >= 0).all(dim=1).sum())
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
@@ -146,6 +154,7 @@ class _MegatronRouter:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.replay = module.router_replay
+        self.shape: Sequence[int] = ()  # of the rows that were fed last
         self.ids: Tensor | None = None  # [T, K]
         self.is_known: Tensor | None = None  # [T, 1], of the rows
         self.num_dropped: Tensor | int = 0
@@ -155,6 +164,7 @@ class _MegatronRouter:
         self.num_dropped = 0
         self.replay.clear_indices()
         self.replay.get_replay_topk = _choosing(self.replay, self)
+        self.handles.append(self.module.register_forward_pre_hook(self._check_order))
         if self.module.config.moe_expert_capacity_factor is not None:
             self.handles.append(self.module.register_forward_hook(self._count_dropped))
         for name in _AUXILIARY_LOSSES if aux_loss else ():
@@ -169,6 +179,10 @@ class _MegatronRouter:
         for name in _AUXILIARY_LOSSES:
             vars(self.module).pop(name, None)
         self.ids = self.is_known = None
+
+    def _check_order(self, _: Any, args: Any) -> None:
+        if len(self.shape) == 4 and not in_recomputed_pass():
+            check_order(self.shape, args)
 
     def _count_dropped(self, module: Any, args: Any, output: Any) -> None:
         """The same operations in a recomputed pass, for which checkpointing may look."""

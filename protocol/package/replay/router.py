@@ -247,6 +247,9 @@ class Router:
         layer.routers.append(self)
         _ROUTERS[self.number] = self
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise ReplayError("a model is not copied or saved as a whole while it is replayed")
+
     def route(self, router: Any, args: tuple[Any, ...], output: Any) -> Any:
         """`output` with the layer's experts."""
         own = choice_of(router, args, output)

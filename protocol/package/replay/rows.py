@@ -1,29 +1,56 @@
 """Rows as a caller gives them: their shapes, what is in them, and which layer each is of."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from routed_experts.replay.errors import ReplayError
 
-
-def flat_weights(weights: Any, ids: Tensor, device: torch.device | None) -> Tensor | None:
-    """Weights [T, L, K] of `ids`."""
-    if weights is None:
-        return None
-    tensor = torch.as_tensor(weights, device=device)
-    if tensor.shape[-2:] != ids.shape[-2:] or tensor.numel() != ids.numel():
-        raise ReplayError(f"weights of shape {[*tensor.shape]} for rows of shape {[*ids.shape]}")
-    tensor = tensor if tensor.is_floating_point() else tensor.float()
-    return tensor.reshape(ids.shape)
+_AS_TOKENS = (
+    "rows are in the order of the model's tokens: `protocol.batch.align` makes them of responses for a padded batch, "
+    "and `protocol.ranks.pack` for a packed one"
+)
 
 
-def flat_rows(rows: Any, device: torch.device | None = None) -> Tensor:
+def as_tensor(values: Any, device: torch.device | None = None) -> Tensor:
+    """Refuses what has an order of its own: lists, and ragged or nested arrays."""
+    if isinstance(values, list | tuple) or getattr(values, "dtype", None) == np.dtype(object):
+        raise ReplayError(f"a {type(values).__name__} is not one array of numbers: {_AS_TOKENS}")
+    tensor = torch.as_tensor(values, device=device)
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise ReplayError(f"nested and sparse tensors are not replayed: {_AS_TOKENS}")
+    return tensor
+
+
+def check_order(shape: Sequence[int], inputs: Iterable[Any]) -> None:
+    """Refuses rows [S, B, L, K] for a model's inputs [B, S], and the other way about.
+
+    Args:
+        shape: of rows.
+        inputs: of a forward pass; tensors [B, S, ...] are looked at.
+    """
+    sizes = [tuple(value.shape[:2]) for value in inputs if isinstance(value, Tensor)]
+    first, second = shape[:2]
+    if (first, second) not in sizes and (second, first) in sizes:
+        raise ReplayError(
+            f"rows of [{first}, {second}] tokens for inputs of [{second}, {first}]: {_AS_TOKENS}"
+        )
+
+
+def flat_weights(weights: Tensor, rows: Tensor) -> Tensor:
+    """Weights [T, L, K] of `rows`, which have their shape."""
+    if weights.shape != rows.shape:
+        raise ReplayError(f"weights of shape {[*weights.shape]} for rows of shape {[*rows.shape]}")
+    weights = weights if weights.is_floating_point() else weights.float()
+    return weights.flatten(0, -3)
+
+
+def flat_rows(ids: Tensor) -> Tensor:
     """Ids [T, L, K], in a type that has -1."""
-    ids = torch.as_tensor(rows, device=device)
     if ids.dim() < 3 or ids.is_floating_point():
         raise ReplayError(f"rows must be integers [..., L, K], not {ids.dtype} {[*ids.shape]}")
     ids = ids.flatten(0, -3)
