@@ -36,6 +36,7 @@ from routed_experts.server.http.wire_form import WireForm
 from routed_experts.server.outputs import array_store, record_files
 from routed_experts.server.outputs import buckets as stored_objects
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError
+from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.outputs.sent_files import SentFiles
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
@@ -522,11 +523,19 @@ def test_what_is_recorded_in_a_bucket_is_exported_from_there(
         server.complete(**bodies[0])
     (file,) = (tmp_path / "folder").glob("*.jsonl")
     file.rename(left)
+    put_file, may_send = Bucket.put_file, Event()
+
+    def put_behind_the_start(*args: Any) -> None:
+        may_send.wait()
+        put_file(*args)
+
+    monkeypatch.setattr(Bucket, "put_file", put_behind_the_start)
     with serving(tiny_model, "--routed-experts-record", url) as server:
         proxy.fault = "full"
-        num_before = len(proxy.requests)
+        proxy.requests.clear()
+        may_send.set()
+        wait_until(lambda: proxy.requests, "what was left is not sent")
         server.complete(**bodies[1])
-        wait_until(lambda: len(proxy.requests) > num_before, "nothing is sent")
         proxy.fault = ""
         server.complete(**bodies[2])
     assert [*record_files.folder_of(url).iterdir()] == []
