@@ -26,7 +26,7 @@ from bench import spy
 from bench.http_answers import Expected, Routing
 from bench.http_load import MORE_FIELDS, Clients, Load, Request, Result
 from bench.http_server import PLAYED, PLAYED_SLOTS, PLAYED_STEP_MS, Server, start
-from bench.http_table import Run, commit_and_device, table
+from bench.http_table import HEAD, Run, commit_and_device, row_of, table
 from bench.shapes import QWEN3_30B_A3B, TINY, TOKEN_CHARS, kv_bytes, write_model
 from routed_experts.protocol.models import REPLAY
 from routed_experts.server.cli.console import say
@@ -470,6 +470,10 @@ class Bench:
         self._runs.append({**common, **run, **self._about})
         with (self.out / "results.jsonl").open("a") as file:
             file.write(json.dumps(self._runs[-1]) + "\n")
+        # a run that is ended from outside leaves what it has measured
+        if len(self._runs) == 1:
+            print(HEAD, flush=True)
+        print(row_of(self._runs[-1]), flush=True)
 
     def _spy_on(self, case: Case, line: Line) -> None:
         """One more run, whose figures do not count."""
@@ -515,7 +519,7 @@ def main() -> None:
             )
     fitting = [case for case in CASES if case.slots <= bench.slots]
     runs = bench.run([case for _, case in named] or fitting)
-    print(table(runs))
+    print(f"\n{table(runs)}")
     if args.spy:
         print(spy.tables(bench.out))
     if any(run["faults"] for run in runs):

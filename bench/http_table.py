@@ -9,8 +9,10 @@ from typing import Any
 
 Run = dict[str, Any]
 
-_HEAD = "case|API processes|variant|tokens/s|to off|TTFT p50 ms|to off|p99|above off|ITL p50 ms|p99|to off"
-_HEAD += "|API CPU µs a token|above off|bytes a token|rows"
+HEAD = (
+    "| case | API processes | variant | tokens/s | to off | TTFT p50 ms | to off | p99 | above off | "
+    "ITL p50 ms | p99 | to off | API CPU µs a token | above off | bytes a token | rows |"
+)
 
 
 def table(runs: list[Run]) -> str:
@@ -20,7 +22,7 @@ def table(runs: list[Run]) -> str:
     for run in runs:
         key = (run["case"], run["api_servers"], run["mode"])
         groups.setdefault(key, {}).setdefault(run["variant"], []).append(run)
-    rows = ["| " + _HEAD.replace("|", " | ") + " |", "| --- " * len(_HEAD.split("|")) + "|"]
+    rows = [HEAD, "| --- " * len(HEAD.split(" | ")) + "|"]
     for (case, api_servers, mode), variants in groups.items():
         for variant, mine in variants.items():
             base = variants.get(mine[0]["baseline"], [])
@@ -36,6 +38,11 @@ def table(runs: list[Run]) -> str:
     notes = f"{'; '.join(conditions)}. Repeats: {', '.join(map(str, repeats))}. "
     notes += f"Busiest client process: {100 * busiest:.0f} %."
     return notes + "\n\n" + "\n".join(rows) + "\n"
+
+
+def row_of(run: Run) -> str:
+    """A row of the table for one run."""
+    return _row(f"{run['case']}, {run['mode']}", run["api_servers"], run["variant"], [run], [])
 
 
 def _row(case: str, api_servers: int, variant: str, mine: list[Run], base: list[Run]) -> str:

@@ -89,7 +89,12 @@ def test_the_api_process_without_an_engine(legs: list[str], tmp_path: Path) -> N
         "--out",
         str(tmp_path),
     ]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True)
+    done = subprocess.run(
+        command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True
+    )
+    # each run when it is known, and the table
+    shown = [row[:3] for row in rows_of(done.stdout)]
+    assert shown.count(["1, streamed", "1", "off"]) == 2
     runs = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     expected = [
         (mode, *of)
