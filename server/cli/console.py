@@ -71,3 +71,18 @@ def hide_transformers_progress() -> None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
+
+
+def sentence_of(error: BaseException) -> str:
+    """The first line of what vLLM or transformers say of a model or its configuration."""
+    text = _of_pydantic(error) if callable(getattr(error, "errors", None)) else str(error).strip()
+    sentence = text.partition("\n")[0] or "vLLM rejects these arguments without a reason"
+    return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
+
+
+def _of_pydantic(error: Any) -> str:
+    """The first error, without the link and the value."""
+    first = error.errors()[0]
+    field, message = ".".join(map(str, first["loc"])), str(first["msg"])
+    raised = message.removeprefix("Value error, ")  # by vLLM, which names the field
+    return f"{field}: {message}" if field and raised == message else raised

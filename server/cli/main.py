@@ -127,20 +127,17 @@ def run_tool(command: str, rest: list[str]) -> int:
 def serve(argv: list[str]) -> int:
     """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
     say("Loading vLLM; this takes some seconds, then its log follows.")
-    from routed_experts.server.cli.preflight import check_environment, loading_vllm
+    from routed_experts.capture.engine.versions import (
+        ALLOW_UNTESTED_FLAG,
+        UnsupportedConfig,
+        check_vllm_version,
+    )
 
-    check_environment()  # before vLLM is imported, which reads some of it
-    with loading_vllm():
-        from routed_experts.capture.engine.versions import (
-            ALLOW_UNTESTED_FLAG,
-            UnsupportedConfig,
-            check_vllm_version,
-        )
     try:
         check_vllm_version(allow_untested=ALLOW_UNTESTED_FLAG in argv)
     except UnsupportedConfig as error:
         return complain(error)
-    with loading_vllm():
-        # other versions of vLLM may lack its imports
-        from routed_experts.server.cli import serve as command
+    # other versions of vLLM may lack its imports
+    from routed_experts.server.cli import serve as command
+
     return command.main(argv)

@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.server.cli.console import CommandError, hide_transformers_progress
+from routed_experts.server.cli.console import (
+    CommandError,
+    hide_transformers_progress,
+    sentence_of,
+)
 
 Ids = NDArray[np.integer[Any]]
 Scores = NDArray[np.float32]
@@ -168,8 +172,6 @@ def _load(model: str, dtype: Any, device: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from routed_experts.server.cli.preflight import sentence_of
-
     hide_transformers_progress()
     spread = {"device_map": "auto"} if device == "auto" else {}
     try:
@@ -178,7 +180,7 @@ def _load(model: str, dtype: Any, device: str) -> tuple[Any, Any]:
         placed = loaded if spread else loaded.to(device)
     # transformers, safetensors and the hub client have their own exception classes
     except Exception as error:
-        raise CommandError(f"{model} cannot be loaded: {sentence_of(error, model)}") from error
+        raise CommandError(f"{model} cannot be loaded: {sentence_of(error)}") from error
     return placed, stored if isinstance(stored, torch.dtype) else torch.float32
 
 

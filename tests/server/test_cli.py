@@ -22,7 +22,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
-import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
@@ -34,7 +33,7 @@ from vllm.v1.engine import utils as engine_utils
 from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.capture.engine import connectors, versions
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
-from routed_experts.server.cli import main, preflight, serve
+from routed_experts.server.cli import main, serve
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.http.selftest import SelfTestError
 from tests.clients.test_compare import G, P, answer_of
@@ -169,9 +168,6 @@ def test_the_help_has_our_flags_first_and_once_with_their_defaults(
 
 # ---- the sentence that ends a command ----
 
-NO_NAME = (
-    "is neither a local folder nor a name on the Hugging Face hub (owner/name): check the spelling."
-)
 COMPARE = "compare MODEL --answers FILES/answer"
 NOT_PATH = "Path does not derive from vLLM's"
 SERVE = "serve MODEL --port PORT"
@@ -180,15 +176,16 @@ SERVE = "serve MODEL --port PORT"
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        *(
-            (f"serve {model}", f"{model} {NO_NAME}")
-            for model in ("./nowhere", "some/deep/folder", "/nowhere", "a&b")
-        ),
+        # in the words of the hub's client
+        ("serve ./nowhere", "Repo id must use alphanumeric chars"),
         ("serve /tmp", "local directory specified: '/tmp'."),  # has no checkpoint, as vLLM says
-        ("serve some/model", "the Hugging Face hub cannot be reached"),
+        ("serve some/model", "Cannot find an appropriate cached snapshot"),
         ("serve --served-model-name mine", "`model` should be provided"),
         ("serve MODEL --port 70000", "cannot listen on port 70000: bind(): port must be 0-65535."),
-        (f"{SERVE} --host 203.0.113.9", "of --host 203.0.113.9: Cannot assign requested address."),
+        (
+            f"{SERVE} --host 203.0.113.9",
+            "of --host 203.0.113.9: [Errno 99] Cannot assign requested",
+        ),
         (f"{SERVE} --host nobody.invalid", "of --host nobody.invalid: "),
         (
             f"{SERVE} --max-model-len 99999999",
@@ -249,10 +246,13 @@ SERVE = "serve MODEL --port PORT"
         ("tiny-model FILES/empty", "File exists"),
         (
             "compare /nowhere/model --answers FILES/answer",
-            "/nowhere/model is neither a local folder nor a name",
+            "/nowhere/model cannot be loaded: ",
         ),
         ("compare FILES --answers FILES/answer", "key in its config.json"),
-        ("compare some/model --answers FILES/answer", "the Hugging Face hub cannot be reached"),
+        (
+            "compare some/model --answers FILES/answer",
+            "We couldn't connect to 'https://huggingface.co'",
+        ),
         (f"{COMPARE} --device nonsense", "--device nonsense cannot be used"),
         *(
             ()
@@ -353,27 +353,8 @@ def test_a_port_in_use(
         port = str(listening.getsockname()[1])
         said = refused(capsys, "serve", str(tiny_model), "--port", port, *flags)
         assert said == (
-            f"The server cannot listen on port {port}: Address already in use; end the program that "
-            "uses it, or choose another with --port."
+            f"The server cannot listen on port {port}: [Errno 98] Address already in use."
         )
-
-
-def test_a_unix_socket_needs_no_port(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The socket is checked instead, and left for vLLM to make."""
-    path = tmp_path / "socket"
-    with socket.create_server(("0.0.0.0", 0)) as listening:
-        command = ("serve", "./nowhere", "--port", str(listening.getsockname()[1]), "--uds")
-        assert refused(capsys, *command, str(path)) == f"./nowhere {NO_NAME}"
-        path.unlink(missing_ok=True)
-        preflight.check_address(None, 1, str(path))
-        assert not path.exists()
-        path.touch()
-        assert "Address already in use; if no server uses it, remove it." in refused(
-            capsys, *command, str(path)
-        )
-        assert path.exists()
-        assert "No such file" in refused(capsys, *command, str(tmp_path / "none" / "socket"))
-        assert "AF_UNIX path too long." in refused(capsys, *command, "x" * 200)
 
 
 def test_the_front_end_in_rust_is_refused(
@@ -387,161 +368,6 @@ def test_the_front_end_in_rust_is_refused(
         said = refused(capsys, *words(f"{SERVE}{flags}"))
         assert said.startswith("VLLM_USE_RUST_FRONTEND chooses a front end of vLLM that passes")
         assert "vllm serve --enable-return-routed-experts" in said
-
-
-UNREADABLE = {
-    "VLLM_USE_RUST_FRONTEND": "true",
-    "VLLM_CONFIGURE_LOGGING": "yes",  # which vLLM reads when it is imported
-    "VLLM_ENGINE_READY_TIMEOUT_S": "10m",
-    "VLLM_PORT": "tcp://10.0.0.1:8000",  # as Kubernetes sets it beside a service called vllm
-}
-
-
-@pytest.mark.parametrize(("name", "value"), UNREADABLE.items())
-def test_a_variable_that_vllm_cannot_read_is_a_sentence(
-    words: Words,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: str,
-) -> None:
-    for text in (value, ""):
-        monkeypatch.setenv(name, text)
-        said = refused(capsys, *words(SERVE))
-        assert said.startswith(f"vLLM cannot read {name}={text!r} (")
-        assert said.endswith("change it, or unset it.")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("VLLM_LOGGING_LEVEL", "verbose", "it must be one of CRITICAL, "),
-        ("VLLM_LOGGING_LEVEL", "10", "it must be one of CRITICAL, "),
-        ("VLLM_LOGGING_LEVEL", "", "it must be one of CRITICAL, "),
-        ("VLLM_LOGGING_LEVEL", "WARN", "it must be one of CRITICAL, "),
-        ("VLLM_LOGGING_STREAM", "stderr", "it must be ext://sys.stdout or ext://sys.stderr"),
-        ("VLLM_LOGGING_STREAM", "ext://sys.argv", "it must be ext://sys.stdout or"),
-        ("VLLM_LOGGING_STREAM", "ext://sys.nothing", "it must be ext://sys.stdout or"),
-        ("VLLM_LOGGING_PREFIX", "100%", "it is no format of log records"),
-        ("VLLM_LOGGING_PREFIX", "%(host)s", "it is no format of log records"),
-        ("VLLM_LOGGING_CONFIG_PATH", "/nowhere", "No such file or directory"),
-        ("VLLM_LOGGING_CONFIG_PATH", "/", "Is a directory"),
-        ("VLLM_LOGGING_CONFIG_PATH", __file__, "the file is not JSON: "),
-    ],
-)
-def test_a_variable_that_the_log_cannot_use_is_a_sentence(
-    words: Words,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: str,
-    why: str,
-) -> None:
-    monkeypatch.setenv(name, value)
-    said = refused(capsys, *words(SERVE))
-    assert said.startswith(f"vLLM cannot read {name}={value[:60]!r} ({why}")
-    assert said.endswith("change it, or unset it.")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("VLLM_LOGGING_LEVEL", "debug"),
-        ("VLLM_LOGGING_STREAM", "ext://sys.stderr"),
-        ("VLLM_LOGGING_PREFIX", "50%% of %(process)d "),
-        ("VLLM_LOGGING_CONFIG_PATH", ""),
-    ],
-)
-def test_a_variable_that_the_log_can_use_is_taken(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    preflight.check_environment()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("VLLM_LOGGING_STREAM", "stderr"), ("VLLM_LOGGING_PREFIX", "100%")]
-)
-def test_a_variable_of_a_log_that_vllm_does_not_configure_is_not_checked(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
-    preflight.check_environment()
-
-
-@pytest.mark.parametrize("name", ["VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH"])
-def test_a_variable_that_vllm_checks_whether_or_not_it_configures_a_log(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv(name, "verbose")
-    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
-    with pytest.raises(CommandError, match=f"vLLM cannot read {name}='verbose'"):
-        preflight.check_environment()
-
-
-def test_variables_are_checked_before_vllm_is_imported() -> None:
-    """Until 0.30, vLLM sets its log up when it is imported."""
-    code = (
-        "import sys; from routed_experts.server.cli.main import main; "
-        "status = main(['serve']); print(status, 'vllm' in sys.modules)"
-    )
-    run_of_code = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "verbose"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "vLLM cannot read VLLM_LOGGING_LEVEL='verbose'" in run_of_code.stderr
-    assert run_of_code.stdout == "2 False\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "load", "why"),
-    [
-        (
-            "HF_HUB_DOWNLOAD_TIMEOUT",
-            "10s",
-            lambda: runpy.run_path(huggingface_hub.constants.__file__),
-            "it must be an integer",
-        ),
-        ("TORCH_LOGS", "everything", torch._logging._init_logs, "Invalid log settings"),
-    ],
-)
-def test_a_variable_that_a_library_cannot_read_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, load: Callable[[], object], why: str
-) -> None:
-    """`load` is what runs when the library is imported."""
-    monkeypatch.setenv(name, value)
-    with (
-        pytest.raises(CommandError, match=f"^vLLM cannot be loaded with {name}='{value}' .{why}"),
-        preflight.loading_vllm(),
-    ):
-        load()
-
-
-def test_an_error_that_no_variable_causes_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError), preflight.loading_vllm():
-        1 / 0  # noqa: B018
-
-
-def load_with_a_full_disk() -> None:
-    raise OSError("no space left", os.environ["HF_HOME"])
-
-
-def load_with_an_old_driver() -> None:
-    raise RuntimeError("the driver is too old for " + "this-one".replace("-", "_"))
-
-
-@pytest.mark.parametrize("load", [load_with_a_full_disk, load_with_an_old_driver])
-def test_a_variable_that_stands_beside_an_error_is_not_blamed(
-    monkeypatch: pytest.MonkeyPatch, load: Callable[[], object]
-) -> None:
-    monkeypatch.setenv("HF_HOME", "/models")
-    monkeypatch.setenv("_", "/usr/bin/env")
-    with pytest.raises((OSError, RuntimeError)), preflight.loading_vllm():
-        load()
 
 
 @pytest.mark.parametrize("content", [{"version": 2}, {"version": 1, "handlers": [0]}])
@@ -578,23 +404,6 @@ def test_a_start_that_fails(
     monkeypatch.setattr(serve.ServeSubcommand, "validate", lambda self, args: None)
     with pytest.raises(CommandError, match=sentence):
         serve.run(serve.parse([str(tiny_model)]))
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("GatedRepoError", preflight.NO_SUCH_MODEL),
-        ("ConnectTimeout", preflight.NO_HUB),
-        ("Another", "vLLM's own."),
-    ],
-)
-@pytest.mark.parametrize("is_explicit", [True, False])
-def test_errors_of_the_hub_below_those_of_others(
-    name: str, sentence: str, is_explicit: bool
-) -> None:
-    error = OSError("vLLM's own\nand more")
-    setattr(error, "__cause__" if is_explicit else "__context__", type(name, (Exception,), {})())
-    assert preflight.sentence_of(error, "m") == sentence.format(model="m")
 
 
 # ---- versions ----
