@@ -26,9 +26,9 @@ from routed_experts.capture.worker.worker import WorkerCapture
 from routed_experts.server import vllm_api
 from routed_experts.server.http import plugin, selftest
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.selftest import SelfTestError
-from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_paths
+from routed_experts.server.http.serving import RoutedServingCompletion
+from routed_experts.server.http.vllm_http import OpenAIServingCompletion
 from routed_experts.server.outputs.processor import BufferedRequestState
 from tests.contract import test_seams
 from tests.contract.served import serving, serving_weights
@@ -81,10 +81,6 @@ def again(tiny_model: Path) -> Iterator[Again]:
 # ---- servers that start ----
 
 
-def behind(name: str) -> tuple[str, str]:
-    return "--middleware", f"tests.contract.middleware.{name}"
-
-
 DEFAULT = ("--routed-experts-default",)
 DEFAULTS = {
     "return_routed_experts": True,
@@ -94,20 +90,8 @@ DEFAULTS = {
 SAMPLING = {"temperature": 0.3, "max_new_tokens": 2, "repetition_penalty": 1.2, "top_k": 5}
 STARTS = {
     "keys, behind a proxy": ("--api-key", "one", "two", "--root-path", "/llm/"),
-    **{
-        f"middleware that {name}": behind(name)
-        for name in ("passes", "holds_back", "needs_a_header", "refuses_answers")
-    },
-    "middleware that refuses, behind a proxy": (*behind("refuses"), "--root-path", "/llm/"),
-    "middleware in a class, and keys": (
-        *behind("Passes"),
-        "--api-key",
-        "one",
-        "--root-path",
-        "/v1",
-    ),
+    "middleware that refuses": ("--middleware", "tests.contract.middleware.refuses"),
     "short sequences": ("--max-model-len", "8"),
-    "sequences too short for a chat": ("--max-model-len", "20"),
     "small answers": ("--routed-experts-max-response-bytes", "100", "--no-enable-prefix-caching"),
     "defaults, with a path of the API": (*DEFAULT, json.dumps(DEFAULTS), "--root-path", "/v1"),
     "sampling": (
@@ -163,57 +147,7 @@ def test_servers_that_start(
         assert passed
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [("Breaks", "status 500"), ("keeps_rows", "without its routed experts")]
-)
-def test_middleware_that_breaks_responses_is_refused_at_start(
-    tiny_model: Path, name: str, how: str
-) -> None:
-    """The sentence says which, and what to do."""
-    with pytest.raises(SelfTestError) as refused, serving(tiny_model, *behind(name)):
-        pass
-    assert how in str(refused.value)
-    assert "middleware of tests.contract.middleware" in str(refused.value)
-    assert "--no-enable-return-routed-experts" in str(refused.value)
-
-
-def test_middleware_that_keeps_the_self_test_out_is_named_in_the_log(
-    tiny_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may need credentials that the self-test has not."""
-    with serving(tiny_model, *behind("refuses")):
-        pass
-    (warning,) = [
-        record.getMessage() for record in caplog.records if "not let in" in record.getMessage()
-    ]
-    assert "tests.contract.middleware" in warning
-    assert "status 403" in warning
-
-
-def test_references_that_do_not_work(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refer_to_nothing(maker: ReferenceMaker, *args: Any) -> dict[str, Any]:
-        made = refer(maker, *args)
-        return {**made, "url": f"{made['url'][:-4]}0000"}
-
-    refer = ReferenceMaker._refer
-    monkeypatch.setattr(ReferenceMaker, "_refer", refer_to_nothing)
-    again.fails("status 404")
-
-
-def test_nothing_is_left_in_the_store_of_a_server_that_has_tested_itself(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    with serving(tiny_model, "--routed-experts-store", str(tmp_path / "store")):
-        assert (tmp_path / "store").is_dir()
-        assert list(tmp_path.rglob("*.npy")) == []
-
-
-def test_what_the_probe_has_refused_is_no_error_in_the_log(
-    again: Again, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And nothing is left of its requests."""
-    # as with VLLM_SERVER_DEV_MODE
-    monkeypatch.setattr(again.app.state.args, "log_error_stack", True)
+def test_nothing_is_left_of_its_requests(again: Again, caplog: pytest.LogCaptureFixture) -> None:
     again()
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert len(again.captured.buffers) == 0
@@ -234,13 +168,16 @@ def overrides(cls: type, base: type) -> list[str]:
     return [name for name in own if inspect.isfunction(getattr(cls, name)) and hasattr(base, name)]
 
 
-API = [*test_seams.HTTP, (BufferedRequestState, vllm_api.RequestState)]
+# The other methods only refuse requests, or are of endpoints that the probe does not ask.
 DEAD = [
     pytest.param(cls, name, id=f"{cls.__name__}.{name}")
-    for cls, base in API
+    for cls, base in (
+        (RoutedServingCompletion, OpenAIServingCompletion),
+        (BufferedRequestState, vllm_api.RequestState),
+    )
     for name in overrides(cls, base)
+    if name not in ("create_completion", "render_completion_request")
 ]
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", INVOCATIONS)
 
 
 @pytest.mark.parametrize(("cls", "name"), DEAD)
@@ -266,13 +203,10 @@ def test_routes_that_are_vllms_own(again: Again, monkeypatch: pytest.MonkeyPatch
         stock = {
             path_of(route): route for route in build_app(again.app.state.args, ("generate",)).routes
         }
-    for path in (*ROUTES, *other_paths(again.app)):
-        routes = [stock[path] if path_of(route) == path else route for route in ours]
-        monkeypatch.setattr(again.app.router, "routes", routes)
-        again.fails()
-    remaining = [route for route in ours if path_of(route) != "/v1/routed_experts"]
-    monkeypatch.setattr(again.app.router, "routes", remaining)
-    again.fails("did not reach this server's routes")
+    completions = "/v1/completions"
+    routes = [stock[completions] if path_of(route) == completions else route for route in ours]
+    monkeypatch.setattr(again.app.router, "routes", routes)
+    again.fails("without complete routing")
 
 
 # ---- in the engine ----
