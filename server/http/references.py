@@ -83,15 +83,9 @@ class ReferenceMaker(Delivery):
             return await asyncio.wrap_future(prepared)
 
     def hand_over(self, ids: Collection[str] | None = None) -> None:
-        # A middleware may send the parts of a response when it has all: the next part that is sent
-        # need not be the one that has the reference, nor the last one.
-        if ids is None:
-            self.connection.expect_end()
         for key in [*self._stored] if ids is None else ids:
             self._handed_over[key] = self.connection.num_sent
             self._stored.remove(key)
-            if ids is not None:
-                self.connection.expect(key)
 
     def _delete_unsent_later(self) -> None:
         """In a thread of the store, after everything that was submitted for this response: whoever
@@ -102,11 +96,7 @@ class ReferenceMaker(Delivery):
     def _delete_unsent(self, prepared: list["Future[Any]"]) -> None:
         wait(prepared)  # they were submitted before this, so each has ended or has a thread
         sent = self.connection.num_sent
-        not_told = [
-            key
-            for key, sent_before in self._handed_over.items()
-            if sent == sent_before or not self.connection.may_have_sent(key)
-        ]
+        not_told = [key for key, sent_before in self._handed_over.items() if sent == sent_before]
         self.store.run_all(self.store.discard, [*self._stored, *not_told])
 
     def references(

@@ -9,11 +9,8 @@ from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Send
 
 from routed_experts.protocol.codec import CodecError
-from routed_experts.server.http import background
-from routed_experts.server.http.connection import connection_of
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import (
     ArrayGoneError,
@@ -27,12 +24,8 @@ from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationErro
 
 logger = get_logger(__name__)
 
-STALLED_S = 30.0
-_LEAST_BYTES = 64 << 10
-"""A connection ends whose client takes less of an array in so many seconds."""
 PATIENCE_S = 30.0
 """How long a client waits for a disk or a bucket, its turn included."""
-_ABORTED_S = 0.01
 _CHUNK_BYTES = 512 << 10
 """Read and sent at once; other requests run in between. Twice that is held for a client that reads
 slowly."""
@@ -84,33 +77,6 @@ class _Part:
             at += size
 
 
-class _ArrayResponse(StreamingResponse):
-    """Ends, with its connection, if the client stops reading."""
-
-    transport: asyncio.Transport | None  # of the connection
-    num_sent = 0  # bytes, those included that wait in the transport
-
-    async def stream_response(self, send: Send) -> None:
-        watch = background.start("The watch over a client that reads an array", self._watch())
-        try:
-            await super().stream_response(send)
-        finally:
-            watch.cancel()
-
-    async def _watch(self) -> None:
-        while self.transport is not None:
-            before = self.num_sent - self.transport.get_write_buffer_size()
-            await asyncio.sleep(STALLED_S)
-            waiting = self.transport.get_write_buffer_size()
-            if waiting and self.num_sent - waiting - before < _LEAST_BYTES:
-                self.abort()
-
-    def abort(self) -> None:
-        """Ends the connection, so that the client does not take a part for the whole."""
-        if self.transport is not None:
-            self.transport.abort()
-
-
 async def stored_array(
     request: Request, store: ArrayStore | None, key: str, layers: str | None, tokens: str | None
 ) -> Response:
@@ -146,19 +112,13 @@ async def stored_array(
     async def chunks() -> AsyncIterator[bytes]:
         for at in range(first, end, _CHUNK_BYTES):
             try:
-                piece = await _run(store, part.read, at, min(at + _CHUNK_BYTES, end))
+                yield await _run(store, part.read, at, min(at + _CHUNK_BYTES, end))
             except (LookupError, StoreError) as error:
+                # uvicorn ends the connection of a response that is shorter than it says
                 logger.info("An array is gone while a client reads it: %r", error)
-                response.abort()
-                # The event loop ends the connection first; uvicorn would miss the rest of the body.
-                await asyncio.sleep(_ABORTED_S)
                 return
-            yield piece
-            response.num_sent += len(piece)
 
-    response = _ArrayResponse(chunks(), status, headers, _BYTES)
-    response.transport = connection_of(request).transport
-    return response
+    return StreamingResponse(chunks(), status, headers, _BYTES)
 
 
 async def _elsewhere(
@@ -173,7 +133,6 @@ async def _elsewhere(
                 f"has {NPY_HEADER_BYTES} bytes before the first layer, as routed_experts.protocol.fetch does",
                 parameter=name,
             )
-    connection_of(request)  # so that the self-test knows who answered
     with _http_errors(store):
         url = await _run(store, store.signed_url, key, request.method)
     return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})

@@ -3,20 +3,18 @@ of theirs stays."""
 
 import asyncio
 import json
-import logging
 import os
 import random
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,7 +22,6 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message
 
-from routed_experts.server.http import stored_arrays
 from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.references import ROWS_PATH, ReferenceMaker
@@ -88,10 +85,9 @@ def held_bytes(folder: Path) -> int:
 
 
 def test_the_limit_holds_with_clients_that_stop_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """30 of them, whose arrays are deleted meanwhile: nothing is kept for them."""
-    monkeypatch.setattr(stored_arrays, "STALLED_S", 1e9)
     store = ArrayStore(tmp_path, LIMIT)
     with serving(store) as server, ExitStack() as stack:
         for _ in range(30):
@@ -111,19 +107,6 @@ def received(sock: socket.socket) -> int:
         while part := sock.recv(1 << 20):
             count += len(part)
     return count
-
-
-def test_a_response_whose_client_takes_nothing_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With its connection, which the client does not close."""
-    monkeypatch.setattr(stored_arrays, "STALLED_S", 0.2)
-    store = ArrayStore(tmp_path, LIMIT)
-    with serving(store) as server, ExitStack() as stack:
-        for _ in range(3):
-            key = store.put(ARRAY).id
-            assert stack.enter_context(connect(server, "GET", key)).recv(12) == b"HTTP/1.1 200"
-        wait_until(lambda: not server.server_state.connections, "connections are left", 60)
 
 
 CLAIMS = (
@@ -159,57 +142,6 @@ def test_a_pipe_in_place_of_an_array_holds_nobody_up(tmp_path: Path) -> None:
         socks = [stack.enter_context(connect(server, "GET", stored.id)) for _ in range(50)]
         assert {sock.recv(12) for sock in socks} == {b"HTTP/1.1 500"}
         assert stack.enter_context(connect(server, "GET", other.id)).recv(12) == b"HTTP/1.1 200"
-
-
-@pytest.mark.parametrize(
-    ("waiting", "taken", "is_aborted"),
-    [
-        (1 << 20, [1 << 16, 1 << 16, 1 << 16], False),
-        (1 << 20, [1 << 16, 1 << 16, (1 << 16) - 1], True),
-        (0, [0, 0], False),  # a slow disk
-    ],
-)
-def test_clients_that_read_slowly(
-    monkeypatch: pytest.MonkeyPatch, waiting: int, taken: list[int], is_aborted: bool
-) -> None:
-    """64 KiB in 30 s are enough."""
-    transport = Mock(**{"get_write_buffer_size.return_value": waiting})
-
-    async def sleep(seconds: float) -> None:
-        assert seconds == 30
-        if not taken:
-            raise asyncio.CancelledError
-        transport.get_write_buffer_size.return_value -= taken.pop(0)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    response = stored_arrays._ArrayResponse(iter(()))
-    response.transport, response.num_sent = transport, waiting
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(response._watch())
-    assert transport.abort.called == is_aborted
-
-
-def test_a_watch_over_a_client_that_fails_is_logged_and_the_array_goes_on(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"first"
-        await asyncio.sleep(0)  # in which the watch begins
-        yield b"second"
-
-    async def send(message: Message) -> None:
-        sent.append(message.get("body", b""))
-
-    sent: list[bytes] = []
-    response = stored_arrays._ArrayResponse(pieces())
-    response.transport = Mock(**{"get_write_buffer_size.side_effect": OSError("no such socket")})
-    asyncio.run(response.stream_response(send))
-    assert b"".join(sent) == b"firstsecond"
-    assert {record.getMessage() for record in caplog.records} == {
-        "The watch over a client that reads an array failed; the server goes on without it."
-    }
 
 
 class Client:
@@ -365,12 +297,10 @@ def ask_and_leave(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("log_level", ["warning", "trace"])
 def test_a_client_whose_leaving_the_event_loop_has_not_read(
-    folder: Path, stream: bool, log_level: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connection takes what is sent, and nobody reads it. At its level trace, uvicorn stands
-    between the connection and the application."""
+    """Its connection takes what is sent, and nobody reads it."""
     edge, is_ready, has_left = Edge(40, folder), Event(), Event()
     hand_over = ReferenceMaker.hand_over
 
@@ -380,7 +310,7 @@ def test_a_client_whose_leaving_the_event_loop_has_not_read(
         hand_over(maker, ids)
 
     monkeypatch.setattr(ReferenceMaker, "hand_over", hand_over_late)
-    with running(edge.app(), log_level) as server:
+    with running(edge.app()) as server:
         assert b'"url"' not in ask_and_leave(server, stream, is_ready.wait)
         has_left.set()
     edge.store.writer.submit(lambda: None).result(60)
@@ -433,35 +363,3 @@ def test_clients_that_leave_after_any_step_leave_nothing(
     """Nor behind functions and classes of operators."""
     middleware = getattr(operators, name) if name is not None else None
     leave_after_each_step(folder, middleware, stream, lambda client: client.is_told)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_leave_behind_vllms_response_logging(folder: Path, stream: bool) -> None:
-    """It keeps the events of a stream, and sends them one by one when it has all: how many have
-    come says nothing then of what was in them."""
-    vllms = pytest.importorskip(
-        "vllm.entrypoints.serve.middleware.log_response",
-        reason="this version of vLLM has its response logging elsewhere",
-    )
-    leave_after_each_step(folder, vllms.log_response, stream, lambda client: client.is_told)
-
-
-def test_clients_that_leave_amid_the_parts_of_a_logged_answer_leave_nothing(folder: Path) -> None:
-    """The prompt does not fit into the store, and is in the answer, which has many parts. The first
-    has the reference, and nobody reads a part of a JSON object."""
-    vllms = pytest.importorskip(
-        "vllm.entrypoints.serve.middleware.log_response",
-        reason="this version of vLLM has its response logging elsewhere",
-    )
-    edge = Edge(3000, folder)
-    edge.store.open()
-    edge.store._objects.max_bytes = 30 * 48 * 8 * 2
-    for message in range(500):
-        client = Client(message=message)
-        asyncio.run(client.ask(edge.app(vllms.log_response), stream=False))
-        edge.store.writer.submit(lambda: None).result(60)
-        files = [*folder.rglob("*.npy")]
-        assert client.is_told == bool(files), message
-        if files:
-            break
-    assert message > 5
