@@ -14,7 +14,6 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import (
     OutputProcessor,
@@ -22,7 +21,6 @@ from vllm.v1.engine.output_processor import (
     RequestOutputCollector,
     RequestState,
 )
-from vllm.v1.utils import APIServerProcessManager
 from vllm.version import __version__ as VLLM_VERSION
 
 

@@ -3,7 +3,8 @@ and settings."""
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import entry_points
@@ -13,10 +14,7 @@ from typing import Any
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
 from vllm.platforms import current_platform
-from vllm.transformers_utils.config import get_config
-from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.network_utils import zmq_socket_ctx
 from vllm.v1.engine import utils as engine_utils
@@ -39,18 +37,14 @@ from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.models import parse_options
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
-from routed_experts.server.api_server_count import api_server_count, usable_cores
-from routed_experts.server.cli.console import CommandError, guess, say
-from routed_experts.server.cli.preflight import check_address, sentence_of
+from routed_experts.server.cli.console import CommandError, guess, say, sentence_of
 from routed_experts.server.http.seams import cli_env_setup, configure_logging_from_args
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.inprocess import plugin as program_plugin
-from routed_experts.server.inprocess.api_processes import share_with_api_processes
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.outputs.folders import default_folder, private_folder, remove_unused
 from routed_experts.server.outputs.record_files import prepare
 from routed_experts.server.settings import HELP, KINDS, Settings, SettingsError
-from routed_experts.server.shared import ENGINE_DIED
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 
 logger = get_logger(__name__)
@@ -87,14 +81,12 @@ def main(argv: list[str]) -> int:
     """Serves until the server is stopped; returns the command's exit status."""
     args = parse(argv)
     logger.info("routed-experts-server %s, vLLM %s", VERSION, VLLM_VERSION)
-    if not args.headless:
-        check_address(args.host, args.port, args.uds)
+    if not args.headless and args.uds is None:
+        check_port(args.host, args.port)
     if args.model_tag is None:
         use_tiny_model(args, tiny_model_dir())
     allow_plugin()
     settings = configure(args)
-    if settings is not None:
-        choose_api_server_count(args, usable_cores())
     if settings is None or args.headless:  # which stores and records nothing here
         run(args)
     else:
@@ -210,6 +202,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def check_port(host: str | None, port: int) -> None:
+    """Raises `CommandError` if the server cannot listen there, before the model is read.
+
+    Several API processes of vLLM would share a port with another server of this user without an
+    error.
+    """
+    try:
+        family = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host or "", port))
+    except (OSError, OverflowError) as error:
+        address = f"port {port} of --host {host}" if host else f"port {port}"
+        raise CommandError(f"The server cannot listen on {address}: {error}.") from None
 
 
 # ---- the tiny model ----
@@ -355,148 +363,6 @@ def _set_everywhere(variable: str, value: str) -> None:
     os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(filter(None, [others, variable]))
 
 
-# ---- API processes ----
-
-
-def choose_api_server_count(args: argparse.Namespace, cores: int) -> None:
-    """Sets `--api-server-count` where nobody does, if vLLM would start fewer API processes than
-    rows beside each token need."""
-    if args.api_server_count is not None or args.headless or _is_balanced_outside(args):
-        return
-    engines, engines_here = _engines(args)
-    workers = args.tensor_parallel_size * args.pipeline_parallel_size
-    # an only worker runs in the process of its engine core
-    processes_of_engine = 1 + _workers_here(args, workers) if workers > 1 else 1
-    at_once = engines * _max_num_seqs(args, workers)
-    count = api_server_count(at_once, cores, engines_here * processes_of_engine, least=engines)
-    if count == engines:  # as many as vLLM starts
-        return
-    reason = _why_left_to_vllm(args)
-    if reason is not None:
-        logger.info(
-            "Starting as many API processes as vLLM would, though %d requests may run at once: %s.",
-            at_once,
-            reason,
-        )
-        return
-    args.api_server_count = count
-    logger.info(
-        "Starting %d API processes, as %d requests may run at once on %d cores; --api-server-count "
-        "sets another number. vLLM logs no throughput with several.",
-        *(count, at_once, cores),
-    )
-
-
-def _is_balanced_outside(args: argparse.Namespace) -> bool:
-    """Whether vLLM starts a server beside each engine."""
-    return (
-        args.data_parallel_multi_port_external_lb
-        or args.data_parallel_external_lb
-        or args.data_parallel_rank is not None
-    )
-
-
-def _engines(args: argparse.Namespace) -> tuple[int, int]:
-    """The engines that this server's API processes talk to, and those of them on this host."""
-    engines: int = args.data_parallel_size
-    engines_here = engines
-    if args.data_parallel_size_local is not None:
-        engines_here = args.data_parallel_size_local
-    if args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None:
-        engines_here = engines_here or 1
-        return engines_here, engines_here  # it serves its own engines only
-    return engines, engines_here
-
-
-def _workers_here(args: argparse.Namespace, workers: int) -> int:
-    """Those of an engine's workers that run on this host."""
-    engines_here: int = args.data_parallel_size_local or args.data_parallel_size
-    groups_of_hosts = max(args.data_parallel_size // engines_here, 1)
-    hosts_of_engine: int = max(args.nnodes // groups_of_hosts, 1)
-    return -(-workers // hosts_of_engine)
-
-
-def _may_be_multimodal(args: argparse.Namespace) -> bool:
-    """Whether the model takes more than text, as far as its configuration says; also true of one
-    that cannot be read.
-
-    With several API processes, vLLM keeps processed inputs in each of them, and no longer shares
-    them with the engine, and reserves GPU memory for each of them to decode videos.
-    """
-    if args.language_model_only:
-        return False
-    try:
-        config = get_config(
-            args.model,
-            trust_remote_code=args.trust_remote_code,
-            revision=args.revision,
-            code_revision=args.code_revision,
-            config_format=args.config_format,
-        )
-    except Exception:  # noqa: BLE001 vLLM reads it again, and says what is wrong
-        return True
-    names = config.architectures or ()
-    return any(name in _MULTIMODAL_MODELS for name in names) or (
-        config.get_text_config() is not config
-    )
-
-
-def _max_num_seqs(args: argparse.Namespace, world_size: int) -> int:
-    """The requests that an engine will run at once; vLLM has decided that only when it makes the
-    configuration."""
-    if args.max_num_seqs is not None:
-        return int(args.max_num_seqs)
-    defaults = EngineArgs.get_batch_defaults(world_size)[1]
-    max_num_seqs: int = defaults[UsageContext.OPENAI_API_SERVER]
-    if args.performance_mode == "throughput":
-        max_num_seqs *= 2
-    return min(max_num_seqs, args.max_num_batched_tokens or max_num_seqs)
-
-
-_LEFT_TO_VLLM: tuple[tuple[Callable[[argparse.Namespace], Any], str], ...] = (
-    (lambda args: args.uds is not None, "several were not tested with --uds"),
-    (
-        lambda args: getattr(args, "enable_fault_tolerance", False),  # since 0.32
-        "vLLM refuses several with --enable-fault-tolerance",
-    ),
-    (lambda args: args.enable_elastic_ep, "vLLM starts one with --enable-elastic-ep"),
-    (
-        lambda args: os.environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0",
-        "with VLLM_CPU_SIM_MULTI_NUMA, vLLM places workers by their number",
-    ),
-    (
-        lambda args: args.enable_server_load_tracking,
-        "--enable-server-load-tracking counts the requests of one process",
-    ),
-    (
-        lambda args: envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
-        "vLLM refuses several with VLLM_ALLOW_RUNTIME_LORA_UPDATING",
-    ),
-    (
-        lambda args: envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION,
-        "the capture refuses several with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
-    ),
-    (
-        lambda args: envs.VLLM_ENABLE_RESPONSES_API_STORE,
-        "with VLLM_ENABLE_RESPONSES_API_STORE, a process has the responses that it stored",
-    ),
-    (
-        lambda args: envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH,
-        "with VLLM_KEEP_ALIVE_ON_ENGINE_DEATH, only a single process stays",
-    ),
-    (
-        _may_be_multimodal,
-        "several share no cache of images, video and audio with the engine; --api-server-count "
-        "sets another number",
-    ),
-)
-"""With what the number of API processes is left to vLLM, and why."""
-
-
-def _why_left_to_vllm(args: argparse.Namespace) -> str | None:
-    return next((reason for applies, reason in _LEFT_TO_VLLM if applies(args)), None)
-
-
 # ---- folders ----
 
 
@@ -543,9 +409,8 @@ def run(args: argparse.Namespace) -> None:
     reason that can be named."""
     _check_arguments(args)
     engine_utils.zmq_socket_ctx = _socket_until_stopped
-    share_with_api_processes()
     try:
-        with checked_configuration(args.model):
+        with checked_configuration():
             ServeSubcommand().cmd(args)
     except KeyboardInterrupt:  # raised on SIGTERM until vLLM's port answers
         return
@@ -560,8 +425,6 @@ def run(args: argparse.Namespace) -> None:
         if message.startswith(_ENGINE_FAILED):
             raise CommandError(ENGINE_DID_NOT_START) from error
         raise
-    if getattr(args, ENGINE_DIED, False):
-        raise CommandError(ENGINE_HAS_DIED)
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -569,11 +432,11 @@ def _check_arguments(args: argparse.Namespace) -> None:
         ServeSubcommand().validate(args)
         AsyncEngineArgs.from_cli_args(args)  # which looks the model up where the hub is offline
     except Exception as error:  # vLLM raises its own classes
-        raise CommandError(sentence_of(error, args.model)) from error
+        raise CommandError(sentence_of(error)) from error
 
 
 @contextmanager
-def checked_configuration(model: str) -> Iterator[None]:
+def checked_configuration() -> Iterator[None]:
     """Has an invalid configuration end in one sentence where vLLM makes it, not with a trace of an
     engine process."""
     program_plugin.register()  # which replaces the same method, and once only
@@ -586,7 +449,7 @@ def checked_configuration(model: str) -> Iterator[None]:
             if is_capturing(config.parallel_config.worker_cls):
                 check_engine_config(config)
         except (ValueError, OSError) as error:
-            raise CommandError(sentence_of(error, model)) from error
+            raise CommandError(sentence_of(error)) from error
         return config
 
     EngineArgs.create_engine_config = create_and_check
@@ -603,8 +466,8 @@ def _socket_until_stopped(*args: Any, **kwargs: Any) -> Iterator[Any]:
     vLLM's version swallows the KeyboardInterrupt that its SIGTERM handler raises, so the server
     would start anyway. Needed until vLLM lets it pass.
     """
-    with zmq_socket_ctx(*args, **kwargs) as socket:
+    with zmq_socket_ctx(*args, **kwargs) as of_vllm:
         try:
-            yield socket
+            yield of_vllm
         except KeyboardInterrupt:
             raise SystemExit(0) from None

@@ -6,6 +6,7 @@ import os
 import shlex
 from argparse import Namespace
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -13,7 +14,6 @@ from starlette.datastructures import State
 
 from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.server import PLUGIN_NAME
-from routed_experts.server.api_server_count import STREAMS_PER_PROCESS, needed_for
 from routed_experts.server.http import background, unsupported_routes
 from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.defaults import ModelLimits, check_defaults_of_model
@@ -21,7 +21,6 @@ from routed_experts.server.http.drain import DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.errors import format_framework_errors
 from routed_experts.server.http.metrics import show_buffers, show_store
-from routed_experts.server.http.paths import settle_paths
 from routed_experts.server.http.recording import start_recording
 from routed_experts.server.http.request import api_keys
 from routed_experts.server.http.routes import generate_router, router
@@ -42,7 +41,6 @@ from routed_experts.server.settings import Settings, asks_for_every_request
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     EngineClient,
-    EngineDeadError,
     VllmConfig,
     get_logger,
     rank_of_process,
@@ -50,6 +48,9 @@ from routed_experts.server.vllm_api import (
 
 logger = get_logger(__name__)
 
+STREAMS_PER_PROCESS = 256
+"""With rows beside each token a stream takes 60 to 140 µs of an API process's CPU a token, and a
+step of so many streams 20 to 25 ms on an H100 or H200 (docs/performance.md)."""
 _COUNT_S = 1.0
 _SWEEP_S = 15.0
 _SWEEP_BUCKET_S = 300.0  # which has whole hours to delete
@@ -82,7 +83,6 @@ class RoutedExpertsPlugin:
         replace_routes(app)
         app.state.routed_experts = ours = ServerState(has_key=bool(api_keys(args or Namespace())))
         app.add_middleware(DrainMiddleware, drain=ours.drain)
-        settle_paths(app)
         format_framework_errors(app)
 
     async def init_state(
@@ -91,7 +91,6 @@ class RoutedExpertsPlugin:
         """Runs before the server listens. Raises if the self-test fails."""
         ours: ServerState = state.routed_experts
         model = state.openai_serving_models.base_model_paths[0].name
-        self._app.add_exception_handler(EngineDeadError, ours.drain.refuse_without_engine)
         if isinstance(engine_client, AsyncLLM) and is_capturing(
             engine_client.vllm_config.parallel_config.worker_cls
         ):
@@ -108,7 +107,7 @@ class RoutedExpertsPlugin:
         if ours.captured is not None:
             await self._test_and_set(ours, ours.captured, args, model)
         if isinstance(engine_client, AsyncLLM):
-            ours.drain.guard(engine_client, state, args)
+            ours.drain.guard(engine_client, state)
         background.start("Telling the address", announce(state, args, model))
 
     async def _test_and_set(
@@ -126,7 +125,7 @@ class RoutedExpertsPlugin:
             remove_unused(default)  # of a process that was killed
         else:
             ours.store.open()
-        await probe(self._app, captured, ours.store, args, model)
+        await probe(self._app, captured, model)
         ours.settings = settings
         ours.generate_returns_rows = asks_for_every_request(config)
         ours.input_memory.max_bytes = settings.routed_experts_input_bytes
@@ -192,7 +191,7 @@ def processes_to_add(config: VllmConfig) -> str:
     )
     at_once = config.scheduler_config.max_num_seqs * engines
     _, processes = rank_of_process(config)
-    needed = needed_for(at_once)
+    needed = ceil(at_once / STREAMS_PER_PROCESS)
     if needed <= processes:
         return ""
     return (

@@ -2,10 +2,6 @@
 missing ones."""
 
 import argparse
-import asyncio
-import os
-import socket
-from functools import partial
 from http import HTTPStatus
 from importlib import import_module
 from typing import Any
@@ -122,44 +118,3 @@ def replace_routes(app: FastAPI) -> None:
         if not isinstance(route, APIRoute)
         or any(last[route.path, method] is route for method in route.methods)
     ]
-
-
-def stop_accepting(server: Any) -> None:
-    """Has a server of uvicorn accept no more connections, as its `shutdown` does, which also closes
-    idle ones.
-
-    Since 0.32, vLLM accepts those of several API processes itself, in tasks of its own.
-    """
-    for listener in _listeners(server):
-        listener.close()
-    accept: Any = getattr(server, "_accept", None)
-    for task in getattr(server, "_accept_tasks", ()):
-        if task.get_coro().cr_code is accept.__code__:  # others answer who has been accepted
-            task.cancel()
-
-
-def listening_sockets(server: Any) -> list[socket.socket]:
-    """Copies of those that uvicorn listens on, which it closes."""
-    return [
-        socket.socket(fileno=os.dup(listening.fileno()))
-        for listener in _listeners(server)
-        for listening in listener.sockets
-    ]
-
-
-def _listeners(server: Any) -> Any:
-    return getattr(server, "servers", ())  # it has none before it has started
-
-
-async def serve_connection(server: Any, connection: socket.socket) -> None:
-    """Has uvicorn serve a connection that it has not accepted itself, with the protocol of its own
-    connections."""
-    loop = asyncio.get_running_loop()
-    config = server.config
-    arguments = {
-        "config": config,
-        "server_state": server.server_state,
-        "app_state": server.lifespan.state,
-    }
-    make_protocol = partial(config.http_protocol_class, **arguments, _loop=loop)
-    await loop.connect_accepted_socket(make_protocol, connection, ssl=config.ssl)

@@ -13,7 +13,6 @@ from routed_experts.capture.seams.arguments import clear_flag, set_flag_on_engin
 from routed_experts.capture.wire.vllm_rows import BARE_ROWS_KEY, sends_bare_rows
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
-from routed_experts.server.inprocess.api_processes import share_with_api_processes
 from routed_experts.server.inprocess.arrays import InProcessCapture
 from routed_experts.server.inprocess.patching import replace_once
 from routed_experts.server.outputs.processor import RowBuffers
@@ -64,7 +63,6 @@ def take_over(args: Any) -> None:
     }
     args.additional_config = {**config, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
     clear_flag(args)
-    share_with_api_processes()
     # Engines that are created from now on return arrays, as vLLM's own capture does. Both classes
     # make their output processor themselves, so it cannot be given to them; beam search drops what
     # its requests return. Needed until vLLM tells plugins of new engines.

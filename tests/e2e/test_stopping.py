@@ -1,17 +1,15 @@
-"""A server that is told to stop, or whose engine dies: responses under way are finished, or end
-with an error, and no process is left.
+"""A server that is told to stop: responses under way are finished, or end with an error, and no
+process is left.
 
 The servers are no forks: which processes there are, and who hears of whose end, is what is tested.
 """
 
-import asyncio
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Awaitable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +18,6 @@ import orjson
 import psutil
 import pytest
 
-from bench.http_server import PLAYED, PLAYED_STEP_MS
 from routed_experts.server.outputs.folders import default_folder
 from tests.e2e.harness import (
     ASK,
@@ -68,8 +65,6 @@ class Request(threading.Thread):
         self.has_begun = threading.Event()
         self.lines: list[str] = []
         self.status = 0
-        self.retry_after = ""
-        self.ended_at = 0.0
         self.start()
 
     def run(self) -> None:
@@ -77,11 +72,9 @@ class Request(threading.Thread):
             "POST", self.url, json=self.body, timeout=LIMIT_S, verify=False
         ) as response:
             self.status = response.status_code
-            self.retry_after = response.headers.get("Retry-After", "")
             for line in filter(None, response.iter_lines()):
                 self.lines.append(line)
                 self.has_begun.set()
-        self.ended_at = time.monotonic()  # clock: of long runs
 
     def ended(self) -> "Request":
         self.join(LIMIT_S)
@@ -96,7 +89,6 @@ class Request(threading.Thread):
             assert (self.status, self.lines.pop()) == (200, "data: [DONE]")
         else:
             assert self.status == 503
-            assert 1 <= int(self.retry_after) <= LIMIT_S
         assert orjson.loads(self.lines[-1].removeprefix("data: "))["error"]["code"] == 503
 
 
@@ -119,78 +111,6 @@ def under_way(server: Server, count: int, max_tokens: int) -> Iterator[list[Requ
     yield requests
     for request in requests:
         request.ended()
-
-
-class Visitors(threading.Thread):
-    """New clients of a server, twenty a second until its first process has ended, each on a
-    connection of its own.
-
-    Attributes:
-        outcomes: of requests in the order in which they began: a status, the name of an error, or
-        none yet. waits: the seconds that those took which were not served, what they got, and when
-        they began.
-    """
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(daemon=True)
-        self.server = server
-        self.outcomes: list[int | str | None] = []
-        self.waits: list[tuple[float, int | str | None, float]] = []
-        self.start()
-        wait_until(lambda: 200 in self.outcomes, "nobody is answered")
-
-    def run(self) -> None:
-        asyncio.run(self._visit())
-
-    async def _visit(self) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        url = self.server.url
-        async with (
-            httpx.AsyncClient(base_url=url, timeout=LIMIT_S, verify=False, limits=limits) as client,
-            asyncio.TaskGroup() as visits,
-        ):
-            while self.server.process.poll() is None:
-                for path, body in (
-                    ("/health", None),
-                    (COMPLETIONS, {"model": "tiny", "prompt": "a", "max_tokens": 1}),
-                ):
-                    self.outcomes.append(None)
-                    request = client.build_request("POST" if body else "GET", path, json=body)
-                    visits.create_task(self._note(len(self.outcomes) - 1, client.send(request)))
-                await asyncio.sleep(0.1)
-
-    async def _note(self, index: int, response: Awaitable[httpx.Response]) -> None:
-        begun = time.monotonic()  # clock: of long runs
-        try:
-            answer = await response
-        except httpx.TransportError as error:
-            self.outcomes[index] = type(error).__name__
-        else:
-            self.outcomes[index] = answer.status_code
-            if answer.status_code == 503:
-                assert "Retry-After" in answer.headers
-        if self.outcomes[index] != 200:
-            waited = time.monotonic() - begun  # clock: of long runs
-            self.waits.append((waited, self.outcomes[index], begun))
-
-    def check(self, most_seconds: float = LIMIT_S, most_cut: int = 1) -> None:
-        """Each was answered, then refused by a 503, then not let in.
-
-        On a busy machine, a client may take longer for its request than a server whose port is
-        closed waits for it.
-        """
-        self.join(LIMIT_S)
-        assert not self.is_alive(), "a client is not answered"
-        names = {"ConnectError": "closed", 200: "served", 503: "refused"}
-        outcomes = [names.get(one_outcome, one_outcome) for one_outcome in self.outcomes]
-        cut = [outcome for outcome in outcomes if outcome not in names.values()]
-        assert len(cut) <= most_cut, [wait for wait in self.waits if wait[1] in cut] + self.waits[
-            -1:
-        ]
-        assert "refused" in outcomes, self.outcomes
-        first_closed = outcomes.index("closed") if "closed" in outcomes else len(outcomes)
-        assert {*outcomes[first_closed:]} <= {"closed", *cut}, self.outcomes
-        assert max(self.waits)[0] < most_seconds, sorted(self.waits)[-5:]
 
 
 def wait_until_draining(server: Server) -> None:
@@ -220,7 +140,7 @@ def test_responses_under_way_are_finished(
     """On SIGTERM to the first process, as container engines send it; after a disk that was full for
     a while.
 
-    New clients get 503 until nothing is under way, and then no connection; the store's folder goes.
+    New clients get 503 until nothing is under way; the store's folder goes.
     """
     every = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
     with serving(tiny_model, tmp_path / "log", *every, as_users_do=True) as server:
@@ -232,7 +152,6 @@ def test_responses_under_way_are_finished(
         server.complete(prompt="abc", max_tokens=2, **ASK, routed_experts_delivery="reference")
         assert [*folder.iterdir()]
         with under_way(server, 16, max_tokens=MAX_TOKENS) as requests:
-            visitors = Visitors(server)
             os.kill(server.process.pid, signal.SIGTERM)
             wait_until_draining(server)
             with server.client() as client:
@@ -245,7 +164,6 @@ def test_responses_under_way_are_finished(
             )
         check_end(server)
         assert not folder.exists()
-        visitors.check()
     oracle = Oracle(tiny_model)
     for request in requests:
         assert request.status == 200
@@ -282,98 +200,9 @@ def processes_of(server: Server) -> list[psutil.Process]:
     return [leader, *leader.children(recursive=True)]
 
 
-def kill(server: Server, victim: str) -> None:
-    next(process for process in processes_of(server) if victim in process.name()).kill()
-
-
 def wait_for_every_process(server: Server, flags: tuple[str, ...]) -> None:
     count = 2 if SEVERAL[0] in flags else 1
     wait_until(lambda: server.log.read_text().count("startup complete") == count, "one is missing")
-
-
-@pytest.mark.parametrize(
-    ("victim", "flags"),
-    [
-        ("EngineCore", SEVERAL),
-        pytest.param("EngineCore", (), marks=pytest.mark.slow),
-        pytest.param("Worker", (), marks=pytest.mark.slow),
-    ],
-)
-def test_a_process_of_the_engine_is_killed(
-    tiny_model: Path, tmp_path: Path, victim: str, flags: tuple[str, ...]
-) -> None:
-    with serving(tiny_model, tmp_path / "log", *FLAGS, *flags, as_users_do=True) as server:
-        wait_for_every_process(server, flags)
-        folder = default_folder(str(urlsplit(server.url).port))
-        server.complete(prompt="abc", max_tokens=2, **ASK, routed_experts_delivery="reference")
-        with under_way(server, 8, max_tokens=5000) as requests:
-            visitors = Visitors(server)
-            kill(server, victim)
-            for request in requests:
-                request.refused()
-        assert server.process.wait(LIMIT_S) == 2
-        wait_until_gone(server)
-        visitors.check()
-        assert not folder.exists()
-        log = server.log.read_text()
-        assert log.count("The engine has died: ") >= 1
-        assert log.count("Traceback") <= (1 if victim == "EngineCore" else 5)  # of vLLM's
-
-
-def played(tiny_model: Path, log: Path, flags: tuple[str, ...]) -> AbstractContextManager[Server]:
-    """A server around an engine without a model, slow enough that neither it nor a client has to
-    hurry."""
-    engine = (
-        "--distributed-executor-backend",
-        PLAYED,
-        "--enforce-eager",
-        "--max-model-len",
-        "8192",
-    )
-    return serving(tiny_model, log, *engine, *flags, env={PLAYED_STEP_MS: "200"}, as_users_do=True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("flags", [(), SEVERAL], ids=["one process", "two processes"])
-@pytest.mark.parametrize("run", range(10))
-def test_no_new_client_waits_for_a_server_that_stops(
-    tiny_model: Path, tmp_path: Path, flags: tuple[str, ...], run: int
-) -> None:
-    """Though clients are connected that say nothing."""
-    with played(tiny_model, tmp_path / "log", flags) as server:
-        wait_for_every_process(server, flags)
-        with under_way(server, 60, max_tokens=40) as requests:
-            visitors = Visitors(server)
-            address = urlsplit(server.url)
-            silent = [socket.create_connection((address.hostname, address.port)) for _ in range(6)]
-            os.kill(server.process.pid, signal.SIGTERM)
-        check_end(server)
-        visitors.check(most_seconds=2, most_cut=0)
-    for connection in silent:
-        connection.close()
-    assert [request.status for request in requests] == [200] * 60
-    assert all(request.lines[-1] == "data: [DONE]" for request in requests if request.stream)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("flags", [(), SEVERAL], ids=["one process", "two processes"])
-@pytest.mark.parametrize("run", range(5))
-def test_sixty_requests_learn_within_two_seconds_that_the_engine_was_killed(
-    tiny_model: Path, tmp_path: Path, flags: tuple[str, ...], run: int
-) -> None:
-    with played(tiny_model, tmp_path / "log", flags) as server:
-        wait_for_every_process(server, flags)
-        with under_way(server, 60, max_tokens=8000) as requests:
-            visitors = Visitors(server)
-            killed_at = time.monotonic()
-            kill(server, "EngineCore")
-            for request in requests:
-                request.refused()
-        assert max(request.ended_at for request in requests) - killed_at < 2
-        assert server.process.wait(LIMIT_S) == 2
-        wait_until_gone(server)
-        visitors.check(most_seconds=2, most_cut=0)
-        assert server.log.read_text().count("Traceback") <= 1
 
 
 @pytest.mark.release
