@@ -336,3 +336,12 @@ def test_other_values_make_no_other_rows(tab: Tab, page: str, fmt: Any) -> None:
     ]
     assert wrong == []
     assert 20 < sum(are_read) < len(texts)
+
+
+def test_a_file_that_is_no_text_is_said(tab: Tab, page: str) -> None:
+    tab.open(page)
+    module = "import('/routed_experts/saved.js')"
+    stream = "new Blob([new Uint8Array([255, 254, 0])]).stream()"
+    read_first = f"(m => new m.Reader().read('f.npy', {stream}).next())"
+    said = tab.js(f"{module}.then({read_first}).catch(error => error.message)")
+    assert said.startswith("f.npy cannot be read as UTF-8 text: ")

@@ -106,7 +106,7 @@ async function* decoded(file, stream) {
   try {
     yield* linesOf(stream);
   } catch (error) {
-    throw error instanceof TypeError ? new Error(`${file} cannot be read as UTF-8 text: open responses as the server sends them. (${error.message})`) : error;
+    throw new Error(`${file} cannot be read as UTF-8 text: open responses as the server sends them, one per line. (${error.message})`);
   }
 }
 
