@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 VLLM_PORT = 8000
 LONG_LIMIT_S = 2 * 3600
+SHOWN_CHARS = 2000
 FIRST = [
-    f"tests/e2e/test_{name}.py" for name in ("nixl", "torture", "situations", "stopping", "shapes")
+    f"tests/e2e/test_{name}.py"
+    for name in ("stopping", "shapes", "situations", "torture", "new_weights")
 ]
 """What takes longest."""
 
@@ -89,6 +91,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return rank, item.get_closest_marker("e2e") is None
 
     items.sort(key=order)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Any:
+    """The end of what a test printed and logged: servers in its process may fill many screens."""
+    report = yield
+    report.sections = [(name, text[-SHOWN_CHARS:]) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(autouse=True)

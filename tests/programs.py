@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from tests.fork_server import READY
@@ -25,6 +26,9 @@ ROOT = Path(__file__).parents[1]
 FORK = os.environ.get("FORK", "1")
 FOLDER = "FORK_SERVER_FOLDER"
 """Of the run of pytest, whose processes have one fork server."""
+START_LIMIT_S = 400
+SHOWN_CHARS = 3000
+"""Of what a program said that should not have failed."""
 READ_AT_IMPORT = ("CUDA_", "HF_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
 READ_AT_IMPORT += ("TRANSFORMERS_", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_", "VLLM_TARGET_DEVICE")
 """Variables that have an effect only in a program that begins with them: how they begin."""
@@ -128,7 +132,7 @@ def run(
             texts.append(file.read().decode(errors="replace"))
     done = subprocess.CompletedProcess([*arguments], status, *texts)
     if check:
-        assert status == 0, (done.stdout + done.stderr)[-6000:]
+        assert status == 0, (done.stdout + done.stderr)[-SHOWN_CHARS:]
     return done
 
 
@@ -216,6 +220,9 @@ def _start_server(folder: Path, env: Mapping[str, str]) -> None:
             cwd=ROOT,
         )
     assert server.stdout is not None
+    limit = Timer(START_LIMIT_S, server.kill)
+    limit.start()
     for line in server.stdout:
         if line.decode().strip() == READY:
             break
+    limit.cancel()

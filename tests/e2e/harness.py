@@ -34,6 +34,8 @@ from tests import programs
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 420
+SHOWN_CHARS = 3000
+"""Of the log of a server that does not start."""
 ON_GPU = torch.cuda.is_available()
 # float32 throughout, so that no rounding decides which expert is chosen: on a GPU that takes
 # kernels that can do it, and Triton's products in full precision. There the engine compiles and
@@ -189,7 +191,7 @@ class Server:
                 if client.get("/health").status_code == 200:
                     return
             time.sleep(0.3)
-        logs = "\n\n".join(one.log.read_text()[-6000:] for one in needed)
+        logs = "\n\n".join(one.log.read_text()[-SHOWN_CHARS:] for one in needed)
         raise AssertionError(f"the server did not start:\n{logs}")
 
 
