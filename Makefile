@@ -45,7 +45,7 @@ help:
 	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
 	@echo "make test-transformers  run the tests of replay on a newer transformers than vLLM's (or TRANSFORMERS=5.21.0)"
 	@echo "make test-next     list what the newest vLLM for CUDA lacks (or VLLM=0.33.0), and run the tests that need no engine"
-	@echo "make check         check formatting, lint, types and the API description"
+	@echo "make check         check formatting, lint, types, the API description, and tests for clocks"
 	@echo "make format        format the code"
 	@echo "make spec          write openapi.yaml"
 	@echo "make bench         measure what the capture costs the scheduler's thread on this machine"
@@ -136,6 +136,7 @@ check: setup
 	@mkdir -p $(VENV)/src/routed_experts && ln -sfn $(CURDIR)/server $(CURDIR)/capture $(CURDIR)/protocol $(CURDIR)/protocol/package/*.py $(CURDIR)/protocol/package/replay $(VENV)/src/routed_experts/
 	MYPYPATH=$(VENV)/src $(BIN)/mypy
 	$(BIN)/python -m tests.openapi --check openapi.yaml
+	$(BIN)/python -m tests.clocks
 
 format: setup
 	$(BIN)/ruff format $(CODE)
