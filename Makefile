@@ -8,6 +8,8 @@ DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP_OPTIONS ?=
 # Another version of transformers, for test-transformers.
 TRANSFORMERS ?= 5.24.0
+# Another version of TRL, for test-trl.
+TRL ?= 1.16.0
 PORT ?= 8000
 # The repository's address, for `make release`: the README with absolute links is then the page on a package index.
 URL ?=
@@ -32,7 +34,7 @@ HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
 CODE := server capture protocol tests bench examples
 
-.PHONY: help setup serve test test-fast test-release test-long test-gpu test-vllm test-transformers test-next check format spec bench bench-gpu bench-http lock release sbom clean
+.PHONY: help setup serve test test-fast test-release test-long test-gpu test-vllm test-transformers test-trl test-next check format spec bench bench-gpu bench-http lock release sbom clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +46,7 @@ help:
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
 	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
 	@echo "make test-transformers  run the tests of replay on a newer transformers than vLLM's (or TRANSFORMERS=5.21.0)"
+	@echo "make test-trl      run the tests of replay in TRL's trainers (or TRL=1.15.0)"
 	@echo "make test-next     list what the newest vLLM for CUDA lacks (or VLLM=0.33.0), and run the tests that need no engine"
 	@echo "make check         check formatting, lint, types, the API description, and tests for clocks"
 	@echo "make format        format the code"
@@ -124,6 +127,11 @@ test-vllm: setup
 test-transformers: setup
 	@$(PIP) --no-deps --upgrade --target $(VENV)/transformers transformers==$(TRANSFORMERS) $(HUSH)
 	PYTHONPATH=$(VENV)/transformers $(PYTEST) -m "not e2e" tests/clients/test_replay.py tests/clients/test_families.py $(ARGS)
+
+# The trainer's packages lie apart, too. What else they need is there already.
+test-trl: setup
+	@$(PIP) --no-deps --upgrade --target $(VENV)/trl trl==$(TRL) peft==0.21.2 datasets==5.2.0 multiprocess==0.70.19 xxhash==4.1.0 openrlhf==0.11.2 $(HUSH)
+	PYTHONPATH=$(VENV)/trl $(PYTEST) tests/clients/test_trl.py $(ARGS)
 
 test-next: setup
 	$(BIN)/python -m tests.next_vllm --version=$(VLLM) $(ARGS)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from routed_experts.replay.router import Layer
 
 _LOSS = "load_balancing_loss_func"
 """The name of the function in each of transformers' modules whose models have the loss."""
+_MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 
 
 @contextmanager
@@ -23,7 +25,7 @@ def replayed_loss(model: Module, layers: "Sequence[Layer]") -> "Iterator[_LoadBa
     """Within, the load-balancing loss of the model counts what the `layers` replay.
 
     The loss of transformers takes logits alone, and chooses experts from them by itself. A model
-    looks it up in the module of its class, when it computes it.
+    looks it up in the module of its class, when it computes it; TRL's head, in Mixtral's.
     """
     names = {type(module).__module__ for module in model.modules()}
     modules = [sys.modules[name] for name in names if hasattr(sys.modules[name], _LOSS)]
@@ -31,6 +33,9 @@ def replayed_loss(model: Module, layers: "Sequence[Layer]") -> "Iterator[_LoadBa
         raise ReplayError(
             f"{type(model).__name__} has no load-balancing loss of transformers: leave out aux_loss"
         )
+    mixtral = import_module(_MIXTRAL)
+    if mixtral not in modules:
+        modules.append(mixtral)
     originals = [vars(module)[_LOSS] for module in modules]
     loss = _LoadBalancingLoss(originals[0], layers)
     for layer in layers:
