@@ -399,6 +399,12 @@ def test_a_model_without_routers() -> None:
         TokenReplay(torch.nn.Linear(2, 2))
 
 
+def test_a_part_of_a_model(load: Load) -> None:  # noqa: F811
+    """A layer alone gets no tokens."""
+    with pytest.raises(ReplayError, match="DecoderLayer takes no input_ids"):
+        TokenReplay(load().model.layers[0])
+
+
 def test_after_an_exception_the_next_pass_is_replayed(load: Load) -> None:  # noqa: F811
     model, routings = load(), rollouts()
     inputs, places = padded(routings)

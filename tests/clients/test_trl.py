@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -248,3 +250,67 @@ def test_an_adapter(kind: str, load: Load) -> None:  # noqa: F811
             assert not torch.equal(model(**inputs).logits, adapted)
     for ids in ran.forward_passes():
         check_pass(ids, inputs["input_ids"].shape, routings, places)
+
+
+def unpad_input(hidden: torch.Tensor, mask: torch.Tensor) -> tuple[Any, ...]:
+    """As in flash-attn, which is not built for CPUs."""
+    lengths = mask.sum(dim=1, dtype=torch.int32)
+    indices = mask.flatten().nonzero().flatten()
+    bounds = torch.nn.functional.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
+    return hidden.flatten(0, 1)[indices], indices, bounds, int(lengths.max()), lengths
+
+
+def pad_input(hidden: torch.Tensor, indices: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    padded = hidden.new_zeros(batch * length, *hidden.shape[1:])
+    padded[indices] = hidden
+    return padded.unflatten(0, (batch, length))
+
+
+@pytest.fixture
+def openrlhf_actor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its class. What only GPUs have is not there, and is not called, but for two functions."""
+    for name in ("deepspeed", "pylatexenc", "flash_attn", "flash_attn.utils"):
+        monkeypatch.setitem(sys.modules, name, MagicMock(__spec__=None))
+    padding = SimpleNamespace(unpad_input=unpad_input, pad_input=pad_input)
+    padding.index_first_axis = lambda hidden, indices: hidden[indices]
+    padding.rearrange = lambda hidden, _: hidden.flatten(0, 1)
+    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", padding)
+    distributed = SimpleNamespace(all_gather=None)
+    monkeypatch.setitem(sys.modules, "flash_attn.utils.distributed", distributed)
+    from openrlhf.models import Actor
+
+    return Actor
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_actor_of_openrlhf(is_packed: bool, openrlhf_actor: Any, load: Load) -> None:  # noqa: F811
+    """Unmodified. Live, it takes other experts."""
+    model, routings = load().train(), rollouts()
+    actor = openrlhf_actor(model)
+    actor.packing_samples = is_packed
+    actor.gradient_checkpointing_enable()
+    inputs, places = padded(routings, "left")
+    if is_packed:
+        ends = np.cumsum([length for *_, length in places])
+        places = [
+            (0, end - length, i, length)
+            for end, (_, _, i, length) in zip(ends, places, strict=True)
+        ]
+    action_mask = inputs["attention_mask"][:, 4:]
+
+    def step() -> torch.Tensor:
+        log_probs: torch.Tensor = actor(inputs["input_ids"], action_mask, inputs["attention_mask"])
+        log_probs.sum().backward()
+        return log_probs
+
+    with seeing_experts(model) as live:
+        of_live = step()
+    with seeing_experts(model) as ran, TokenReplay(actor) as replay:
+        replay.put(routings)
+        of_replayed = step()
+    shape = (1, -1) if is_packed else inputs["input_ids"].shape
+    check_pass(ran.forward_passes()[0], shape, routings, places)
+    ran.check_recomputed(1)
+    with pytest.raises(AssertionError):
+        check_pass(live.forward_passes()[0], shape, routings, places)
+    assert not torch.allclose(of_live, of_replayed)

@@ -79,14 +79,16 @@ def sequences_of(model: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return Sequences(tokens.shape, tokens.ravel()[places], places, bounds, is_continued=False)
 
 
+def takes_tokens(module: Module) -> bool:
+    return "input_ids" in inspect.signature(module.forward).parameters
+
+
 def _by_name(model: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
     inputs = dict(bound.arguments)
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             inputs.update(inputs.pop(name, {}))
-        elif parameter.kind is parameter.VAR_POSITIONAL and inputs.get(name):
-            inputs["input_ids"] = inputs.pop(name)[0]  # of a wrapper, as of DDP
     return inputs
 
 

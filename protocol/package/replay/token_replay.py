@@ -19,7 +19,7 @@ from routed_experts.replay.kept_rows import KeptRows
 from routed_experts.replay.loss import replayed_loss
 from routed_experts.replay.recomputation import in_recomputed_pass
 from routed_experts.replay.replacing import is_replaced
-from routed_experts.replay.sequences import Sequences, sequences_of
+from routed_experts.replay.sequences import Sequences, sequences_of, takes_tokens
 
 
 class TokenReplay:
@@ -67,7 +67,7 @@ class TokenReplay:
         self._aux_loss = aux_loss
         self._missing = missing
         self._kept = KeptRows(max_bytes, info, weights)
-        self._callable = [module for model in models for module in _around_routers(model)]
+        self._models = [module for model in models for module in _models_of_tokens(model)]
         self._running: Module | None = None  # the outermost one whose forward pass is under way
         self._pass = ExitStack()
         self._block: Block | None = None
@@ -86,7 +86,7 @@ class TokenReplay:
     def __enter__(self) -> "TokenReplay":
         begin = torch.compiler.disable(self._begin)  # type: ignore[no-untyped-call]
         end = torch.compiler.disable(self._end)  # type: ignore[no-untyped-call]
-        for module in self._callable:
+        for module in self._models:
             for handle in (
                 module.register_forward_pre_hook(begin, with_kwargs=True),
                 module.register_forward_hook(end, with_kwargs=True, always_call=True),
@@ -175,15 +175,19 @@ class TokenReplay:
         )
 
 
-def _around_routers(model: Module) -> list[Module]:
-    """The modules that have all routers of `model`, from the outside in. A trainer may call any of
-    them: its own wrapper, the model, or the model without its head."""
+def _models_of_tokens(model: Module) -> list[Module]:
+    """The modules that get tokens and have all routers of `model`, from the outside in. A trainer may
+    call any of them: the model in a wrapper, or without its head."""
     names = [name for name, _, _ in routers_of(model)]
-    return [
+    models = [
         module
         for name, module in model.named_modules()
         if all(name == "" or router.startswith(f"{name}.") for router in names)
+        and takes_tokens(module)
     ]
+    if not models:
+        raise ReplayError(f"{type(model).__name__} takes no input_ids, by which rows are found")
+    return models
 
 
 def _check_begun_before(module: Module) -> None:
