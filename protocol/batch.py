@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
 from routed_experts.protocol.fetch import Span
-from routed_experts.protocol.routing import PROMPT_END_UNKNOWN, Routing, RoutingError
+from routed_experts.protocol.routing import PROMPT_END_UNKNOWN, Routing, RoutingError, num_same
 
 Number = TypeVar("Number", bound=np.generic)
 Padding = Literal["left", "right"] | int
@@ -167,22 +167,21 @@ def shared_prefix(
             placeholders of media do.
     """
     arguments.instance("before", before, Routing)
-    if before.prompt_token_ids is None or before.token_ids is None:
-        raise RoutingError("the response has no token ids: set return_token_ids in the request")
+    tokens_before = before.all_token_ids
     tokens = _token_ids("prompt", prompt)
     new_media = None
     if media is not None:
         new_media = tuple(arguments.sequence_of("media", media, str))
-    num_same = _num_same(_tokens_with_rows(before), tokens)
+    shared_end = num_same(tokens_before[: before.end], tokens)
     if end is None:
-        _check_same_media(before, tokens, new_media, num_same)
+        _check_same_media(before, tokens, new_media, shared_end)
     else:
-        num_same = min(num_same, arguments.integer("end", end))
-    if num_same < before.start:
+        shared_end = min(shared_end, arguments.integer("end", end))
+    if shared_end < before.start:
         raise RoutingError(
-            f"the prompt differs at position {num_same}, but rows before {before.start} were left out"
+            f"the prompt differs at position {shared_end}, but rows before {before.start} were left out"
         )
-    num_rows = num_same - before.start
+    num_rows = shared_end - before.start
     prefix = replace(
         before,
         rows=before.rows[:num_rows],
@@ -292,8 +291,8 @@ def _values_of_both(before: Routing, turn: Routing) -> dict[str, Any]:
     logprobs_before = None
     if before.generated is not None or None not in (before.prompt_token_ids, before.token_ids):
         mask_before = generated_mask(before)
-        num_same = _num_tokens_that_stay(before, turn.prompt_token_ids)
-        stayed = np.flatnonzero(mask_before[:num_same])
+        stayed_end = _num_tokens_that_stay(before, turn.prompt_token_ids)
+        stayed = np.flatnonzero(mask_before[:stayed_end])
         generated[stayed] = True
         logprobs_before = _logprobs_of_all(before, len(mask_before))
     if logprobs_before is not None:
@@ -308,8 +307,7 @@ def _num_tokens_that_stay(before: Routing, prompt: Sequence[int]) -> int:
     so that it may be another in the next prompt."""
     if before.prompt_token_ids is None or before.token_ids is None:
         return before.end
-    tokens = (*before.prompt_token_ids, *before.token_ids)[: before.end + 1]
-    return _num_same(_token_ids("token_ids", tokens), _token_ids("prompt_token_ids", prompt))
+    return num_same(before.all_token_ids[: before.end + 1], prompt)
 
 
 def _logprobs_of_all(routing: Routing, num_tokens: int) -> NDArray[np.float64] | None:
@@ -336,10 +334,9 @@ def generated_mask(routing: Routing) -> NDArray[np.bool_]:
     arguments.instance("routing", routing, Routing)
     if routing.generated is not None:
         return routing.generated
-    if routing.prompt_token_ids is None or routing.token_ids is None:
-        raise RoutingError("the response has no token ids: set return_token_ids in the request")
-    of_prompt = np.zeros(len(routing.prompt_token_ids), bool)
-    return np.concatenate([of_prompt, np.ones(len(routing.token_ids), bool)])
+    mask = np.ones(len(routing.all_token_ids), bool)
+    mask[: len(routing.prompt_token_ids or ())] = False
+    return mask
 
 
 def _join_references(references: Sequence[Mapping[str, Any]]) -> list[Span]:
@@ -371,22 +368,24 @@ def _join_references(references: Sequence[Mapping[str, Any]]) -> list[Span]:
 
 def _check_same_tokens(before: Routing, turn: Routing) -> None:
     """Raises `RoutingError` if the prompt of `turn` does not begin with the tokens of `before`."""
-    tokens_before = _tokens_with_rows(before)
-    prompt = _token_ids("prompt_token_ids", turn.prompt_token_ids or ())
-    are_known = None not in (before.prompt_token_ids, before.token_ids, turn.prompt_token_ids)
-    num_same = _num_same(tokens_before, prompt) if are_known else 0
+    if None in (before.prompt_token_ids, before.token_ids, turn.prompt_token_ids):
+        _check_same_media(before, _token_ids("prompt_token_ids", ()), turn.media, 0)
+        return
     # The last token of the previous turn has no row, so it may differ.
-    if are_known and num_same < len(tokens_before):
+    tokens_before = before.all_token_ids[: before.end]
+    prompt = _token_ids("prompt_token_ids", turn.prompt_token_ids or ())
+    shared_end = num_same(tokens_before, prompt)
+    if shared_end < len(tokens_before):
         raise RoutingError(
-            f"the turn's prompt differs from what came before it at position {num_same}"
+            f"the turn's prompt differs from what came before it at position {shared_end}"
         )
-    _check_same_media(before, prompt, turn.media, num_same)
+    _check_same_media(before, prompt, turn.media, shared_end)
 
 
 def _check_same_media(
-    before: Routing, prompt: _TokenIds, media: tuple[str, ...] | None, num_same: int
+    before: Routing, prompt: _TokenIds, media: tuple[str, ...] | None, shared_end: int
 ) -> None:
-    """Raises `RoutingError` if the first `num_same` tokens, which are the same, may stand for other
+    """Raises `RoutingError` if the tokens before `shared_end`, which are the same, may stand for other
     media in `prompt`.
 
     Equal media have equally many placeholders. So if one list begins with the other, each
@@ -406,7 +405,7 @@ def _check_same_media(
     sent = _token_ids("prompt_token_ids", before.prompt_token_ids or ())
     # What was generated has no media, so only the prompt that was sent is looked at.
     for ids in (sent, prompt[: len(sent)]):
-        repeated = np.flatnonzero(ids[:-1][:num_same] == ids[1:][:num_same])
+        repeated = np.flatnonzero(ids[:-1][:shared_end] == ids[1:][:shared_end])
         if len(repeated):
             raise RoutingError(
                 f"the prompt repeats token {ids[repeated[0]]} at position {repeated[0] + 1}, as placeholders of "
@@ -414,21 +413,8 @@ def _check_same_media(
             )
 
 
-def _tokens_with_rows(routing: Routing) -> _TokenIds:
-    prompt = _token_ids("prompt_token_ids", routing.prompt_token_ids or ())
-    generated = _token_ids("token_ids", routing.token_ids or ())
-    return np.concatenate([prompt, generated])[: routing.end]
-
-
 def _token_ids(name: str, ids: Sequence[int]) -> _TokenIds:
     return arguments.array(name, ids, "iu", "n").astype(np.int64)
-
-
-def _num_same(a: _TokenIds, b: _TokenIds) -> int:
-    """How many tokens both begin with."""
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _check_same_shape(a: Routing, b: Routing) -> None:

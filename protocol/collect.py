@@ -1,6 +1,6 @@
 """Collects the rows of a response, streamed or not, into arrays and checks every position.
 
-Imports numpy and the standard library only. A stream may consist of chunk objects of the OpenAI
+Imports numpy and msgspec. A stream may consist of chunk objects of the OpenAI
 client, dicts, or lines of server-sent events.
 
 >>> answer = {
@@ -31,16 +31,18 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol import arguments
 from routed_experts.protocol.answers import (
-    AnswerChunk,
-    ArrayJson,
-    ChoiceChunk,
+    Answer,
+    Choice,
     RowsArray,
+    arrays_of_prompts,
+    checked_histogram,
+    histograms_of_prompts,
+    read_answer,
     read_array,
-    read_chunk,
 )
 from routed_experts.protocol.codec import NUMPY_DTYPES
 from routed_experts.protocol.expert_load import Histogram
-from routed_experts.protocol.routing import Routing, RoutingError, Texts
+from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.sse import EventError, EventReader
 
 __all__ = [
@@ -48,17 +50,13 @@ __all__ = [
     "RequestValues",
     "Routing",
     "RoutingError",
-    "Texts",
     "collect",
     "collect_async",
 ]
 
+_LONGEST_PROMPT = 1 << 24
+"""Of those whose tokens may have texts. A response says how long its prompt is, in one number."""
 _GIVE_N = "for several prompts, give n, the choices of each prompt (for files, set --n)"
-
-_TOKEN_BYTES = 8
-"""What a token takes in a tuple of ids or texts."""
-_ARRAY_BYTES = 128
-"""What an array takes besides its elements."""
 
 
 class RequestValues(TypedDict, total=False):
@@ -187,53 +185,69 @@ class Collector:
             RoutingError: a gap, an overlap or another shape; an error event of the server.
         """
         if not isinstance(item, str | bytes):
-            self._take_chunk(read_chunk(item))
+            self._take_answer(read_answer(item))
             return
         if self._events is None:
             self._events = EventReader()
         try:
             for event in self._events.feed(item):
-                self._take_chunk(read_chunk(event))
+                self._take_answer(read_answer(event))
         except (EventError, RecursionError) as error:
             raise RoutingError(str(error)) from error
 
-    def _take_chunk(self, chunk: AnswerChunk) -> None:
-        self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
-        for choice in chunk.choices:
+    def _take_answer(self, answer: Answer) -> None:
+        self._prompt_token_ids = answer.prompt_token_ids or self._prompt_token_ids
+        for choice in answer.choices:
             self._take_choice(choice)
-        if chunk.prompt_histograms is not None:
-            prompts = self._prompts_of(chunk, len(chunk.prompt_histograms), "histogram")
-            for prompt, histogram in zip(prompts, chunk.prompt_histograms, strict=True):
+        if answer.prompt_routed_experts_histogram is not None:
+            histograms = histograms_of_prompts(answer.prompt_routed_experts_histogram)
+            prompts = self._prompts_of(answer, len(histograms), "histogram")
+            for prompt, histogram in zip(prompts, histograms, strict=True):
                 prompt.histogram = histogram
-        if chunk.prompt_arrays is not None:
-            self._prompts_have_rows = True
-            prompts = self._prompts_of(chunk, len(chunk.prompt_arrays), "rows")
-            for prompt, array in zip(prompts, chunk.prompt_arrays, strict=True):
-                self._append(prompt, array)
+        if answer.prompt_routed_experts is not None:
+            self._take_prompt_rows(answer)
 
-    def _take_choice(self, chunk: ChoiceChunk) -> None:
+    def _take_prompt_rows(self, answer: Answer) -> None:
+        self._prompts_have_rows = True
+        rows = arrays_of_prompts(answer.prompt_routed_experts)
+        weights: list[Any] = [None] * len(rows)
+        if answer.prompt_routed_expert_weights is not None:
+            weights = arrays_of_prompts(answer.prompt_routed_expert_weights)
+        if len(weights) != len(rows):
+            raise RoutingError(f"rows of {len(rows)} prompts, but weights of {len(weights)}")
+        prompts = self._prompts_of(answer, len(rows), "rows")
+        for prompt, of_rows, of_weights in zip(prompts, rows, weights, strict=True):
+            self._append(prompt, of_rows, of_weights)
+
+    def _take_choice(self, part: Choice) -> None:
         choice = self._choices.setdefault(
-            chunk.index, _Choice(f"choice {chunk.index}", index=chunk.index)
+            part.index, _Choice(f"choice {part.index}", index=part.index)
         )
-        choice.prompt_token_ids = chunk.prompt_token_ids or choice.prompt_token_ids
-        if chunk.token_ids is not None:
+        choice.prompt_token_ids = part.prompt_token_ids or choice.prompt_token_ids
+        if part.token_ids is not None:
             choice.token_ids = choice.token_ids or []
-            choice.token_ids += chunk.token_ids
-        choice.finish_reason = chunk.finish_reason or choice.finish_reason
-        choice.histogram = chunk.histogram or choice.histogram
-        choice.logprobs += chunk.logprobs
-        choice.texts += chunk.texts
-        if chunk.array is not None:
-            self._append(choice, chunk.array)
+            choice.token_ids += part.token_ids
+        choice.finish_reason = part.finish_reason or choice.finish_reason
+        if part.routed_experts_histogram is not None:
+            choice.histogram = checked_histogram(part.routed_experts_histogram)
+        texts: list[str | None] = []
+        if part.logprobs is not None:
+            choice.logprobs += part.logprobs.numbers
+            texts = part.logprobs.texts
+        # The text of the chunk itself would not do: with stop strings and within characters of
+        # several tokens, a chunk has the text of other tokens.
+        choice.texts += texts or [None] * len(part.token_ids or ())
+        if part.routed_experts is not None:
+            self._append(choice, part.routed_experts, part.routed_expert_weights)
 
-    def _prompts_of(self, chunk: AnswerChunk, num_prompts: int, array_name: str) -> list["_Prompt"]:
+    def _prompts_of(self, answer: Answer, num_prompts: int, array_name: str) -> list["_Prompt"]:
         """The prompts that a chunk has rows or histograms (`array_name`) of, each beside the first of its
         choices."""
-        num_choices = len(chunk.choices)
+        num_choices = len(answer.choices)
         n = num_choices if num_prompts == 1 else self._request.get("n")
         if num_choices == 0 or n is None or num_choices != num_prompts * n:
             raise RoutingError(f"{num_choices} choices for {num_prompts} prompts: {_GIVE_N}")
-        return [self._prompt_beside(choice.index, array_name) for choice in chunk.choices[::n]]
+        return [self._prompt_beside(choice.index, array_name) for choice in answer.choices[::n]]
 
     def _prompt_beside(self, choice: int, array_name: str) -> "_Prompt":
         prompt = self._prompts.setdefault(
@@ -247,10 +261,10 @@ class Collector:
             )
         return prompt
 
-    def _append(self, segment: "_Segment", json: ArrayJson) -> None:
+    def _append(self, segment: "_Segment", rows: Any, weights: Any) -> None:
         """Appends an array of rows, and the one of their weights if there is one."""
         try:
-            array = read_array(json, self._raw_dtype, self._raw_shape)
+            array = read_array(rows, weights, self._raw_dtype, self._raw_shape)
             if len(array.rows):  # an empty list has no shape
                 self._check_shape(array.rows.shape[1:])
             segment.append(array)
@@ -280,7 +294,7 @@ class Collector:
         Raises:
             RoutingError: what came so far does not fit together.
         """
-        return list(self.each_so_far())
+        return list(map(self._routing_of, sorted(self._choices)))
 
     def each_finished(self) -> Iterator[Routing]:
         """`finish`, one choice after another: the rows of a prompt, which each of its choices has,
@@ -292,27 +306,11 @@ class Collector:
                 "the answer has no choices: it is no response of an endpoint that returns routing"
             )
         self._check_all_choices_came()
-        for routing in self.each_so_far():
+        for routing in map(self._routing_of, sorted(self._choices)):
             if routing.finish_reason is None:
                 raise RoutingError(f"choice {routing.index} was not finished")
             _check_length(routing)
             yield routing
-
-    def each_so_far(self) -> Iterator[Routing]:
-        """`so_far`, one choice after another."""
-        return map(self._routing_of, sorted(self._choices))
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of what `so_far` returns: the rows and tokens of a prompt are in those of each of
-        its choices."""
-        return sum(self._num_bytes_of(index) for index in self._choices)
-
-    def _num_bytes_of(self, index: int) -> int:
-        choice = self._choices[index]
-        prompt_token_ids = choice.prompt_token_ids or self._prompt_token_ids or ()
-        num_tokens = len(prompt_token_ids) + len(choice.token_ids or ()) + len(choice.texts)
-        return choice.num_bytes + self._prompt_of(index).num_bytes + num_tokens * _TOKEN_BYTES
 
     def _check_all_choices_came(self) -> None:
         """Raises `RoutingError` if some are absent, as far as the request's `n` tells."""
@@ -422,8 +420,6 @@ class _Segment:
     start: int | None = None  # position of the first row, once an array says it
     length: int = 0  # rows of all arrays
     arrays: list[RowsArray] = field(default_factory=list)
-    # of all arrays, as int16 with float32 weights, and what an array takes besides
-    num_bytes: int = 0
     histogram: Histogram | None = None
 
     def append(self, array: RowsArray) -> None:
@@ -441,9 +437,6 @@ class _Segment:
             return
         self.arrays.append(array)
         self.length += len(array.rows)
-        self.num_bytes += 2 * array.rows.size + _ARRAY_BYTES
-        if array.weights is not None:
-            self.num_bytes += array.weights.nbytes
 
 
 @dataclass
@@ -461,7 +454,9 @@ class _Choice(_Segment):
     logprobs: list[float | None] = field(default_factory=list)
     texts: list[str | None] = field(default_factory=list)  # of tokens, in the order of the chunks
 
-    def texts_of_all(self, prompt_len: int | None, num_tokens: int) -> Texts | None:
+    def texts_of_all(
+        self, prompt_len: int | None, num_tokens: int
+    ) -> tuple[str | None, ...] | None:
         """The texts of all tokens; None if there are none, or their positions are unknown."""
         if not any(self.texts):
             return None
@@ -469,9 +464,9 @@ class _Choice(_Segment):
             num_tokens = prompt_len + len(self.token_ids)
         num_absent = num_tokens - len(self.texts)
         # with `echo`, log-probabilities have the prompt's texts too
-        if num_absent not in (0, prompt_len):
+        if num_absent not in (0, prompt_len) or num_absent > _LONGEST_PROMPT:
             return None
-        return Texts(num_absent, self.texts)
+        return (None,) * num_absent + tuple(self.texts)
 
 
 def _start_without_rows(

@@ -3,13 +3,10 @@
 Imports numpy and the standard library only.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
-from typing import overload
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import Rows, count_missing
@@ -25,49 +22,13 @@ class RoutingError(ValueError):
     """An incomplete or impossible response."""
 
 
-class Texts(Sequence[str | None]):
-    """The texts of tokens by position; None where unknown.
-
-    Unknown ones before the first take no memory: a response may say that its prompt is longer than
-    any is.
-    """
-
-    def __init__(self, num_absent: int, texts: Sequence[str | None]) -> None:
-        self._num_absent = num_absent
-        self._texts = tuple(texts)
-
-    def __len__(self) -> int:
-        return self._num_absent + len(self._texts)
-
-    def __iter__(self) -> Iterator[str | None]:
-        return chain(repeat(None, self._num_absent), self._texts)
-
-    @overload
-    def __getitem__(self, index: int) -> str | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[str | None, ...]: ...
-    def __getitem__(self, index: int | slice) -> str | tuple[str | None, ...] | None:
-        positions = range(len(self))[index]
-        if isinstance(positions, range):
-            return tuple(map(self._text, positions))
-        return self._text(positions)
-
-    def _text(self, position: int) -> str | None:
-        if position < self._num_absent:
-            return None
-        return self._texts[position - self._num_absent]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Sequence) and len(self) == len(other) and tuple(self) == tuple(other)
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def known(self) -> tuple[int, tuple[str | None, ...]]:
-        """The position of the first text that came, and those from there on."""
-        return self._num_absent, self._texts
+def num_same(ours: ArrayLike, theirs: ArrayLike) -> int:
+    """How many token ids both begin with."""
+    our_ids = np.asarray(ours, np.int64)
+    their_ids = np.asarray(theirs, np.int64)
+    length = min(len(our_ids), len(their_ids))
+    different = np.flatnonzero(our_ids[:length] != their_ids[:length])
+    return int(different[0]) if len(different) else length
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +77,7 @@ class Routing:
     finish_reason: str | None = None
     weights: NDArray[np.float32] | None = None
     logprobs: NDArray[np.float64] | None = None
-    texts: Sequence[str | None] | None = None
+    texts: tuple[str | None, ...] | None = None
     prompt_histogram: Histogram | None = None
     histogram: Histogram | None = None
     media: tuple[str, ...] | None = None
@@ -144,6 +105,17 @@ class Routing:
         In a finished response that is the position of the last token.
         """
         return self.start + len(self.rows)
+
+    @property
+    def all_token_ids(self) -> tuple[int, ...]:
+        """[P + G], the prompt's and the generated ones.
+
+        Raises:
+            RoutingError: the response does not have them.
+        """
+        if self.prompt_token_ids is None or self.token_ids is None:
+            raise RoutingError("the response has no token ids: set return_token_ids in the request")
+        return (*self.prompt_token_ids, *self.token_ids)
 
     @property
     def missing(self) -> int:

@@ -1,4 +1,4 @@
-"""Reads files of responses. Imports numpy and the standard library only.
+"""Reads files of responses. Imports numpy and msgspec.
 
 A file has JSON bodies (one per line, pretty-printed, or in arrays), streams as curl prints them,
 lines of a batch's output, or all of them. The response of `GET /v1/routed_experts` applies to all
@@ -8,29 +8,22 @@ precedence, for that response and those after it in the file.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from reprlib import repr as shown
-from typing import Any, TextIO
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TextIO
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
-from routed_experts.protocol.answers import is_number, without_envelope
+from routed_experts.protocol.answers import Number, read_fields, without_envelope
 from routed_experts.protocol.codec import MAX_EXPERTS, MAX_LAYERS, Rows
 from routed_experts.protocol.collect import Collector, RequestValues
 from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
-
-# What a response says of itself takes nothing before it is held against these. A real file meets
-# none of them.
-MAX_CHARS = 1 << 31
-"""Of a response in a file: twice what a server sends unless its settings say otherwise."""
-MAX_REPEATED_BYTES = 1 << 36
-"""Of a response with the prompt of each choice. Commands take one choice at a time."""
-TOO_LONG = f"a response takes more than {MAX_CHARS} characters: write one per line"
 DENSE_NEED = (
     "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
     "GET /v1/routed_experts into a file before it"
@@ -38,90 +31,48 @@ DENSE_NEED = (
 _SSE_FIELDS = ("data:", "event:", "id:", "retry:", ":")
 _SSE_LENGTH = max(map(len, _SSE_FIELDS))
 
+Size = Annotated[int, Meta(ge=1, le=MAX_EXPERTS)]
+LayerId = Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
 
-@dataclass(frozen=True)
-class ModelInfo:
+
+class ModelInfo(msgspec.Struct, frozen=True):
     """Known facts about a response and its model, as in `GET /v1/routed_experts`; None if
     unknown."""
 
-    num_layers: int | None = None
-    top_k: int | None = None
-    num_experts: int | None = None
-    layer_ids: tuple[int, ...] | None = None
+    num_layers: Size | None = None
+    top_k: Size | None = None
+    num_experts: Size | None = None
+    layer_ids: tuple[LayerId, ...] | None = None
+    # of each layer; servers without weights send an empty list
+    weights_scale: tuple[Number, ...] | None = None
     rows_dtype: str | None = None  # of rows in the form `raw`; None if they have another form
-    weights_scale: tuple[float, ...] | None = None
     n: int | None = None  # choices per prompt
 
-    @classmethod
-    def of(cls, document: Any) -> "ModelInfo":
-        """Parses the response of `GET /v1/routed_experts`, or a part of it."""
-        if not isinstance(document, Mapping):
-            raise RoutingError(f"{INFO} must be an object, not {shown(document)}")
-        num_layers = _size(document, "num_layers")
-        top_k = _size(document, "top_k")
-        num_experts = _size(document, "num_experts")
-        layer_ids = _layer_ids(document)
-        if layer_ids is not None and num_layers not in (None, len(layer_ids)):
-            raise RoutingError(
-                f"num_layers is {num_layers}, but layer_ids are {shown(list(layer_ids))}"
-            )
-        return cls(
-            num_layers=num_layers,
-            top_k=top_k,
-            num_experts=num_experts,
-            layer_ids=layer_ids,
-            weights_scale=_weights_scale(document, layer_ids),
-        )
-
-    @property
-    def known(self) -> dict[str, Any]:
-        """The known facts about the model, by the names of `GET /v1/routed_experts`."""
-        names = ("num_layers", "top_k", "num_experts", "layer_ids", "weights_scale")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    def __post_init__(self) -> None:
+        ids = self.layer_ids
+        if ids is None:
+            return
+        if list(ids) != sorted(set(ids)):
+            raise ValueError(f"layer_ids must be ascending, not {list(ids)}")
+        if self.num_layers not in (None, len(ids)):
+            raise ValueError(f"num_layers is {self.num_layers}, but layer_ids are {list(ids)}")
+        if self.weights_scale and len(self.weights_scale) != len(ids):
+            raise ValueError("weights_scale must be a number for each layer")
 
     def over(self, other: "ModelInfo") -> "ModelInfo":
-        """A copy in which `other` fills the unknown fields."""
-        names = [field.name for field in fields(self)]
-        known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(other, **known)
+        """A copy in which `other` fills the unknown fields.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        known = {
+            name: value for name, value in msgspec.structs.asdict(self).items() if value is not None
+        }
+        return msgspec.structs.replace(other, **known)
 
 
-def _size(document: Mapping[str, Any], name: str) -> int | None:
-    size = document.get(name)
-    if size is None:
-        return None
-    if type(size) is not int or not 1 <= size <= MAX_EXPERTS:
-        raise RoutingError(
-            f"{name} must be a positive integer up to {MAX_EXPERTS}, not {shown(size)}"
-        )
-    return size
-
-
-def _layer_ids(document: Mapping[str, Any]) -> tuple[int, ...] | None:
-    ids = document.get("layer_ids")
-    if ids is None:
-        return None
-    are_layers = isinstance(ids, list) and all(
-        type(layer) is int and 0 <= layer < MAX_LAYERS for layer in ids
-    )
-    if not are_layers or ids != sorted(set(ids)):
-        raise RoutingError(
-            f"layer_ids must be ascending layer indices below {MAX_LAYERS}, not {shown(ids)}"
-        )
-    return tuple(ids)
-
-
-def _weights_scale(
-    document: Mapping[str, Any], layer_ids: tuple[int, ...] | None
-) -> tuple[float, ...] | None:
-    """A number for each layer; servers without weights send an empty list."""
-    scale = document.get("weights_scale")
-    if not scale:
-        return None
-    are_numbers = isinstance(scale, list) and all(map(is_number, scale))
-    if not are_numbers or len(scale) != len(layer_ids or scale):
-        raise RoutingError(f"weights_scale must be a number for each layer, not {shown(scale)}")
-    return tuple(map(float, scale))
+class _WithInfo(msgspec.Struct):
+    routed_experts_info: ModelInfo = ModelInfo()
 
 
 class _PlacedError(RoutingError):
@@ -159,15 +110,13 @@ class SavedAnswer:
     def each_routing(self, model: ModelInfo | None = None) -> Iterator[Routing]:
         """`routings`, one after another: the rows of a prompt, which each of its choices has, take
         memory once."""
-        collector = self.collected(model)
-        info = self._info(model)
         with self.located():
-            for routing in collector.each_finished():
+            info = self.info if model is None else model.over(self.info)
+            for routing in self.collected(info).each_finished():
                 yield _checked(_moe_layers(routing, info), info)
 
-    def collected(self, model: ModelInfo | None = None) -> Collector:
-        """The response, before arrays of its choices are made."""
-        info = self._info(model)
+    def collected(self, info: ModelInfo) -> Collector:
+        """The response, whole or not."""
         request: RequestValues = {"prompt_start": None}
         if info.n is not None:
             request["n"] = info.n
@@ -175,18 +124,10 @@ class SavedAnswer:
             request["num_layers"] = info.num_layers
             request["top_k"] = info.top_k
             request["dtype"] = info.rows_dtype
-        with self.located():
-            collector = Collector(**request)
-            for part in self.parts:
-                collector.take(part)
-            if (size := collector.num_bytes) > MAX_REPEATED_BYTES:
-                raise RoutingError(
-                    f"it takes {size} bytes with the prompt of each choice; {MAX_REPEATED_BYTES} are allowed"
-                )
+        collector = Collector(**request)
+        for part in self.parts:
+            collector.take(part)
         return collector
-
-    def _info(self, model: ModelInfo | None) -> ModelInfo:
-        return self.info if model is None else model.over(self.info)
 
 
 def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
@@ -236,89 +177,68 @@ def _check_fits_model(rows: Rows, info: ModelInfo) -> None:
 def read(files: Iterable[tuple[str, TextIO]], model_info: ModelInfo) -> Iterator[SavedAnswer]:
     """The responses in files, given as names and texts. `model_info` has facts about the model, which
     take precedence."""
-    reader = Reader(model_info)
+    info = ModelInfo()  # what the files so far say about their model
     name = ""
-    is_empty = True
+    has_answers = False
     for name, file in files:
-        for answer in reader.read(name, file):
+        of_file = ModelInfo()
+        is_empty = True
+        for line, parts in _responses(name, file):
             is_empty = False
-            yield answer
-    if is_empty:
+            answer = SavedAnswer(name, line, list(map(without_envelope, parts)), ModelInfo())
+            with answer.located():
+                if not all(isinstance(part, dict) for part in answer.parts):
+                    raise RoutingError("not a response of the server: it must be a JSON object")
+                first = answer.parts[0]
+                if "layer_ids" in first and "choices" not in first:
+                    info = read_fields(first, ModelInfo)
+                    of_file = ModelInfo()
+                    continue
+                if INFO in first:
+                    of_file = read_fields(first, _WithInfo).routed_experts_info
+                of_answer = model_info.over(of_file.over(info))
+            has_answers = True
+            yield replace(answer, info=of_answer)
+        if is_empty:
+            raise RoutingError(f"{name} has no responses")
+    if not has_answers:
         raise RoutingError(f"{name} has no responses")
 
 
-class Reader:
-    """Reads one file after another."""
-
-    def __init__(self, model_info: ModelInfo) -> None:
-        self.info = ModelInfo()  # what the files so far say about their model
-        self._model_info = model_info
-
-    def read(self, name: str, file: TextIO) -> Iterator[SavedAnswer]:
-        """The responses in a file."""
-        is_empty = True
-        of_file = ModelInfo()
-        for line, parts in self._responses(name, file):
-            is_empty = False
-            answer = SavedAnswer(name, line, parts, ModelInfo())
-            with answer.located():
-                parts[:] = map(without_envelope, parts)
-                if not all(isinstance(part, dict) for part in parts):
-                    raise RoutingError("not a response of the server: it must be a JSON object")
-                if "layer_ids" in parts[0] and "choices" not in parts[0]:
-                    self.info = ModelInfo.of(parts[0])
-                    of_file = ModelInfo()
-                    continue
-                if INFO in parts[0]:
-                    of_file = ModelInfo.of(parts[0][INFO])
-            yield replace(answer, info=self._model_info.over(of_file.over(self.info)))
-        if is_empty:
-            raise RoutingError(f"{name} has no responses")
-
-    def _responses(self, name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
-        """The line of each response (or other JSON value) in a file, and its parts. Arrays yield
-        their elements."""
-        text = _Text(file)
-        number = 0
-        try:
-            while (begin := text.begin()) is not None:
-                number = text.number
-                if begin.startswith(_SSE_FIELDS):
-                    if chunks := self._stream(text):
-                        yield number, chunks
-                else:
-                    value = text.value()
-                    for response in value if isinstance(value, list) else [value]:
-                        yield number, [response]
-        except UnicodeDecodeError as error:
-            raise RoutingError(f"{name} cannot be read: it is not UTF-8 text") from error
-        except EventError as error:
-            raise RoutingError(f"{name}, line {number}: {error}") from error
-        except _TooLargeError as error:
-            raise RoutingError(f"{name}, line {text.number}: {error}") from error
-        except (ValueError, RecursionError) as error:
-            raise RoutingError(
-                f"{name}, line {number} is not valid JSON, or was cut off: {error}"
-            ) from error
-
-    def _stream(self, text: "_Text") -> list[Any]:
-        """The chunks of the stream that begins here, up to `[DONE]`."""
-        events = EventReader()
-        chunks: list[Any] = []
-        num_chars = 0
-        while not events.done and (text.begin() or "").startswith(_SSE_FIELDS):
-            line = text.line().strip()
-            num_chars += len(line)
-            if num_chars > MAX_CHARS:
-                raise _TooLargeError(TOO_LONG)
-            chunks += events.feed(line + "\n")
-        if chunks and not events.done:
-            raise EventError("the stream that starts here was cut off: it does not end with [DONE]")
-        return chunks
+def _responses(name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
+    """The line of each response (or other JSON value) in a file, and its parts. Arrays yield their
+    elements."""
+    text = _Text(file)
+    line = 0
+    try:
+        while (begin := text.begin()) is not None:
+            line = text.line_number
+            if begin.startswith(_SSE_FIELDS):
+                if chunks := _stream(text):
+                    yield line, chunks
+            else:
+                value = text.value()
+                for response in value if isinstance(value, list) else [value]:
+                    yield line, [response]
+    except UnicodeDecodeError as error:
+        raise RoutingError(f"{name} cannot be read: it is not UTF-8 text") from error
+    except EventError as error:
+        raise RoutingError(f"{name}, line {line}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RoutingError(
+            f"{name}, line {line} is not valid JSON, or was cut off: {error}"
+        ) from error
 
 
-class _TooLargeError(RoutingError):
-    pass
+def _stream(text: "_Text") -> list[Any]:
+    """The chunks of the stream that begins here, up to `[DONE]`."""
+    events = EventReader()
+    chunks: list[Any] = []
+    while not events.done and (text.begin() or "").startswith(_SSE_FIELDS):
+        chunks += events.feed(text.line().strip() + "\n")
+    if chunks and not events.done:
+        raise EventError("the stream that starts here was cut off: it does not end with [DONE]")
+    return chunks
 
 
 class _Text:
@@ -329,7 +249,7 @@ class _Text:
         self._file = file
         self._text = ""
         self._at = 0
-        self.number = 1
+        self.line_number = 1
 
     def begin(self) -> str | None:
         """The next characters but spaces; None at the end. Does not copy the line, which may have a
@@ -338,11 +258,10 @@ class _Text:
             self._go(_SPACES.match(self._text, self._at).end())  # type: ignore[union-attr]
             if self._at < len(self._text):
                 return self._text[self._at : self._at + _SSE_LENGTH]
-            self._text = self._file.readline(MAX_CHARS + 1)
+            self._text = self._file.readline()
             self._at = 0
             if not self._text:
                 return None
-            self._check_length()
 
     def line(self) -> str:
         """The rest of the current line."""
@@ -360,29 +279,18 @@ class _Text:
                 # Only a value that goes on beyond what was read so far needs more: twice as much
                 # each time.
                 is_cut = not self._text[error.pos :].strip()
-                rest = self._more() if is_cut else ""
+                rest = self._file.read(len(self._text)) + self._file.readline() if is_cut else ""
                 if not rest:
-                    line = self.number + self._text.count("\n", self._at, error.pos)
+                    line = self.line_number + self._text.count("\n", self._at, error.pos)
                     raise ValueError(f"{error.msg} at line {line}") from error
                 self._text = self._text[self._at :] + rest
                 self._at = 0
-                self._check_length()
             else:
                 self._go(end)
                 return value
 
-    def _more(self) -> str:
-        """As much of the file again, to the end of a line."""
-        room = MAX_CHARS + 1 - (len(self._text) - self._at)
-        more = self._file.read(min(len(self._text), room))
-        return more + self._file.readline(room - len(more))
-
-    def _check_length(self) -> None:
-        if len(self._text) > MAX_CHARS:
-            raise _TooLargeError(TOO_LONG)
-
     def _go(self, end: int) -> None:
-        self.number += self._text.count("\n", self._at, end)
+        self.line_number += self._text.count("\n", self._at, end)
         self._at = end
 
 

@@ -60,7 +60,7 @@ def progress(items: Iterable[Item], **options: object) -> Iterable[Item]:
     those of tqdm."""
     try:
         from tqdm import tqdm
-    except ImportError:  # a client's installation has numpy only
+    except ImportError:  # a client's installation does not have it
         return items
     return tqdm(items, disable=None, **options)
 

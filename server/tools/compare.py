@@ -8,7 +8,7 @@ whether rounding explains the difference.
 import argparse
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -108,21 +108,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Runs `routed-experts compare`; returns the exit status."""
     args = parse(argv)
-    to_stdout = args.json is not None and str(args.json) == "-"
-    with (
-        nullcontext()
-        if to_stdout or args.json is None
-        else atomic_file(args.json, "--json") as file
-    ):
+    to_stdout = str(args.json) == "-"
+    with ExitStack() as stack:
+        file = None
+        if args.json is not None and not to_stdout:
+            file = stack.enter_context(atomic_file(args.json, "--json"))
         report = compare_forced(args) if args.force else compare(args)
         text = json.dumps(report, indent=1)
         if file is not None:
             file.write_text(text + "\n", encoding="utf-8")
-    if args.force:
-        print(text if to_stdout else forced_table(report))
-        return 0
-    print(text if to_stdout else table(report))
-    return 1 if report["total"]["other_rows"] else 0
+    as_text = forced_table if args.force else table
+    print(text if to_stdout else as_text(report))
+    has_other_rows = not args.force and report["total"]["other_rows"]
+    return 1 if has_other_rows else 0
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -163,8 +161,9 @@ def _compare_checkpoint(args: argparse.Namespace) -> tuple[float | None, Compari
         routings = answer.routings(_info_of(reference))
         with answer.located():
             _check_layers(answer.info, reference)
-            for routing in routings:
-                comparison.add(routing, reference, answer.info.weights_scale)
+            for ours in routings:
+                theirs, gaps = reference.run(ours, args.logprobs)
+                comparison.add(ours, theirs, (answer.info.weights_scale, None), gaps)
     return reference.epsilon**0.5 if args.near_tie is None else args.near_tie, comparison
 
 
@@ -192,7 +191,7 @@ def _compare_files(args: argparse.Namespace) -> tuple[None, Comparison]:
                 )
             scales = (ours.info.weights_scale, theirs.info.weights_scale)
             for our_choice, their_choice in zip(our_choices, their_choices, strict=True):
-                comparison.add_pair(our_choice, their_choice, scales)
+                comparison.add(our_choice, their_choice, scales)
     assert comparison is not None
     return None, comparison
 

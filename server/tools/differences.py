@@ -10,9 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.protocol.batch import logprobs_of_tokens
 from routed_experts.protocol.codec import UNKNOWN
-from routed_experts.protocol.routing import Routing, RoutingError
-from routed_experts.server.tools.reference import Ids, Reference, Scores
+from routed_experts.protocol.routing import Routing, RoutingError, num_same
+
+Ids = NDArray[np.integer[Any]]
+Floats = NDArray[np.floating[Any]]
+Flags = NDArray[np.bool_]
+
+
+def unmatched(ours: Ids, theirs: Ids) -> tuple[Flags, Flags]:
+    """Which experts [..., K] of each side the other did not choose, in whatever order."""
+    same = ours[..., :, None] == theirs[..., None, :]  # [..., K of ours, K of theirs]
+    return ~same.any(axis=-1), ~same.any(axis=-2)
+
+
+# ---- rows and weights ----
 
 
 @dataclass
@@ -29,40 +42,29 @@ class LayerCount:
     # standard deviations of all scores of that token; none if there are no scores.
     gaps: list[float] = field(default_factory=list)
 
-    def add(
-        self,
-        ours: Ids,
-        theirs: Ids,
-        scores: Scores | None = None,
-        weights: tuple[Scores, Scores] | None = None,
-    ) -> NDArray[np.bool_]:
-        """Compares two sides' rows [n, K] and their weights; `scores` is [n, experts]. Returns
-        which rows differ."""
-        same = ours[:, :, None] == theirs[:, None, :]  # [n, K of ours, K of theirs]
-        only_ours = ~same.any(axis=2)
-        only_theirs = ~same.any(axis=1)
-        differs: NDArray[np.bool_] = only_theirs.any(axis=1)
+    def add(self, ours: Ids, theirs: Ids, gaps: Floats | None = None) -> Flags:
+        """Compares two sides' rows [n, K], with their `gaps` [n] where they differ. Returns which
+        do."""
+        _, only_theirs = unmatched(ours, theirs)
+        differs: Flags = only_theirs.any(axis=1)
         self.rows += len(ours)
         self.differing_rows += int(differs.sum())
         self.differing_slots += int(only_theirs.sum())
-        if scores is not None:
-            for row in np.flatnonzero(differs):
-                gap = (
-                    scores[row, theirs[row, only_theirs[row]]].max()
-                    - scores[row, ours[row, only_ours[row]]].min()
-                )
-                self.gaps.append(float(abs(gap) / max(float(scores[row].std()), 1e-30)))
-        if weights is not None:  # of experts that both chose, which may be in another order
-            our_weights, their_weights = weights
-            differences = np.abs(
-                our_weights[:, :, None].astype(np.float64) - their_weights[:, None, :]
-            )
-            of_both = differences[same]
-            largest = float(of_both.max(initial=0))
-            self.weights += len(of_both)
-            self.weight_difference_sum += float(of_both.sum())
-            self.weight_difference_max = max(self.weight_difference_max, largest)
+        if gaps is not None:
+            self.gaps += gaps[differs].tolist()
         return differs
+
+    def add_weights(
+        self, ours: Ids, theirs: Ids, our_weights: Floats, their_weights: Floats
+    ) -> None:
+        """Compares the weights [n, K] of experts that both chose, which may be in another order."""
+        same = ours[:, :, None] == theirs[:, None, :]
+        differences = np.abs(our_weights[:, :, None].astype(np.float64) - their_weights[:, None, :])
+        of_both = differences[same]
+        self.weights += len(of_both)
+        self.weight_difference_sum += float(of_both.sum())
+        largest = float(of_both.max(initial=0))
+        self.weight_difference_max = max(self.weight_difference_max, largest)
 
     def merged(self, other: "LayerCount") -> "LayerCount":
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
@@ -130,112 +132,60 @@ class Comparison:
         self.layers = [LayerCount() for _ in self.layer_ids]
 
     def add(
-        self, routing: Routing, reference: Reference, scale: Sequence[float] | None = None
-    ) -> None:
-        """Scores the tokens of `routing` in the checkpoint and compares each of its rows. The
-        server's weights are multiplied by `scale` [L]."""
-        tokens = self._tokens_of(routing)
-        logprobs = self._logprobs_of(routing, tokens)
-        # nothing says how probable the first token is
-        valued = np.flatnonzero(~np.isnan(logprobs[1:])) + 1
-        first = int(valued.min(initial=len(tokens)))
-        self.answers += 1
-        self.missing += routing.missing
-        known = np.flatnonzero((routing.rows != UNKNOWN).all(axis=(1, 2)))
-        if not len(known) and not len(valued):
-            return
-        positions = known + routing.start
-        states = _states(len(tokens) - 1, positions)
-
-        def compare_layer(index: int, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
-            both_weights = None
-            if self.with_weights and weights is not None:
-                our_weights = _scaled(routing, known, index, scale)
-                both_weights = (our_weights, weights[positions])
-            ours = routing.rows[known, index]
-            layer = self.layers[index]
-            differs = layer.add(ours, chosen[positions], scores[positions], both_weights)
-            states[positions[differs]] = DIFFERENT
-
-        theirs = reference.score(tokens[:-1], compare_layer, tokens[first:])
-        self._add_logprobs(logprobs[first:], theirs, states[first - 1 :])
-
-    def add_pair(
         self,
         ours: Routing,
         theirs: Routing,
         scales: Sequence[Sequence[float] | None] = (None, None),
+        gaps: Floats | None = None,
     ) -> None:
-        """Compares two responses as far as their tokens are the same. `scales` are those of the
-        layers of each side's model, if they are known."""
-        our_tokens = self._tokens_of(ours)
-        their_tokens = self._tokens_of(theirs)
-        num_same = _num_same(our_tokens, their_tokens)
+        """Compares two responses as far as their tokens are the same.
+
+        Args:
+            scales: of the layers of each side's model, if they are known. Weights are multiplied by
+                them.
+            gaps: [positions, L] in scores, where rows differ.
+        """
+        shared_end = num_same(ours.all_token_ids, theirs.all_token_ids)
         num_prompt = min(len(ours.prompt_token_ids or ()), len(theirs.prompt_token_ids or ()))
-        if num_same < num_prompt:
-            raise RoutingError(f"the responses have different prompts, from position {num_same} on")
+        if shared_end < num_prompt:
+            raise RoutingError(
+                f"the responses have different prompts, from position {shared_end} on"
+            )
         if ours.rows.shape[1:] != theirs.rows.shape[1:] or ours.rows.shape[1] != len(self.layers):
             raise RoutingError(f"rows of shapes {ours.rows.shape[1:]} and {theirs.rows.shape[1:]}")
         self.answers += 1
         first = max(ours.start, theirs.start)
-        end = max(min(ours.end, theirs.end, num_same), first)
+        end = max(min(ours.end, theirs.end, shared_end), first)
         positions = np.arange(first, end)
         is_known = _is_known(ours, positions) & _is_known(theirs, positions)
         self.missing += int((~is_known).sum())
         positions = positions[is_known]
-        our_rows = positions - ours.start
-        their_rows = positions - theirs.start
-        states = _states(num_same, positions)
+        states = np.full(shared_end, NOT_KNOWN, dtype=np.int8)
+        states[positions] = EQUAL
         for index, layer in enumerate(self.layers):
-            weights = None
-            if self.with_weights:
-                weights = (
-                    _scaled(ours, our_rows, index, scales[0]),
-                    _scaled(theirs, their_rows, index, scales[1]),
-                )
-            our_ids = ours.rows[our_rows, index]
-            their_ids = theirs.rows[their_rows, index]
-            differs = layer.add(our_ids, their_ids, None, weights)
+            our_ids = ours.rows[positions - ours.start, index]
+            their_ids = theirs.rows[positions - theirs.start, index]
+            differs = layer.add(
+                our_ids, their_ids, None if gaps is None else gaps[positions, index]
+            )
             states[positions[differs]] = DIFFERENT
-        our_logprobs = self._logprobs_of(ours, our_tokens)[1:num_same]
-        their_logprobs = self._logprobs_of(theirs, their_tokens)[1:num_same]
-        self._add_logprobs(our_logprobs, their_logprobs, states[:-1])
+            if self.with_weights:
+                our_weights = _weights_of(ours, positions, index, scales[0])
+                their_weights = _weights_of(theirs, positions, index, scales[1])
+                layer.add_weights(our_ids, their_ids, our_weights, their_weights)
+        if self.with_logprobs:
+            our_logprobs = logprobs_of_tokens(ours, np.nan)[:shared_end]
+            their_logprobs = logprobs_of_tokens(theirs, np.nan)[:shared_end]
+            self._add_logprobs(our_logprobs, their_logprobs, states)
 
     def _add_logprobs(
-        self,
-        ours: NDArray[np.floating[Any]],
-        theirs: NDArray[np.floating[Any]],
-        states: NDArray[np.int8],
+        self, ours: NDArray[np.float64], theirs: NDArray[np.float64], states: NDArray[np.int8]
     ) -> None:
         """Compares [n] tokens, whose rows compare as `states` says. Those without a value (NaN) are
-        left out."""
-        difference = np.abs(ours.astype(np.float64) - theirs)
+        left out, and the first, which no row is before."""
+        differences = np.abs(ours - theirs)[1:]
         for state, of_state in enumerate(self.logprobs):
-            of_state += difference[(states == state) & ~np.isnan(difference)].tolist()
-
-    def _tokens_of(self, routing: Routing) -> tuple[int, ...]:
-        if self.with_weights and routing.weights is None:
-            raise RoutingError(
-                "the response has no weights: set return_routed_expert_weights in the request"
-            )
-        if routing.prompt_token_ids is None or routing.token_ids is None:
-            raise RoutingError("the response has no token ids: set return_token_ids in the request")
-        return (*routing.prompt_token_ids, *routing.token_ids)
-
-    def _logprobs_of(self, routing: Routing, tokens: Sequence[int]) -> NDArray[np.float64]:
-        """Those of all tokens, NaN where the response has none."""
-        of_all = np.full(len(tokens), np.nan)
-        if not self.with_logprobs:
-            return of_all
-        if routing.logprobs is None:
-            raise RoutingError("the response has no log-probabilities: set logprobs in the request")
-        generated = len(routing.token_ids or ())
-        if len(routing.logprobs) not in (generated, len(tokens)):
-            raise RoutingError(
-                f"{len(routing.logprobs)} log-probabilities of {generated} generated tokens"
-            )
-        of_all[len(tokens) - len(routing.logprobs) :] = routing.logprobs
-        return of_all
+            of_state += differences[(states[:-1] == state) & ~np.isnan(differences)].tolist()
 
     def report(self, near_tie: float | None) -> dict[str, Any]:
         """The results for JSON."""
@@ -255,35 +205,26 @@ class Comparison:
         return report
 
 
-def _num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    for index, (our_token, their_token) in enumerate(zip(ours, theirs, strict=False)):
-        if our_token != their_token:
-            return index
-    return min(len(ours), len(theirs))
-
-
 def _is_known(routing: Routing, positions: NDArray[np.intp]) -> NDArray[np.bool_]:
     """[n], whether all ids of the rows at `positions` are known."""
     known: NDArray[np.bool_] = (routing.rows[positions - routing.start] != UNKNOWN).all(axis=(1, 2))
     return known
 
 
-def _states(count: int, known: NDArray[np.intp]) -> NDArray[np.int8]:
-    """Of `count` rows, before they are compared."""
-    states = np.full(count, NOT_KNOWN, dtype=np.int8)
-    states[known] = EQUAL
-    return states
-
-
-def _scaled(
-    routing: Routing, rows: NDArray[np.intp], layer: int, scale: Sequence[float] | None
-) -> Scores:
-    """The weights [n, K] of some rows in a layer."""
-    assert routing.weights is not None
-    factor = np.float32(1 if scale is None else scale[layer])
-    scaled: Scores = routing.weights[rows, layer] * factor
+def _weights_of(
+    routing: Routing, positions: NDArray[np.intp], layer: int, scale: Sequence[float] | None
+) -> NDArray[np.float32]:
+    """The weights [n, K] at some positions in a layer."""
+    if routing.weights is None:
+        raise RoutingError(
+            "the response has no weights: set return_routed_expert_weights in the request"
+        )
+    factor = np.float32(scale[layer] if scale else 1)
+    scaled: NDArray[np.float32] = routing.weights[positions - routing.start, layer] * factor
     return scaled
+
+
+# ---- the table ----
 
 
 _HEADINGS = {

@@ -19,6 +19,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import UNKNOWN, Rows, count_missing
@@ -60,7 +61,7 @@ class Exported:
 
     def check(self, info: ModelInfo, rows: Rows) -> None:
         """Refuses a response of another model than the first."""
-        info = replace(info, num_layers=rows.shape[1], top_k=rows.shape[2])
+        info = structs.replace(info, num_layers=rows.shape[1], top_k=rows.shape[2])
         for name in ("num_layers", "top_k", "num_experts", "layer_ids"):
             now = getattr(info, name)
             before = getattr(self.model, name)

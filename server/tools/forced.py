@@ -12,13 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from routed_experts.protocol.batch import logprobs_of_tokens
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.protocol.collect import collect
-from routed_experts.protocol.routing import Routing, RoutingError
+from routed_experts.protocol.routing import Routing
 from routed_experts.protocol.saved import read
-from routed_experts.protocol.score import Logprobs, Score, forcing, logprobs_of, sampling
+from routed_experts.protocol.score import Score, forcing, logprobs_of, sampling
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.tools.differences import aligned, tails
+from routed_experts.server.tools.differences import (
+    Flags,
+    aligned,
+    tails,
+    unmatched,
+)
 from routed_experts.server.tools.running import FIELDS_FOR_SAVED, RunningServer
 from routed_experts.server.tools.saved import info_of, opened
 
@@ -41,7 +47,7 @@ class Differences:
     def add(self, routing: Routing, scored: Score, own_rows: Rows) -> None:
         """Adds the tokens of a response. `own_rows` [P + G, L, K] are what the server's routers
         choose for its tokens."""
-        logprobs = _logprobs_of(routing)
+        logprobs = logprobs_of_tokens(routing, np.nan)[len(routing.prompt_token_ids or ()) :]
         known = ~np.isnan(logprobs)
         split = scored.split(logprobs)
         for part in PARTS:
@@ -81,7 +87,7 @@ def compare_forced(args: argparse.Namespace) -> dict[str, Any]:
         routings = answer.routings()
         with answer.located():
             for routing in routings:
-                tokens = _tokens_of(routing)
+                tokens = routing.all_token_ids
                 scored, own_rows = _score(server, answer.where, routing, tokens)
                 differences.add(routing, scored, own_rows)
     return {"model": server.url, **differences.report()}
@@ -103,40 +109,21 @@ def _score(
     return scored, own_routing.rows[: len(tokens)]
 
 
-def _tokens_of(routing: Routing) -> tuple[int, ...]:
-    if not routing.prompt_token_ids or not routing.token_ids:
-        raise RoutingError("the response has no token ids: set return_token_ids in the request")
-    if routing.media:
-        raise RoutingError("the prompt has pictures or sounds, and its tokens alone say too little")
-    return (*routing.prompt_token_ids, *routing.token_ids)
-
-
-def _logprobs_of(routing: Routing) -> Logprobs:
-    """[G], of the generated tokens."""
-    num_tokens = len(routing.token_ids or ())
-    if routing.logprobs is None or len(routing.logprobs) < num_tokens:
-        raise RoutingError("the response has no log-probabilities: set logprobs in the request")
-    return routing.logprobs[len(routing.logprobs) - num_tokens :]
-
-
 def _num_missing(routing: Routing) -> int:
     """Of how many tokens, but the last, which needs none, there is no row that is known."""
-    num_tokens = len(routing.prompt_token_ids or ()) + len(routing.token_ids or ())
-    return num_tokens - 1 - (len(routing.rows) - routing.missing)
+    return len(routing.all_token_ids) - 1 - (len(routing.rows) - routing.missing)
 
 
-def _other_experts(routing: Routing, own_rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _other_experts(routing: Routing, own_rows: Rows) -> Flags:
     """[G], whether the server's routers choose other experts where a generated token was sampled:
-    for the token before it, in any layer. Unknown rows do not count."""
-    num_prompt = len(routing.prompt_token_ids or ())
-    positions = np.arange(num_prompt - 1, num_prompt - 1 + len(routing.token_ids or ()))
-    is_other = np.zeros(len(positions), bool)
-    has_row = (positions >= routing.start) & (positions < routing.end)
-    theirs = np.sort(routing.rows[positions[has_row] - routing.start], axis=2)
-    ours = np.sort(own_rows[positions[has_row]], axis=2)
-    differs = (theirs != ours) & (theirs != UNKNOWN)
-    is_other[has_row] = differs.any(axis=(1, 2))
-    return is_other
+    for the token before it, in any layer. Unknown ids do not count."""
+    only_theirs, _ = unmatched(routing.rows, own_rows[routing.start : routing.end])
+    is_other = np.zeros(len(own_rows), bool)
+    is_other[routing.start : routing.end] = (only_theirs & (routing.rows != UNKNOWN)).any(
+        axis=(1, 2)
+    )
+    num_generated = len(routing.token_ids or ())
+    return is_other[-num_generated - 1 : -1]
 
 
 _NAMES = {

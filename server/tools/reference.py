@@ -5,19 +5,22 @@ Comparing files imports this module without torch.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.routing import Routing
 from routed_experts.server.cli.console import (
     CommandError,
     hide_transformers_progress,
     sentence_of,
 )
+from routed_experts.server.tools.differences import Ids, unmatched
 
-Ids = NDArray[np.integer[Any]]
 Scores = NDArray[np.float32]
 
 _SLICE = 1024
@@ -52,25 +55,40 @@ class Reference:
                 f"{model} cannot be compared: its routers in transformers do not return the experts that they chose."
             )
 
-    def score(
-        self,
-        tokens: Sequence[int],
-        on_layer: Callable[[int, Ids, Scores, Scores | None], None],
-        following: Sequence[int] = (),
-    ) -> Scores:
-        """Runs `tokens`.
-
-        Args:
-            on_layer: is called for each layer with its index, experts [tokens, K], scores [tokens,
-                experts] and weights [tokens, K], if its router returns them.
-            following: the tokens after each of the last ones of `tokens`.
+    def run(self, ours: Routing, with_logprobs: bool = False) -> tuple[Routing, Scores]:
+        """Runs the tokens of a response.
 
         Returns:
-            float32 [following], their log-probabilities.
+            The checkpoint's rows of them and, of the tokens for which the response has them,
+            log-probabilities; and gaps [positions, L] of the response's rows, as `score_gaps` has
+            them.
         """
-        indices = iter(range(len(self.layer_ids)))
-        self._on_router = lambda name, *of_router: on_layer(next(indices), *of_router)
-        return self._forward(tokens, following)
+        tokens = ours.all_token_ids
+        our_rows = np.full((len(tokens) - 1, len(self.layer_ids), self.top_k), UNKNOWN, np.int16)
+        our_rows[ours.start : ours.end] = ours.rows
+        rows: list[Ids] = []
+        weights: list[Scores] = []
+        gaps: list[Scores] = []
+
+        def take(_: str, chosen: Ids, scores: Scores, of_layer: Scores | None) -> None:
+            gaps.append(score_gaps(our_rows[:, len(rows)], chosen, scores))
+            rows.append(chosen.astype(np.int16))
+            if of_layer is not None:
+                weights.append(of_layer)
+
+        self._on_router = take
+        num_scored = len(ours.logprobs) if with_logprobs and ours.logprobs is not None else 0
+        first = max(len(tokens) - num_scored, 1)  # nothing says how probable the first token is
+        logprobs = np.full(len(tokens), np.nan)
+        logprobs[first:] = self._forward(tokens[:-1], tokens[first:])
+        theirs = replace(
+            ours,
+            rows=np.stack(rows, axis=1),
+            start=0,
+            weights=np.stack(weights, axis=1) if weights else None,
+            logprobs=logprobs,
+        )
+        return theirs, np.stack(gaps, axis=1)
 
     def _forward(self, tokens: Sequence[int], following: Sequence[int] = ()) -> Scores:
         import torch
@@ -117,6 +135,18 @@ class Reference:
         scores = _scores(logits, (_bias_of(module), *args[1:], *kwargs.values()))
         weights = _weights([part for part in floats if part is not logits], top_k)
         self._on_router(name, ids.reshape(-1, top_k).cpu().numpy(), scores.cpu().numpy(), weights)
+
+
+def score_gaps(ours: Ids, theirs: Ids, scores: Scores) -> Scores:
+    """[n], the gap in `scores` [n, experts] between the experts [n, K] that only one side chose, in
+    standard deviations of the token's scores; NaN where both chose the same."""
+    only_ours, only_theirs = unmatched(ours, theirs)
+    of_ours = np.where(only_ours, np.take_along_axis(scores, ours, axis=1), np.inf)
+    of_theirs = np.where(only_theirs, np.take_along_axis(scores, theirs, axis=1), -np.inf)
+    with np.errstate(invalid="ignore"):  # both are infinite if no expert differs
+        gaps = np.abs(of_theirs.max(axis=1) - of_ours.min(axis=1))
+    gaps[~only_ours.any(axis=1)] = np.nan
+    return gaps / np.maximum(scores.std(axis=1), 1e-30)
 
 
 def _by_kind(output: Iterable[Any]) -> tuple[list[Any], list[Any]]:

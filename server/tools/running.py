@@ -16,8 +16,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
+from routed_experts.protocol.answers import read_fields
 from routed_experts.protocol.routing import Routing
-from routed_experts.protocol.saved import MAX_CHARS, ModelInfo, SavedAnswer
+from routed_experts.protocol.saved import ModelInfo, SavedAnswer
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.tools.saved import open_text
 
@@ -90,7 +93,7 @@ class RunningServer:
             request["return_routed_expert_weights"] = True
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         try:
-            info = replace(ModelInfo.of(self.document), n=body.get("n") or 1)
+            info = structs.replace(read_fields(self.document, ModelInfo), n=body.get("n") or 1)
         except ValueError as error:
             raise self._is_other("/v1/routed_experts") from error
         answer = self._call(path, request, where=str(source))
@@ -164,12 +167,7 @@ class RunningServer:
         request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
         try:
             with urllib.request.urlopen(request, timeout=600) as response:
-                content = response.read(MAX_CHARS + 1)
-                if len(content) > MAX_CHARS:
-                    raise CommandError(
-                        f"{where or self.url}: the response has more than {MAX_CHARS} bytes."
-                    )
-                answer = json.loads(content)
+                answer = json.load(response)
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace")
             is_unknown = body is None and error.code in _HAS_NONE
@@ -263,11 +261,9 @@ def _prompt_files(paths: Iterable[Path]) -> Iterator[Path]:
 def _prompts_in(path: Path) -> Iterator[tuple[Source, str | Body]]:
     try:
         with open_text(path, is_read_once=True) as file:
-            text = file.read(MAX_CHARS + 1)
+            text = file.read()
     except UnicodeDecodeError as error:
         raise CommandError(f"{path} cannot be read: {error}.") from error
-    if len(text) > MAX_CHARS:
-        raise CommandError(f"{path} has more than {MAX_CHARS} characters: split it.")
     lines = text.split("\n")
     if not any(map(str.strip, lines)):
         raise CommandError(f"{path} has no prompts: write one per line.")

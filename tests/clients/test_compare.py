@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from routed_experts.protocol.routing import Routing
 from routed_experts.server.cli.main import main
 from routed_experts.server.tools import running
-from routed_experts.server.tools.differences import LayerCount
-from routed_experts.server.tools.reference import Reference
+from routed_experts.server.tools.reference import Reference, score_gaps
 from tests import programs
 from tests.clients.test_replay import last_layer_on_disk
 from tests.e2e.harness import OURS, Oracle, Server, free_port, prompt_of
@@ -333,7 +333,7 @@ def test_responses_that_are_no_pairs(
         assert Run(file, tmp_path, (*flags, whole), "--logprobs").status == 2
         assert message in capsys.readouterr().err
     assert Run(file, tmp_path, (few,), "--logprobs").status == 2
-    assert f"{G - 1} log-probabilities of {G} generated tokens" in capsys.readouterr().err
+    assert f"a response of {P + G} tokens has {G - 1} log-probabilities" in capsys.readouterr().err
     assert main(["compare", str(file), "--url", f"localhost:{free_port()}"]) == 2
     assert "compare it with --answers" in capsys.readouterr().err
 
@@ -360,10 +360,15 @@ def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
     reference = Reference(str(tmp_path), "float32", "cpu")
     assert (tuple(reference.layer_ids), reference.top_k) == (shape.layer_ids, shape.top_k)
     assert reference.num_experts == shape.num_experts
-    chosen: dict[int, np.ndarray] = {}
-    reference.score(tokens, lambda layer, ids, scores, weights: chosen.__setitem__(layer, ids))
-    got = np.stack([chosen[layer] for layer in range(len(shape.layer_ids))], axis=1)
-    assert np.array_equal(np.sort(got, axis=2), HookOracle(tmp_path, shape).rows(tokens))
+    theirs, _ = reference.run(response_without_rows(reference, tokens))
+    expected = HookOracle(tmp_path, shape).rows(tokens[:-1])
+    assert np.array_equal(np.sort(theirs.rows, axis=2), expected)
+
+
+def response_without_rows(reference: Reference, tokens: list[int]) -> Routing:
+    shape = (0, len(reference.layer_ids), reference.top_k)
+    ids = tuple(tokens)
+    return Routing(np.empty(shape, np.int16), prompt_token_ids=ids[:-1], token_ids=ids[-1:])
 
 
 def test_offloaded_weights(tmp_path: Path) -> None:
@@ -371,14 +376,12 @@ def test_offloaded_weights(tmp_path: Path) -> None:
     pass only."""
     make_model(shape_named("deepseek-v3, plain"), tmp_path)
     reference = Reference(str(tmp_path), "float32", "cpu")
-    seen: list[np.ndarray] = []
-    for _ in range(2):
-        reference.score(
-            prompt_of(30, seed=2), lambda layer, ids, scores, weights: seen.extend((ids, scores))
-        )
-        last_layer_on_disk(reference._model, tmp_path)
-    expected, offloaded = seen[: len(seen) // 2], seen[len(seen) // 2 :]
-    assert all(map(np.allclose, offloaded, expected))
+    ours = response_without_rows(reference, prompt_of(30, seed=2))
+    expected, gaps = reference.run(ours)
+    last_layer_on_disk(reference._model, tmp_path)
+    offloaded, gaps_of_offloaded = reference.run(ours)
+    assert np.array_equal(offloaded.rows, expected.rows)
+    assert np.allclose(gaps_of_offloaded, gaps)
 
 
 def test_a_model_whose_routers_say_nothing(
@@ -409,6 +412,7 @@ def test_a_running_server(server: Server, tmp_path: Path) -> None:
 
 def test_a_gap_is_between_the_experts_that_one_side_chose_alone() -> None:
     """Whatever their places in the rows: here 3 and 0, beside 4."""
-    count, scores = LayerCount(), np.array([[0.0, 1.0, 2.0, 3.0, 10.0]])
-    assert count.add(np.array([[4, 0]]), np.array([[3, 4]]), scores).tolist() == [True]
-    assert count.gaps == [pytest.approx(3 / scores.std())]
+    scores = np.array([[0.0, 1.0, 2.0, 3.0, 10.0]])
+    (gap,) = score_gaps(np.array([[4, 0]]), np.array([[3, 4]]), scores)
+    assert gap == pytest.approx(3 / scores.std())
+    assert np.isnan(score_gaps(np.array([[4, 3]]), np.array([[3, 4]]), scores)).all()

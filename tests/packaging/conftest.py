@@ -155,7 +155,7 @@ def pack_installed(folder: Path, name: str) -> None:
 def index_of_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package index with what the wheel itself depends on."""
     index = tmp_path_factory.mktemp("index")
-    for name in ("numpy", "orjson"):
+    for name in ("msgspec", "numpy", "orjson"):
         pack_installed(index, name)
     return index
 

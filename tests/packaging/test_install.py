@@ -19,6 +19,8 @@ pytestmark = pytest.mark.release
 
 FOLDERS = ("server", "capture", "protocol")
 VERSION = PROJECT["version"]
+BASE = ("msgspec", "numpy", "orjson")
+"""What the wheel itself depends on."""
 
 
 def _array(data: str, start: int) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def users_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_every_file_in_one_folder(wheel_environment: Environment) -> None:
     site = wheel_environment.site_packages
-    names = {path.name for path in site.iterdir() if not path.name.startswith(("numpy", "orjson"))}
+    names = {path.name for path in site.iterdir() if not path.name.startswith(BASE)}
     assert names == {"routed_experts", f"routed_experts_server-{VERSION}.dist-info"}
     installed = files_in(site / "routed_experts")
     top = files_in(ROOT / "protocol/package")  # what is installed at the top
@@ -100,9 +102,9 @@ def test_a_server_starts_beside_a_vllm_and_folders_of_the_users(
     assert "was taken for ours" not in server.log.read_text()
 
 
-def test_a_client_needs_numpy_only(wheel_environment: Environment) -> None:
+def test_a_client_needs_numpy_and_msgspec_only(wheel_environment: Environment) -> None:
     names = {package.partition("==")[0] for package in wheel_environment.packages()}
-    assert names == {"numpy", "orjson", "routed-experts-server"}
+    assert names == {*BASE, "routed-experts-server"}
     assert "No broken requirements" in wheel_environment.check()
     modules = sorted(path.stem for path in (ROOT / "protocol").glob("[a-z]*.py"))
     for name in ("models", "input_fields"):  # of the server, with pydantic
@@ -120,12 +122,16 @@ def test_a_client_needs_numpy_only(wheel_environment: Environment) -> None:
     prompt, rows, others = json.loads(printed)
     assert prompt == [[[1, 2, 3], [4, 5, 6]]]
     assert rows == [[[1, 2, 3], [4, 5, 6]], [[6, 5, 4], [3, 2, 1]]]
-    assert {name for name in others if not name.startswith("_")} == {"numpy", "routed_experts"}
+    assert {name for name in others if not name.startswith("_")} == {
+        "msgspec",
+        "numpy",
+        "routed_experts",
+    }
     done = wheel_environment.run("python", "-c", "import routed_experts.protocol.models")
     assert "pip install 'pydantic>=2'" in done.stderr.splitlines()[-1]
 
 
-def test_commands_for_saved_answers_need_numpy_only(
+def test_commands_for_saved_answers_need_nothing_more(
     wheel_environment: Environment, tmp_path: Path
 ) -> None:
     file = tmp_path / "answer.json"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import to_builtins
 
 from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
@@ -72,14 +73,16 @@ def check_equal(tab: Tab, page: str, *texts: str, n: int | None = None) -> int:
 
 def routings_of(saved: SavedAnswer) -> list[Routing]:
     """Also those of a response that was cut off, which the page shows."""
-    so_far = saved.collected().so_far()
+    so_far = saved.collected(saved.info).so_far()
     is_cut = any(routing.finish_reason is None for routing in so_far)
     return so_far if is_cut else saved.routings()
 
 
 def check_choice(choice: dict[str, Any], saved: SavedAnswer, routing: Routing) -> None:
     assert choice["name"] in (saved.where, f"{saved.where}, choice {routing.index}")
-    assert choice["info"] == json.loads(json.dumps(saved.info.known))
+    facts = to_builtins(saved.info)
+    del facts["n"]  # which the page does not need
+    assert choice["info"] == {name: value for name, value in facts.items() if value is not None}
     assert (choice["start"], choice["promptLength"]) == (routing.start, routing.prompt_len)
     assert choice["shape"] == list(routing.rows.shape)
     assert choice["rows"] == routing.rows.ravel().tolist()

@@ -354,7 +354,7 @@ def test_bodies_that_are_not_whole() -> None:
     for start in (None, "0", 1.0, True):
         body = answer(routed())
         body["prompt_routed_experts"]["start"] = start
-        refused("its first row is at", body)
+        refused(r"Expected `int`, got .* at `\$\.start`", body)
     for text in ("{", '{"choices": 5}', '{"choices": "abc"}', json.dumps(answer(routed()))[:200]):
         for raw in (text, text.encode()):
             refused(".", raw)
@@ -439,7 +439,10 @@ def test_histograms(rows: bool) -> None:
 def test_histograms_that_do_not_fit() -> None:
     for change, message in (
         ({"rows": 4}, "rows up to 14, but a histogram of 4 rows after 9 prompt tokens"),
-        ({"rows": None}, "not a histogram"),
+        (
+            {"rows": None},
+            r"Expected `int`, got `null` - at `\$\.choices\[0\]\.routed_experts_histogram",
+        ),
     ):
         body = counted(answer(routed()), [routed()], rows=True)
         body["choices"][0]["routed_experts_histogram"] |= change
@@ -575,10 +578,7 @@ def test_a_prompt_that_is_longer_than_any() -> None:
     )
     assert peak < 1 << 20
     assert [routing.prompt_len for routing in routings] == [2**28 + 9, 1]
-    texts = routings[0].texts
-    assert len(texts) == 2**28 + 15
-    assert (texts[0], texts[2**28 + 7 : 2**28 + 11]) == (None, (None, None, "a", "b"))
-    assert routings[1].texts is None, "the places of these are unknown"
+    assert [routing.texts for routing in routings] == [None, None]
 
 
 @SETTINGS
