@@ -5,7 +5,7 @@ A response is a dict or an object of the OpenAI client. Imports numpy and msgspe
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NotRequired, TypedDict, TypeVar, cast
+from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 from msgspec import Meta, Struct, ValidationError, convert
@@ -221,4 +221,4 @@ def checked_histogram(json: HistogramFields) -> Histogram:
     num_experts = {len(row) for row in [*counts, *json.get("weights", counts)]}
     if len(num_experts) > 1 or len(json.get("weights", counts)) != len(counts):
         raise RoutingError("a histogram has layers of different numbers of experts")
-    return cast(Histogram, json)
+    return json

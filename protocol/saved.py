@@ -21,14 +21,14 @@ from routed_experts.protocol.answers import Number, read_fields, without_envelop
 from routed_experts.protocol.codec import MAX_EXPERTS, MAX_LAYERS, Rows
 from routed_experts.protocol.collect import Collector, RequestValues
 from routed_experts.protocol.routing import Routing, RoutingError
-from routed_experts.protocol.sse import EventError, EventReader
+from routed_experts.protocol.sse import FIELDS, EventError, EventReader
 
 INFO = "routed_experts_info"
 DENSE_NEED = (
     "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
     "GET /v1/routed_experts into a file before it"
 )
-_SSE_FIELDS = ("data:", "event:", "id:", "retry:", ":")
+_SSE_FIELDS = tuple(f"{name.decode()}:" for name in FIELDS)
 _SSE_LENGTH = max(map(len, _SSE_FIELDS))
 
 Size = Annotated[int, Meta(ge=1, le=MAX_EXPERTS)]

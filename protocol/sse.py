@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-_FIELDS = (b"data", b"event", b"id", b"retry", b"")  # the last begins comments
+FIELDS = (b"data", b"event", b"id", b"retry", b"")  # the last begins comments
 
 
 class EventError(ValueError):
@@ -46,7 +46,7 @@ class EventReader:
             whole = b"".join(self._pieces)
             self._pieces = []
             yield self._event(whole)
-        if name not in _FIELDS:
+        if name not in FIELDS:
             raise EventError(f"not a whole line: {line[:80]!r}")
         if name != b"data" or not payload:
             return

@@ -22,7 +22,9 @@ Flags = NDArray[np.bool_]
 def unmatched(ours: Ids, theirs: Ids) -> tuple[Flags, Flags]:
     """Which experts [..., K] of each side the other did not choose, in whatever order."""
     same = ours[..., :, None] == theirs[..., None, :]  # [..., K of ours, K of theirs]
-    return ~same.any(axis=-1), ~same.any(axis=-2)
+    only_ours: Flags = ~same.any(axis=-1)
+    only_theirs: Flags = ~same.any(axis=-2)
+    return only_ours, only_theirs
 
 
 # ---- rows and weights ----
@@ -46,7 +48,7 @@ class LayerCount:
         """Compares two sides' rows [n, K], with their `gaps` [n] where they differ. Returns which
         do."""
         _, only_theirs = unmatched(ours, theirs)
-        differs: Flags = only_theirs.any(axis=1)
+        differs = np.any(only_theirs, axis=1)
         self.rows += len(ours)
         self.differing_rows += int(differs.sum())
         self.differing_slots += int(only_theirs.sum())

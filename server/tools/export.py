@@ -278,7 +278,7 @@ class _JsonLines:
 
 
 def _batch(pa: Any, part: Values, layer_ids: Sequence[int | None] | None, form: str) -> Any:
-    count, layers, top_k = part["experts"].shape
+    count, layers, _ = part["experts"].shape
     repeats = pa.array(np.repeat(np.arange(count), 1 if form == "token" else layers))
     columns = {
         name: pa.array(part[name], getattr(pa, column.arrow)()).take(repeats)
@@ -288,17 +288,19 @@ def _batch(pa: Any, part: Values, layer_ids: Sequence[int | None] | None, form: 
         columns["layer"] = pa.array(np.tile(np.arange(layers, dtype=np.int16), count))
         columns["layer_id"] = pa.array(list(layer_ids or [None] * layers) * count, pa.int16())
     for name in _LISTS:
-        if name not in part:
-            continue
-        values = np.asarray(part[name])
-        if form == "csv":
-            columns |= {
-                f"{name[:-1]}_{slot}": pa.array(values[:, :, slot].ravel()) for slot in range(top_k)
-            }
-        else:
-            lists = _lists(pa, values.ravel(), top_k)
-            columns[name] = _lists(pa, lists, layers) if form == "token" else lists
+        if name in part:
+            columns |= _columns_of_lists(pa, name, np.asarray(part[name]), form)
     return pa.RecordBatch.from_pydict(columns)
+
+
+def _columns_of_lists(pa: Any, name: str, values: NDArray[Any], form: str) -> dict[str, Any]:
+    """The experts or weights [n, L, K], in a row for each token and layer, or for each token."""
+    _, layers, top_k = values.shape
+    if form == "csv":
+        slots = range(top_k)
+        return {f"{name[:-1]}_{slot}": pa.array(values[:, :, slot].ravel()) for slot in slots}
+    lists = _lists(pa, values.ravel(), top_k)
+    return {name: _lists(pa, lists, layers) if form == "token" else lists}
 
 
 def _lists(pa: Any, values: Any, size: int) -> Any:

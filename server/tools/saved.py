@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TextIO
+from typing import Any, TextIO
 
 from routed_experts.protocol.buckets import bucket_at, bucket_errors, is_broken_url, is_bucket
 from routed_experts.protocol.codec import MAX_EXPERTS
@@ -64,16 +64,23 @@ def _copy_of(uri: str) -> Iterator[TextIO]:
     """An object of a bucket, as a file of this machine while it is read."""
     place, _, name = uri.rpartition("/")
     with TemporaryFile() as file:
-        try:
-            objects = bucket_at(place)
-            with bucket_errors(uri):
-                for part in objects.get(name).stream():
-                    file.write(part)
-        except OSError as error:
-            raise CommandError(f"{uri} cannot be read: {error.strerror or error}.") from error
+        with _opened_bucket(place, uri) as objects:
+            for part in objects.get(name).stream():
+                file.write(part)
         file.seek(0)
         with open(file.fileno(), encoding="utf-8-sig", closefd=False) as text:
             yield text
+
+
+@contextmanager
+def _opened_bucket(place: str, url: str) -> Iterator[Any]:
+    """obstore's object for a place. Within it, errors say that `url` cannot be read."""
+    try:
+        objects = bucket_at(place)
+        with bucket_errors(url):
+            yield objects
+    except OSError as error:
+        raise CommandError(f"{url} cannot be read: {error.strerror or error}.") from error
 
 
 def _objects_in(url: str) -> list[str]:
@@ -81,12 +88,8 @@ def _objects_in(url: str) -> list[str]:
     if url.endswith(SUFFIXES):
         return [url]
     place = url.rstrip("/")
-    try:
-        objects = bucket_at(place)
-        with bucket_errors(url):
-            listed = [entry for part in objects.list() for entry in part]
-    except OSError as error:
-        raise CommandError(f"{url} cannot be read: {error.strerror or error}.") from error
+    with _opened_bucket(place, url) as objects:
+        listed = [entry for part in objects.list() for entry in part]
     names = sorted(
         entry["path"] for entry in listed if entry["path"].endswith(SUFFIXES) and entry["size"]
     )

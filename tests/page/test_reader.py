@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from msgspec import to_builtins
 
 from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
@@ -80,7 +80,7 @@ def routings_of(saved: SavedAnswer) -> list[Routing]:
 
 def check_choice(choice: dict[str, Any], saved: SavedAnswer, routing: Routing) -> None:
     assert choice["name"] in (saved.where, f"{saved.where}, choice {routing.index}")
-    facts = to_builtins(saved.info)
+    facts = json.loads(msgspec.json.encode(saved.info))
     del facts["n"]  # which the page does not need
     assert choice["info"] == {name: value for name, value in facts.items() if value is not None}
     assert (choice["start"], choice["promptLength"]) == (routing.start, routing.prompt_len)

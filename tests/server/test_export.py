@@ -549,7 +549,6 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     far["choices"][0]["routed_experts"]["start"] = 2**31 - 1
     for body, flags, sentence in [
-        ([far], "-o out.npz", "line 1: choice 0: its first row is at 2147483647."),
         ([far], "-o out.csv", "line 1: choice 0: its first row is at 2147483647."),
         (
             [deep],
