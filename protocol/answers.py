@@ -68,7 +68,7 @@ class HistogramFields(TypedDict):
 class Choice(Struct):
     """What a chunk has of one choice. An array is in one of the formats of `codec`."""
 
-    index: Index = 0
+    index: Index | None = None  # None: 0
     prompt_token_ids: TokenIds | None = None
     token_ids: TokenIds | None = None
     finish_reason: str | None = None

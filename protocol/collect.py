@@ -220,9 +220,8 @@ class Collector:
             self._append(prompt, of_rows, of_weights)
 
     def _take_choice(self, part: Choice) -> None:
-        choice = self._choices.setdefault(
-            part.index, _Choice(f"choice {part.index}", index=part.index)
-        )
+        index = part.index or 0
+        choice = self._choices.setdefault(index, _Choice(f"choice {index}", index=index))
         choice.prompt_token_ids = part.prompt_token_ids or choice.prompt_token_ids
         if part.token_ids is not None:
             choice.token_ids = choice.token_ids or []
@@ -247,7 +246,9 @@ class Collector:
         n = num_choices if num_prompts == 1 else self._request.get("n")
         if num_choices == 0 or n is None or num_choices != num_prompts * n:
             raise RoutingError(f"{num_choices} choices for {num_prompts} prompts: {_GIVE_N}")
-        return [self._prompt_beside(choice.index, array_name) for choice in answer.choices[::n]]
+        return [
+            self._prompt_beside(choice.index or 0, array_name) for choice in answer.choices[::n]
+        ]
 
     def _prompt_beside(self, choice: int, array_name: str) -> "_Prompt":
         prompt = self._prompts.setdefault(
