@@ -1,8 +1,9 @@
 """Starts Python programs as forks of a process that has imported torch and vLLM, which takes a
 second of CPU in place of fifteen.
 
-Started as users start them are those for which that makes a difference: on a GPU, with variables
-that are read at import, with `FORK=0`, and where the fork server cannot run. Then a warning says why.
+Started as users start them are those for which that makes a difference: on a GPU, with another vLLM,
+with variables that are read at import, with `FORK=0`, and where the fork server cannot run. Then a
+warning says why.
 """
 
 import fcntl
@@ -16,6 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -23,7 +25,6 @@ from typing import Any
 from tests.fork_server import READY
 
 ROOT = Path(__file__).parents[1]
-FORK = os.environ.get("FORK", "1")
 FOLDER = "FORK_SERVER_FOLDER"
 """Of the run of pytest, whose processes have one fork server."""
 START_LIMIT_S = 400
@@ -170,7 +171,7 @@ def own_fork_server() -> Iterator[None]:
 
 def connect(env: Mapping[str, str]) -> socket.socket | None:
     """To the fork server, if it can run a program with these variables."""
-    if FOLDER not in os.environ or FORK == "0" or _has_gpu():
+    if FOLDER not in os.environ or not forks():
         return None
     folder = Path(os.environ[FOLDER])
     environment = json.loads((folder / "environment").read_text())
@@ -193,10 +194,16 @@ def connect(env: Mapping[str, str]) -> socket.socket | None:
     return connection
 
 
-def _has_gpu() -> bool:
+@cache
+def forks() -> bool:
+    """Whether programs are forks: on a CPU, with the vLLM that is installed by default."""
     import torch  # by those alone who start a program
+    import vllm
 
-    return torch.cuda.is_available()
+    from routed_experts.capture.engine.versions import INSTALLED_VLLM
+
+    has_gpu, version = torch.cuda.is_available(), vllm.__version__.split("+")[0]
+    return os.environ.get("FORK") != "0" and not has_gpu and version == INSTALLED_VLLM
 
 
 def _at_import(env: Mapping[str, str]) -> dict[str, str]:

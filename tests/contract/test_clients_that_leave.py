@@ -131,7 +131,7 @@ def check_many_vanish(server: Server, idle: dict[str, float], count: int, **fiel
 
 
 def test_hundreds_of_clients_vanish(api: Server, idle: dict[str, float]) -> None:
-    check_many_vanish(api, idle, 500)
+    check_many_vanish(api, idle, 250)
 
 
 @pytest.mark.long

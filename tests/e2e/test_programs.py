@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.e2e.harness import ON_GPU, wait_until
+from tests.e2e.harness import wait_until
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(ON_GPU, reason="on a GPU, all are started"),
-    pytest.mark.skipif(programs.FORK == "0", reason="FORK=0"),
+    pytest.mark.skipif(not programs.forks(), reason="here, all are started as users do"),
 ]
 
 SLEEPS = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
