@@ -825,7 +825,8 @@ for name, program in eval(sys.argv[2]).items():
 
 def test_programs_in_processes_of_their_own(tiny_model: Path) -> None:
     """Forks of one that has imported vLLM, which takes longer than all the rest."""
-    done = programs.run(["-c", GIVEN + FORK, str(tiny_model), repr(PROGRAMS)], check=True)
+    command = ["-c", GIVEN + FORK, str(tiny_model), repr(PROGRAMS)]
+    done = programs.run(command, as_users_do=True, check=True)  # which modules there are, counts
     first = done.stdout.split("---- ")[1]
     (said,) = [line for line in first.splitlines() if "routed-experts-server" in line]
     assert "INFO" in said
