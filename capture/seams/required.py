@@ -68,7 +68,7 @@ SCHEDULER: tuple[Name, ...] = (
         "_update_requests_with_invalid_blocks",
     ),
     *_of(_SCHEDULER, "_free_request", "_preempt_request", "_update_after_schedule"),
-    *_of(_SCHEDULER, "_get_local_prefix_cache_hit", since="0.28.0"),
+    *_of(_SCHEDULER, "_get_local_prefix_cache_hit"),
     *_of("vllm.v1.core.sched.output:SchedulerOutput", "kv_cache_block_copies"),
     *_of(
         "vllm.v1.core.sched.output:SchedulerOutput", "aux_output_connector_metadata", since="0.31.0"
@@ -105,7 +105,7 @@ SCHEDULER: tuple[Name, ...] = (
         since="0.32.0",
     ),
     *_of("vllm.v1.kv_cache_interface:KVCacheSpec", "prefix_replay_tokens", since="0.31.0"),
-    *_of("vllm.config:SpeculativeConfig", "enable_adaptive_verification", since="0.28.0"),
+    *_of("vllm.config:SpeculativeConfig", "enable_adaptive_verification"),
     *_of("vllm.config.multimodal:MultiModalConfig", "mm_encoder_only"),
     # Routing as an input needs vLLM 0.32.
     *_of("vllm.v1.serial_utils:MsgpackDecoder", "decode", since="0.32.0"),
@@ -153,16 +153,14 @@ WORKER: tuple[Name, ...] = (
         since="0.33.0",
     ),
     *_of(f"{_FUSED_MOE}.layer:MoERunner", "routed_scaling_factor"),
-    *_of(
-        f"{_FUSED_MOE}.modular_kernel:FusedMoEExpertsMonolithic",
-        "supports_routing_replay_capture",
-        since="0.27.1",
-    ),
     *_of(f"{_FUSED_MOE}.modular_kernel:FusedMoEKernel", "impl"),
     *_of(f"{_FUSED_MOE}.modular_kernel:FusedMoEKernelMonolithicImpl", "fused_experts"),
     *_of(f"{_FUSED_MOE}.fused_moe_method_base:FusedMoEMethodBase", "moe_kernel"),
+    *_of(
+        f"{_FUSED_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        "process_weights_after_loading",
+    ),
     *_of(f"{_FUSED_MOE}.router.grouped_topk_router:GroupedTopKRouter", "num_fused_shared_experts"),
-    *_of(f"{_FUSED_MOE}.routed_experts_capturer", "RoutedExpertsCaptureSource", since="0.28.0"),
     *_of(f"{_FUSED_MOE}.routed_experts_capturer", "RoutedExpertsSink", since="0.32.0"),
     *_of("vllm.model_executor.models.interfaces:SupportsMultiModal", "_tower_model_names"),
 )
@@ -215,7 +213,6 @@ HTTP: tuple[Name, ...] = (
     *_of(f"{_ENTRY}.openai.chat_completion.protocol:ChatCompletionRequest", "to_sampling_params"),
     *_of(f"{_GENERATE}.protocol:GenerateRequest", "is_sampling_param_provided"),
     # Substitutes stand in for these on older versions (`server/http/seams.py`).
-    *_of("vllm.exceptions", "VLLMClientError", since="0.27.1"),
     *_of("vllm.plugins.endpoint_plugins.interface", "attach_endpoint_plugins", since="0.29.0"),
     *_of(f"{_ENTRY}.serve.utils.sse_keep_alive", "with_sse_keep_alive", since="0.30.0"),
     *_of("vllm.logger", "configure_logging_from_args", since="0.31.0"),

@@ -22,6 +22,7 @@ from routed_experts.capture.worker.binding import bind, storing_after_forward
 from routed_experts.capture.worker.capturer import Capturer, RowShape
 from routed_experts.capture.worker.moe_layers import find_moe_layers, has_parts, returns_sorted
 from routed_experts.capture.worker.profile import ExpertProfile
+from routed_experts.capture.worker.reloading import pack_when_reloaded
 from routed_experts.capture.worker.router_input.family import Family
 from routed_experts.capture.worker.router_input.filling import (
     NoRouterInput,
@@ -213,3 +214,7 @@ class CudaCaptureWorker(WorkerCapture, Worker):
 
 class CpuCaptureWorker(WorkerCapture, CPUWorker):
     """`worker_cls` on CPU."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        pack_when_reloaded(self.model_runner.get_model())

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.e2e.harness import (
     ASK,
     COMPLETIONS,
-    ON_GPU,
     Answer,
     Oracle,
     Server,
@@ -28,7 +27,6 @@ from tests.e2e.harness import (
     wait_until,
 )
 
-_FILE = "model.safetensors"
 HITS = "vllm:prefix_cache_hits_total"
 LONG = 400
 """Tokens of answers that are to be under way when something happens."""
@@ -38,47 +36,25 @@ _QUIET_S = 1.0
 
 @dataclass(frozen=True)
 class Weights:
-    """Attributes:
-    model: the folder of a model that has them.
-    update: that of a checkpoint that brings them to an engine with the other weights.
-    """
+    """In the folder of a model, which is also a checkpoint for an engine with other weights."""
 
     model: Path
-    update: Path
     oracle: Oracle
+
+    @property
+    def file(self) -> Path:
+        return self.model / "model.safetensors"
 
     def checkpoint(self) -> dict[str, torch.Tensor]:
         """What a trainer sends, by the names in a checkpoint."""
-        return load_file(self.update / _FILE)
+        return load_file(self.file)
 
 
 def make_weights(directory: Path, model: Path) -> list[Weights]:
-    """Those of the tiny model and others, made in `directory`.
-
-    On a CPU the experts are the same, and no update brings them: vLLM packs them there when it
-    loads a model, and does not when it reloads one.
-    """
+    """Those of the tiny model and others, made in `directory`."""
     other = directory / "other" / "tiny"
     make_tiny_model(other, seed=7)
-    if ON_GPU:
-        return [Weights(folder, folder, Oracle(folder)) for folder in (model, other)]
-    experts = {
-        name: weight for name, weight in load_file(model / _FILE).items() if ".experts." in name
-    }
-    save_file({**load_file(other / _FILE), **experts}, other / _FILE, {"format": "pt"})
-    made = []
-    for number, folder in enumerate((model, other)):
-        update = directory / f"update {number}"
-        update.mkdir()
-        rest = {
-            name: weight
-            for name, weight in load_file(folder / _FILE).items()
-            if name not in experts
-        }
-        save_file(rest, update / _FILE, {"format": "pt"})
-        (update / "config.json").write_bytes((folder / "config.json").read_bytes())
-        made.append(Weights(folder, update, Oracle(folder)))
-    return made
+    return [Weights(folder, Oracle(folder)) for folder in (model, other)]
 
 
 class Across(Oracle):
@@ -200,5 +176,5 @@ def roll_out(server: Server, oracle: Oracle, seed: int = 1) -> None:
 
 
 def reload_weights(server: Server, weights: Weights) -> None:
-    body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.update)}}
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.model)}}
     server.post("/collective_rpc", body)

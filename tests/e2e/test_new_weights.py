@@ -1,8 +1,7 @@
 """Weights that change under a running server, through each of vLLM's endpoints for it, and answers
 under way meanwhile.
 
-On a CPU all in this process, with the experts' weights kept; `tests/gpu/test_sleep.py` is about
-GPUs.
+On a CPU all in this process; `tests/gpu/test_sleep.py` is about GPUs.
 """
 
 import json
@@ -99,6 +98,17 @@ class FileEngine(WeightTransferEngine[WeightTransferInitInfo, FileUpdate]):
 WeightTransferEngineFactory.register_engine("files-of-the-tests", FileEngine)
 
 
+def test_the_same_checkpoint_again_is_the_same_model(server: Server, both: list[Weights]) -> None:
+    """Experts, too, are kept as their kernel needs them."""
+    tokens = prompt_of(90, seed=1)
+    answer = server.complete(prompt=tokens, max_tokens=1, prompt_logprobs=0)
+    _, *of_tokens = answer["choices"][0]["prompt_logprobs"]
+    logprobs = [
+        entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], of_tokens, strict=True)
+    ]
+    assert np.allclose(logprobs, logprobs_of(both[0].oracle.model, tokens)[1:], atol=1e-3)
+
+
 @pytest.mark.parametrize("keeps_kv", [False, True])
 def test_a_pause_under_an_answer(server: Server, both: list[Weights], keeps_kv: bool) -> None:
     paused = Paused(server, f"/pause?mode=keep&clear_cache={json.dumps(not keeps_kv)}", seed=3)
@@ -185,9 +195,7 @@ def test_weight_transfer(server: Server, both: list[Weights]) -> None:
     for weights, before in ((both[1], both[0]), (both[0], both[1])):
         paused = Paused(server, "/pause?mode=keep", seed=9)
         server.post("/start_weight_update")
-        server.post(
-            "/update_weights", {"update_info": {"path": str(weights.update / "model.safetensors")}}
-        )
+        server.post("/update_weights", {"update_info": {"path": str(weights.file)}})
         server.post("/finish_weight_update", {"weight_version": str(weights.model)})
         server.post("/resume")
         paused.check(before.oracle, weights.oracle)

@@ -102,7 +102,7 @@ class Trained:
 
     def load(self, weights: int) -> None:
         self.llm.collective_rpc(
-            "reload_weights", kwargs={"weights_path": str(self.both[weights].update)}
+            "reload_weights", kwargs={"weights_path": str(self.both[weights].model)}
         )
         self.weights = weights
 
@@ -268,7 +268,7 @@ async def run_meanwhile(both: list[Weights]) -> None:
         nonlocal weights
         weights = 1 - weights
         await engine.collective_rpc(
-            "reload_weights", kwargs={"weights_path": str(both[weights].update)}
+            "reload_weights", kwargs={"weights_path": str(both[weights].model)}
         )
 
     def start(number: int, max_tokens: int = LONG) -> tuple[Rollout, asyncio.Task[None]]:
