@@ -44,7 +44,7 @@ help:
 	@echo "make test-release  run the slow and rare ones: of images, packages, benchmarks, notebooks, two servers"
 	@echo "make test-long     run the long runs, an hour or more on two cores, and write a table of them (or ARGS='-k hostile')"
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
-	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
+	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.28.0 0.30.0')"
 	@echo "make test-transformers  run the tests of replay on a newer transformers than vLLM's (or TRANSFORMERS=5.21.0)"
 	@echo "make test-trl      run the tests of replay in TRL's trainers (or TRL=1.15.0)"
 	@echo "make test-next     list what the newest vLLM for CUDA lacks (or VLLM=0.33.0), and run the tests that need no engine"
@@ -119,7 +119,7 @@ test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu --ignore=tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run.json -n $(GPU_JOBS) --dist loadgroup $(ARGS)
 	$(BIN)/python -m pytest tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run-sleep.json $(ARGS)
 
-# VLLM="0.27.1 0.30.0" names versions; all with a build for CPUs otherwise.
+# VLLM="0.28.0 0.30.0" names versions; all with a build for CPUs otherwise.
 test-vllm: setup
 	$(BIN)/python -m tests.vllm_versions $(VLLM) $(ARGS)
 

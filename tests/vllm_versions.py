@@ -1,7 +1,7 @@
 """Runs the tests that show exact routing on other versions of vLLM, and writes what they found to
 `docs/versions.md`.
 
-    python -m tests.vllm_versions 0.27.1 0.30.0    # all with a build for CPUs if none is named
+    python -m tests.vllm_versions 0.28.0 0.30.0    # all with a build for CPUs if none is named
 
 Each version gets an environment of its own: the installed one by hard links, with another build of
 vLLM for CPUs, and has a row in the page's table.
@@ -17,9 +17,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -30,7 +28,6 @@ from routed_experts.capture.engine.versions import (
     SUPPORTED_VLLM,
     UnsupportedConfig,
 )
-from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.gpu_runs import commit
 
 ROOT = Path(__file__).parents[1]
@@ -58,9 +55,6 @@ TESTS = (
 
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"
 _RESULTS = "ROUTED_EXPERTS_VERSION_RESULTS"
-_COMPILED = {"0.26.0": "0.27.1"}
-"""Versions whose compiled parts need another PyTorch than the installed one, and whose parts take
-their place."""
 
 
 # ---- as a plugin of pytest, beside each version ----
@@ -71,7 +65,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Counts a configuration that this version cannot have, and that is refused with a sentence, as
     refused."""
     report = yield
-    if report.failed and call.excinfo is not None and (why := _refusal(call.excinfo.value, report)):
+    if report.failed and call.excinfo is not None and (why := _refusal(call.excinfo.value)):
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {why}")
         report.user_properties.append((REFUSED, why))
     return report
@@ -87,50 +81,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"REFUSED {why}")
 
 
-def _refusal(error: BaseException, report: pytest.TestReport) -> str:
-    """Why this version, or on this CPU this version by itself, has not what a test needs; empty if
-    it has."""
-    if isinstance(error, UnsupportedConfig) and "vLLM 0." in str(error):
-        return str(error)
-    own, said = vllms_own_error(), [report.longreprtext, *(text for _, text in report.sections)]
-    return (
-        f"by vLLM itself, on this CPU: {own}"
-        if own and any(own.partition(" (")[0] in text for text in said)
-        else ""
-    )
-
-
-@cache
-def vllms_own_error() -> str:
-    """What vLLM by itself ends with on this CPU for a MoE model in float32, as most tests have;
-    empty if it runs.
-
-    0.27.1 does not run one on a CPU with AMX.
-    """
-    with TemporaryDirectory() as folder:
-        make_tiny_model(Path(folder) / "tiny")
-        command = [sys.executable, "-c", _ALONE, f"{folder}/tiny"]
-        env = os.environ | {"VLLM_PLUGINS": ""}
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    cause = (
-        re.search(r"\b[A-Z]\w*(?:Error|Exception): (.+)", done.stdout) if done.returncode else None
-    )
-    return cause[1] if cause else ""  # what comes after it only says that a process has ended
-
-
-_ALONE = """
-import sys
-from vllm import LLM
-if __name__ == "__main__":
-    LLM(sys.argv[1], dtype="float32", enforce_eager=True, kv_cache_memory_bytes=8 << 20, max_model_len=64)
-"""
+def _refusal(error: BaseException) -> str:
+    """Why this version has not what a test needs; empty if it has."""
+    return str(error) if isinstance(error, UnsupportedConfig) and "vLLM 0." in str(error) else ""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -164,19 +117,8 @@ def environment(version: str) -> Path:
             check=True,
             stderr=subprocess.DEVNULL,
         )
-        if version in _COMPILED:
-            compiled, own = (_vllm(environment(_COMPILED[version])), _vllm(python))
-            for library in own.rglob("*.so"):
-                library.unlink()
-            for library in compiled.rglob("*.so"):
-                shutil.copy(library, own / library.relative_to(compiled))
         (folder / ".made").touch()
     return python
-
-
-def _vllm(python: Path) -> Path:
-    (package,) = python.parents[1].glob("lib/python3*/site-packages/vllm")
-    return package
 
 
 def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:

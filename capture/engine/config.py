@@ -171,7 +171,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "adaptive draft verification",
-        lambda c: seams.verifies_adaptively(c.speculative_config),
+        lambda c: (
+            c.speculative_config is not None and c.speculative_config.enable_adaptive_verification
+        ),
         "With adaptive verification, only the GPU knows how many drafts of each request run, so the host cannot assign "
         "rows to requests: set enable_adaptive_verification to false in --speculative-config.",
     ),
@@ -196,21 +198,6 @@ if not seams.HAS_SINK:  # until 0.32
             "routing as an input on vLLM 0.31 or older",
             takes_input,
             f"{INPUT_FLAG} needs vLLM 0.32 or later: install it, or remove {INPUT_FLAG}.",
-        ),
-    )
-if not seams.KNOWS_STALE_STEPS:  # until 0.27.1
-    REFUSALS += (
-        Refusal(
-            "drafts on vLLM 0.26",
-            lambda c: c.speculative_config is not None,
-            "vLLM 0.26 misassigns the output of steps that began before a preemption: remove --speculative-config, or "
-            "install vLLM 0.27.1 or later.",
-        ),
-        Refusal(
-            "pipeline parallelism on vLLM 0.26",
-            lambda c: c.parallel_config.pipeline_parallel_size > 1,
-            "vLLM 0.26 misassigns the output of steps that began before a preemption: set --pipeline-parallel-size to "
-            "1, or install vLLM 0.27.1 or later.",
         ),
     )
 

@@ -8,7 +8,7 @@ import vllm
 
 from routed_experts.capture.seams.required import Name, missing
 
-SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+SUPPORTED_VLLM = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 """Versions of vLLM on which `tests/gpu` passed, oldest first, and `make test-vllm` on those with a
 build for CPUs."""
 

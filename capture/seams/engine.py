@@ -1,12 +1,10 @@
 """Schedulers, model runners and MoE layers of older versions of vLLM."""
 
 from dataclasses import fields
-from inspect import signature
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.config import SpeculativeConfig
 from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -18,10 +16,6 @@ HAS_AUX_OUTPUTS = "aux_output_connector_metadata" in {
 }
 """Whether schedulers and model runners call an auxiliary output connector."""
 
-KNOWS_STALE_STEPS = "is_stale" in signature(Scheduler._update_request_with_output).parameters
-"""Whether output of a step that began before its request was preempted is told from output of a
-later step."""
-
 HAS_SINK = hasattr(routed_experts_capturer, "RoutedExpertsSink")
 """Whether monolithic kernels are given a sink for their choice: what this project was first written
 against."""
@@ -29,8 +23,6 @@ against."""
 _REFUSES_RESETS = "PauseState" in Scheduler.reset_prefix_cache.__code__.co_names
 
 RoutedExpertsSink: Any = getattr(routed_experts_capturer, "RoutedExpertsSink", None)
-RoutedExpertsCaptureSource: Any = getattr(routed_experts_capturer, "RoutedExpertsCaptureSource", ())
-"""As the second argument of `isinstance`: nothing is one, where there is none."""
 
 
 class _Calling(Scheduler):
@@ -103,12 +95,6 @@ def replays_prefixes(spec: KVCacheSpec) -> bool:
     return bool(getattr(spec, "prefix_replay_tokens", 0))
 
 
-def verifies_adaptively(speculative: SpeculativeConfig | None) -> bool:
-    """Whether the GPU decides how many drafts run."""
-    return bool(getattr(speculative, "enable_adaptive_verification", False))
-
-
 def can_report_choice(experts: Any) -> bool:
     """Whether a monolithic kernel reports which experts it chose."""
-    reports = getattr(experts, "supports_routing_replay_capture", None)
-    return HAS_SINK and reports is not None and bool(reports())
+    return HAS_SINK and bool(experts.supports_routing_replay_capture())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 
 from routed_experts.capture.engine.config import BOUNDED_REPLAY
@@ -16,7 +17,6 @@ from routed_experts.capture.engine.versions import (
     UnsupportedConfig,
     untested_is_allowed,
 )
-from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource
 from routed_experts.capture.worker.capturer import RowShape
 from routed_experts.capture.worker.refusals import check_layer
 

@@ -31,15 +31,11 @@ def _first_or_none(name: str, *places: str) -> Any:
 
 
 _ENTRY = "vllm.entrypoints"
-_NEW_ERRORS = f"{_ENTRY}.serve.exception_handling.error_response"  # 0.28
 _NEW_ENGINE = f"{_ENTRY}.serve.engine.protocol"  # 0.29
 _NEW_STARTUP = f"{_ENTRY}.common.startup"  # 0.33
 _GENERATE = f"{_ENTRY}.scale_out.token_in_token_out.protocol"
 
 ErrorResponse = _first("ErrorResponse", _NEW_ENGINE, f"{_ENTRY}.openai.engine.protocol")
-create_error_response = _first(
-    "create_error_response", _NEW_ERRORS, f"{_ENTRY}.serve.utils.error_response"
-)
 cli_env_setup = _first("cli_env_setup", _NEW_STARTUP, f"{_ENTRY}.serve.utils.api_utils")
 GenerateTokensChoice = _first_or_none("GenerateTokensChoice", _GENERATE) or _first(
     "GenerateResponseChoice", _GENERATE
@@ -47,16 +43,11 @@ GenerateTokensChoice = _first_or_none("GenerateTokensChoice", _GENERATE) or _fir
 GenerateTokensStreamChoice = _first_or_none("GenerateTokensStreamChoice", _GENERATE) or _first(
     "GenerateResponseStreamChoice", _GENERATE
 )
-_IS_LAST = list(GenerateTokensStreamChoice.model_fields)[-1] == "routed_experts"
-OWN_FIELD = ',"routed_experts":null' if _IS_LAST else '"routed_experts":null,'
-"""vLLM's own field in a streamed choice of generate."""
 _tokens_response = _first_or_none("GenerateTokensResponse", _GENERATE)  # 0.32
 GenerateTokensResponse = _tokens_response or _first("GenerateResponse", _GENERATE)
 GenerateTokensStreamResponse = _first_or_none("GenerateTokensStreamResponse", _GENERATE) or _first(
     "GenerateStreamResponse", _GENERATE
 )
-VLLMClientError: Any = _first_or_none("VLLMClientError", "vllm.exceptions") or ()
-"""As an exception to catch: none is one, where there is none."""
 
 _keep_alive = _first_or_none("with_sse_keep_alive", f"{_ENTRY}.serve.utils.sse_keep_alive")  # 0.30
 _configure_logging = _first_or_none("configure_logging_from_args", "vllm.logger")  # 0.31

@@ -21,7 +21,6 @@ from routed_experts.server.http.chunks import DATA, FIRST_CHOICE, UNFINISHED, Ch
 from routed_experts.server.http.encoding import LINE_BYTES, OWN, Encoder, joined
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import THREADS, Delivery, count_references
-from routed_experts.server.http.seams import OWN_FIELD
 from routed_experts.server.http.wire_form import LostRowsError
 from routed_experts.server.outputs.row_buffer import (
     Causes,
@@ -364,7 +363,7 @@ class SSERewriter:
     def _without_own_field(self, text: str) -> str:
         """A chunk, or the end of one from its choice on, without vLLM's own field for routing, in
         which it is null."""
-        return text.replace(OWN_FIELD, "", 1) if self._has_own_field else text
+        return text.replace('"routed_experts":null,', "", 1) if self._has_own_field else text
 
     def _let_go(self) -> None:
         """Stores no more, and keeps no rows: the traceback of a cancelled stream keeps this object

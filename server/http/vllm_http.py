@@ -19,12 +19,14 @@ from vllm.entrypoints.openai.completion.protocol import (
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
     with_cancellation,
 )
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
+from vllm.exceptions import VLLMClientError
 
 from routed_experts.server.http.seams import (
     ErrorResponse,
@@ -33,7 +35,5 @@ from routed_experts.server.http.seams import (
     GenerateTokensStreamChoice,
     GenerateTokensStreamResponse,
     RetryableRequestError,
-    VLLMClientError,
-    create_error_response,
     with_sse_keep_alive,
 )

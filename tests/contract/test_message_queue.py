@@ -2,7 +2,7 @@
 there.
 
 Arrays of a megabyte and more are beside the message. vLLM copies them off the ring, which the next
-messages overwrite. 0.27.1 did not; routing as an input is refused up to 0.31.
+messages overwrite.
 """
 
 from multiprocessing import get_context

@@ -35,7 +35,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.versions import ALLOW_UNTESTED_VARIABLE
 from routed_experts.capture.seams import cpu_kernels
-from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource
 from routed_experts.capture.seams.required import WORKER
 from routed_experts.capture.wire.rows import WEIGHTS_KEY, ids_of, weights_of
 from routed_experts.capture.wire.transport import StepRows, detach
@@ -359,9 +358,6 @@ class FusedLayers(torch.nn.Module):
                 )
 
 
-@pytest.mark.skipif(
-    RoutedExpertsCaptureSource == (), reason="fused MoE layers are captured since vLLM 0.28"
-)
 def test_fused_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused until a GPU has run them, unless allowed; then they give logical ids, before experts
     are replicated."""

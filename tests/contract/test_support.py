@@ -91,14 +91,8 @@ def test_the_pages_are_current() -> None:
 @pytest.mark.parametrize("version", SUPPORTED_VLLM)
 def test_supported_versions_passed_on_gpus(version: str) -> None:
     """V1 with asynchronous scheduling is among them, which no test without a GPU runs on every
-    version. V2 by name is for versions before 0.29, which run V1 by default. 0.26.0 refuses drafts
-    and pipelines."""
-    refused = ("n-gram", "pipeline") if version == "0.26.0" else ()
-    needed = [
-        engine.name
-        for engine in ENGINES
-        if engine.runner != "v2" and not engine.name.startswith(refused)
-    ]
+    version. V2 by name is for versions before 0.29, which run V1 by default."""
+    needed = [engine.name for engine in ENGINES if engine.runner != "v2"]
     assert passed(
         RUNS[version],
         [f"tests/gpu/test_engines.py::test_every_row_is_exact[{name}]" for name in needed],

