@@ -176,6 +176,7 @@ API: tuple[Name, ...] = (
     *_of(f"{_ENTRY}.generate.beam_search.offline:BeamSearchOfflineMixin", "beam_search"),
     *_of(f"{_ENTRY}.generate.beam_search.online:BeamSearchOnlineMixin", "beam_search"),
     *_of("vllm.v1.engine.utils", "zmq_socket_ctx"),
+    *_of("vllm.v1.engine.core_client:MPClient", "core_engines"),
     *_of("vllm.config.parallel:ParallelConfig", "_api_process_count", "_api_process_rank"),
     *_of("vllm.engine.arg_utils:EngineArgs", "create_engine_config"),
     *_of("vllm.sampling_params:SamplingParams", "extra_args"),

@@ -54,7 +54,15 @@ MAY_IMPORT_VLLM = (
     *(
         f"capture/worker/{name}.py"
         for name in (
-            *("moe_layers", "refusals", "weights", "binding", "direct_writes", "token_slices"),
+            *(
+                "moe_layers",
+                "refusals",
+                "weights",
+                "binding",
+                "direct_writes",
+                "token_slices",
+                "reloading",
+            ),
             *("stage", "v1", "v2", "worker"),
             *("router_input/rewriting", "router_input/refusals", "router_input/kernel"),
         )

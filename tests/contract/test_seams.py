@@ -62,7 +62,7 @@ ENGINE = [
     (worker.WorkerCapture, Worker),
     (worker.WorkerCapture, CPUWorker),
 ]
-NEW_METHODS = {"routed_experts_info", "collect"}
+NEW_METHODS = {"routed_experts_info", "routed_experts_profile", "collect"}
 
 
 def test_adopting_twice_is_harmless_and_another_class_is_refused() -> None:
