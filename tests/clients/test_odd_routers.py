@@ -356,3 +356,35 @@ def test_experts_that_are_full_in_a_later_block() -> None:
     message = "computed weights in another way than in the blocks before"
     with pytest.raises(ReplayError, match=message), replayed(model, rows[:, None]):
         model()
+
+
+def drop(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return ids.where(torch.arange(len(ids))[:, None] % 4 > 0, 0), weights
+
+
+def choose_again(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return ids.roll(1, dims=0), weights
+
+
+def first_only(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return ids[:, :1], weights[:, :1]
+
+
+@pytest.mark.parametrize("choose", [drop, choose_again, first_only])
+def test_a_block_whose_experts_get_other_ids(
+    choose: Callable[..., tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router does as the rows say, but what runs does not."""
+    model, rows = Block(bias_in_the_choice), rows_of()
+    monkeypatch.setattr(model, "choose", choose)
+    refused = pytest.raises(ReplayError, match="the experts beside gate get other ids")
+    with refused, replayed(model, rows[:, None]):
+        model()
+
+
+def test_experts_that_get_a_copy_of_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = Block(bias_in_the_choice), rows_of()
+    monkeypatch.setattr(model, "choose", lambda ids, weights: (ids.clone(), weights))
+    with replayed(model, rows[:, None]):
+        model()
+    assert torch.equal(model.experts.ids, rows)

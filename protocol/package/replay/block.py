@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from routed_experts.replay.errors import ReplayError
-from routed_experts.replay.finding import routers_of
+from routed_experts.replay.finding import experts_of, routers_of
 from routed_experts.replay.loss import replayed_loss
 from routed_experts.replay.recomputation import ForwardPass, naming
 from routed_experts.replay.replacing import is_replaced, replaced, replacements
@@ -141,6 +141,7 @@ class Block:
         layers = _layers_of(self._pass, ids, recorded_weights, facts, index_of_layer)
         self.layers = list(layers.values())
         self._routers = replacements(routers, layers)
+        self._experts = [experts_of(model, name) for name, _, _ in routers]
         num_known = [facts.num_known[index] for index in index_of_layer.values()]
         self.replay = Replay(list(layers), num_known, self.layers)
 
@@ -152,6 +153,11 @@ class Block:
             if len(self._shape) == 4:
                 hook = self._model.register_forward_pre_hook(self._check_order, with_kwargs=True)
                 stack.callback(hook.remove)
+            for (_, router), experts in zip(self._routers, self._experts, strict=True):
+                if experts is not None:
+                    see = router.see_experts
+                    hook = experts.register_forward_pre_hook(see, with_kwargs=True)
+                    stack.callback(hook.remove)
             stack.enter_context(self._installed())
             stack.enter_context(naming(self._pass, self._installed))
             yield

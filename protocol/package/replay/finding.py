@@ -22,6 +22,14 @@ def is_block(router: Module) -> bool:
     return method_of(type(router)) == _BLOCK_METHOD
 
 
+def experts_of(model: Module, name: str) -> Module | None:
+    """The module `experts` of the block that a router is in or is, by the router's name."""
+    router = model.get_submodule(name)
+    block = router if is_block(router) else model.get_submodule(name.rpartition(".")[0])
+    experts = getattr(block, "experts", None)
+    return experts if isinstance(experts, Module) else None
+
+
 def _is_router(module: Module) -> bool:
     """Whether it chooses experts, or has a part that does."""
     has_experts = hasattr(module, "num_experts") or hasattr(module, "per_expert_scale")

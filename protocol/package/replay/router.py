@@ -1,7 +1,7 @@
 """What is asked in place of a router, in forward, recomputed and backward passes."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -239,6 +239,7 @@ class Router:
         self.asked = 0
         self.place: int | None = None  # of its formula in `FORMULAS`, once it is known
         self.compared: _Compared | None = None
+        self.handed: Tensor | None = None  # ids that the experts have not got yet
         self.number = next(_NUMBERS)
         # This object's number, and the place of its formula. A tensor, because torch.compile would
         # compile anew for each value of an int. Not one of inference mode: autograd saves none.
@@ -259,7 +260,33 @@ class Router:
         # what Gemma 4 multiplies an expert's weight by
         factor = getattr(router, "per_expert_scale", None)
         weights, ids, _ = _replay(own.logits, own.weights, own.ids, factor, self.state)
-        return own.write(weights, ids)
+        replayed = own.write(weights, ids)
+        if not torch.compiler.is_compiling():
+            self.handed = next((part for part in replayed if part.dtype == ids.dtype), None)
+        return replayed
+
+    def see_experts(
+        self, experts: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Whether the experts get the ids that the router returned last. A block may drop some, or
+        choose by itself."""
+        if torch.compiler.is_compiling() or self.handed is None:
+            return
+        handed, self.handed = self.handed, None
+        values = (*args, *kwargs.values())
+        given = [
+            value for value in values if isinstance(value, Tensor) and value.dtype == handed.dtype
+        ]
+        if len(given) != 1:
+            return
+        is_same_size = given[0].numel() == handed.numel()
+        is_same_size = is_same_size and given[0].shape[-1] == handed.shape[-1]
+        if is_same_size and given[0].data_ptr() == handed.data_ptr():
+            return
+        if not is_same_size or (given[0].reshape(handed.shape) != handed).any():
+            raise ReplayError(
+                f"the experts beside {self.name} get other ids than it returns: nothing was replayed there"
+            )
 
     def replay(
         self, logits: Tensor, own_weights: Tensor, own_ids: Tensor, factor: Tensor | None
