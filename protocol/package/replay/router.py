@@ -272,7 +272,8 @@ class Router:
         choose by itself."""
         if torch.compiler.is_compiling() or self.handed is None:
             return
-        handed, self.handed = self.handed, None
+        handed = self.handed
+        self.handed = None
         values = (*args, *kwargs.values())
         given = [
             value for value in values if isinstance(value, Tensor) and value.dtype == handed.dtype
