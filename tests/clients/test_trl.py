@@ -159,10 +159,10 @@ def test_the_example(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """No token has other experts, in no pass; live, some have. The log has the difference of each
-    step."""
+    step: a server without the new weights would be far away."""
     monkeypatch.chdir(tmp_path)
     command = ["trl_grpo.py", str(server.model), "--url", server.url, "--folder", "policy"]
-    command += ["--steps", "1"]
+    command += ["--steps", "2"]
     others = {}
     for flags in ([], ["--live"]):
         monkeypatch.setattr(sys, "argv", [*command, *flags])
@@ -170,8 +170,10 @@ def test_the_example(
             runpy.run_path(str(ROOT / "examples/trl_grpo.py"), run_name="__main__")
         others[bool(flags)] = seen.others()
         check_recomputed(seen)
-        (difference,) = differences("".join(capfd.readouterr()))
-        assert 0 < difference < 0.1
+        of_steps = differences("".join(capfd.readouterr()))
+        assert len(of_steps) == 2
+        assert 0 < of_steps[0] < 0.1
+        assert of_steps[1] < 0.5
     assert others[False][0] == 0
     assert others[False][1] > 100
     assert others[True][0] > 0
