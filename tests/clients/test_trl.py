@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -146,6 +147,14 @@ def check_recomputed(seen: Seen) -> None:
         )
 
 
+def load_first(server: Server) -> None:
+    """The weights that the server began with, for the next run."""
+    arguments = {"weights_path": str(server.model)}
+    body = {"method": "reload_weights", "kwargs": arguments}
+    httpx.post(f"{server.url}/collective_rpc", json=body, timeout=60).raise_for_status()
+    httpx.post(f"{server.url}/reset_prefix_cache", timeout=60).raise_for_status()
+
+
 def differences(log: str) -> list[float]:
     return [
         float(found) for found in re.findall(r"sampling_logp_difference\S*': '?([\d.e-]+)", log)
@@ -172,8 +181,8 @@ def test_the_example(
         check_recomputed(seen)
         of_steps = differences("".join(capfd.readouterr()))
         assert len(of_steps) == 2
-        assert 0 < of_steps[0] < 0.1
-        assert of_steps[1] < 0.5
+        assert 0 < min(of_steps) <= max(of_steps) < 0.1
+        load_first(server)
     assert others[False][0] == 0
     assert others[False][1] > 100
     assert others[True][0] > 0
