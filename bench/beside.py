@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from bench.http_table import commit_and_device, described
+from routed_experts.server.http.arrays.references import ReferenceMaker
 from routed_experts.server.http.connection import Connection
-from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.references import ReferenceMaker
-from routed_experts.server.http.wire_form import WireForm
+from routed_experts.server.http.encoding.encoding import Encoder
+from routed_experts.server.http.encoding.wire_form import WireForm
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
 

@@ -21,10 +21,10 @@ from fastapi import FastAPI
 from bench.http_server import free_port
 from bench.http_table import commit_and_device, described
 from routed_experts.protocol.fetch import fetch
+from routed_experts.server.http.arrays.references import ROWS_PATH
 from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.engine import ServerState
-from routed_experts.server.http.references import ROWS_PATH
-from routed_experts.server.http.routes import router
+from routed_experts.server.http.routes.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore
 
 L, K = 48, 8

@@ -27,8 +27,8 @@ from routed_experts.protocol.models import REPLAY
 from routed_experts.protocol.routing_input import INPUT_ARG, RoutingInput
 from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.input_memory import InputMemory
-from routed_experts.server.http.request import unpacked
-from routed_experts.server.http.routing_input import InputReader
+from routed_experts.server.http.requests.request import unpacked
+from routed_experts.server.http.requests.routing_input import InputReader
 from routed_experts.server.outputs.held_input import HeldInput, put_input
 
 ROUTING = Routing(layers=48, top_k=8, num_experts=128)

@@ -15,10 +15,10 @@ import httpx
 import numpy as np
 from fastapi import FastAPI
 
+from routed_experts.server.http.arrays.references import ROWS_PATH
 from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.engine import ServerState
-from routed_experts.server.http.references import ROWS_PATH
-from routed_experts.server.http.routes import router
+from routed_experts.server.http.routes.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
 

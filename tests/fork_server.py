@@ -32,7 +32,7 @@ MODULES = (
     "routed_experts.capture.worker.worker",
     "routed_experts.server.cli.main",
     "routed_experts.server.cli.serve",
-    "routed_experts.server.http.plugin",
+    "routed_experts.server.http.process.plugin",
     "transformers.models.qwen2.tokenization_qwen2",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "vllm.entrypoints.openai.api_server",

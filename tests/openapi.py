@@ -15,8 +15,8 @@ import yaml
 from fastapi import FastAPI
 
 from routed_experts.capture.wire.prefill_rows import PARAM
-from routed_experts.server.http.routes import generate_router, router
-from routed_experts.server.http.schemas import CHUNKS, PrefillRows
+from routed_experts.server.http.routes.routes import generate_router, router
+from routed_experts.server.http.routes.schemas import CHUNKS, PrefillRows
 
 REFERENCE = "#/components/schemas/{model}"
 EVENT = "x-event-schema"

@@ -38,8 +38,8 @@ from routed_experts.protocol.models import parse_options
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, guess, say, sentence_of
+from routed_experts.server.http.process.selftest import SelfTestError
 from routed_experts.server.http.seams import cli_env_setup, configure_logging_from_args
-from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.inprocess import plugin as program_plugin
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.outputs.folders import default_folder, private_folder, remove_unused

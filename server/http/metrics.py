@@ -15,7 +15,7 @@ from prometheus_client import Counter, Gauge
 from routed_experts.capture.wire.message import Cause
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.version import VERSION
-from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.encoding.encoding import Encoder
 from routed_experts.server.outputs.processor import RowBuffers
 from routed_experts.server.outputs.row_buffer import Causes
 from routed_experts.server.vllm_api import VLLM_VERSION

@@ -12,8 +12,10 @@ def test_samples_of_ours_are_found_in_a_checkout_and_where_the_package_is_instal
     tmp_path: Path,
 ) -> None:
     """A function of no package, as numpy's, counts for the one that called it."""
-    in_checkout = f"Runner.{_LOOP};{_VLLM};rewrite (server/http/streaming.py:320)"
-    installed = f"Runner.{_LOOP};{_VLLM};rewrite (routed_experts/server/http/streaming.py:320)"
+    in_checkout = f"Runner.{_LOOP};{_VLLM};rewrite (server/http/answers/streaming.py:320)"
+    installed = (
+        f"Runner.{_LOOP};{_VLLM};rewrite (routed_experts/server/http/answers/streaming.py:320)"
+    )
     by_whole_path = f"Runner.{_LOOP};_unpack (/a/routed_experts/capture/wire/envelope.py:204)"
     of_ours = f"{in_checkout};take (numpy/fromnumeric.py:10)"
     elsewhere = f"Runner.{_LOOP};serve (vllm/server/api.py:1)"

@@ -14,11 +14,11 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from routed_experts.protocol.models import RoutingOptions, parse_options
+from routed_experts.server.http.answers.response import CollectedRows, RoutedResponse, respond
+from routed_experts.server.http.answers.streaming import SSERewriter
+from routed_experts.server.http.arrays.references import ReferenceMaker
 from routed_experts.server.http.connection import connection_of, watch_connections
-from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.references import ReferenceMaker
-from routed_experts.server.http.response import CollectedRows, RoutedResponse, respond
-from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.http.encoding.encoding import Encoder
 from routed_experts.server.http.vllm_http import with_cancellation
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.row_buffer import RowBuffer

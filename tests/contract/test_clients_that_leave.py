@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from routed_experts.server.http.response import CollectedRows
-from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.http.answers.response import CollectedRows
+from routed_experts.server.http.answers.streaming import SSERewriter
 from routed_experts.server.outputs.processor import BufferedRequestState
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from tests.conftest import Cases

@@ -43,7 +43,7 @@ from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.capture.worker.worker import WorkerCapture
 from routed_experts.protocol.fetch import ArrayReference, FetchError
-from routed_experts.server.http import entry_point
+from routed_experts.server.http.process import entry_point
 from routed_experts.server.inprocess.arrays import ArrayBuffer, ArrayForm, InProcessCapture
 from routed_experts.server.outputs.array_store import ArrayStore
 from tests import programs
@@ -846,7 +846,7 @@ def test_an_endpoint_plugin_that_cannot_be_loaded_ends_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM would log what it raises before, and serve without it."""
-    monkeypatch.setitem(sys.modules, "routed_experts.server.http.plugin", None)
+    monkeypatch.setitem(sys.modules, "routed_experts.server.http.process.plugin", None)
     plugin = entry_point.make()
     assert set(plugin.required_tasks) == {"generate"}
     with pytest.raises(

@@ -31,11 +31,11 @@ from routed_experts.capture.wire.transport import Told, attach, detach
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import INPUT_FIELDS
 from routed_experts.protocol.routing_input import EncodedInput, RoutingInput
-from routed_experts.server.http import routing_input
 from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.input_memory import InputMemory
-from routed_experts.server.http.request import MSGPACK
-from routed_experts.server.http.unsupported_routes import INVOCATIONS
+from routed_experts.server.http.requests import routing_input
+from routed_experts.server.http.requests.request import MSGPACK
+from routed_experts.server.http.routes.unsupported_routes import INVOCATIONS
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
 from tests.contract import served as around

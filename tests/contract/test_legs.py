@@ -26,7 +26,7 @@ from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
-from routed_experts.server.http.request import MSGPACK
+from routed_experts.server.http.requests.request import MSGPACK
 from routed_experts.server.outputs.prefill_param import PrefillRowsParam
 from tests.contract.engine import K, L, Tokens, weights_for
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store

@@ -22,7 +22,7 @@ from vllm.exceptions import VLLMValidationError
 
 from routed_experts.protocol.models import PREFIXES
 from routed_experts.server.cli import serve
-from routed_experts.server.http.unsupported_routes import refuse_on_other_routes
+from routed_experts.server.http.routes.unsupported_routes import refuse_on_other_routes
 from routed_experts.server.http.vllm_http import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -25,12 +25,12 @@ from routed_experts.protocol.models import (
     parse_options,
 )
 from routed_experts.server.cli import serve
-from routed_experts.server.http.request import (
+from routed_experts.server.http.requests.request import (
     RoutedChatRequest,
     RoutedCompletionRequest,
     RoutedGenerateRequest,
 )
-from routed_experts.server.http.routes import generate_router, router
+from routed_experts.server.http.routes.routes import generate_router, router
 from routed_experts.server.vllm_api import VLLM_VERSION
 from tests import openapi as spec_file
 from tests.documentation import ROOT

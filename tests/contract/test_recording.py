@@ -16,8 +16,8 @@ import pytest
 
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.http import record_queue, recording
 from routed_experts.server.http.metrics import NotRecorded
+from routed_experts.server.http.recording import record_queue, recording
 from routed_experts.server.outputs.record_files import PART, RecordFiles
 from routed_experts.server.tools.saved import opened
 from routed_experts.server.tools.view import viewed_files

@@ -24,14 +24,14 @@ from examples import dataset
 from routed_experts.protocol.fetch import FetchError, Range, fetch
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.cli.serve import prepared_folders
-from routed_experts.server.http import references
+from routed_experts.server.http.answers.response import CollectedRows, RoutedResponse, respond
+from routed_experts.server.http.arrays import references
+from routed_experts.server.http.arrays.references import ReferenceMaker
 from routed_experts.server.http.connection import Connection, watch_connections
-from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.encoding.encoding import Encoder
+from routed_experts.server.http.encoding.wire_form import WireForm
 from routed_experts.server.http.engine import ServerState
-from routed_experts.server.http.references import ReferenceMaker
-from routed_experts.server.http.response import CollectedRows, RoutedResponse, respond
-from routed_experts.server.http.routes import router
-from routed_experts.server.http.wire_form import WireForm
+from routed_experts.server.http.routes.routes import router
 from routed_experts.server.outputs import array_store
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
@@ -715,7 +715,7 @@ import sys
 import numpy as np
 from routed_experts.server.outputs.array_store import store_with
 from routed_experts.server.outputs.folders import default_folder
-from routed_experts.server.http.wire_form import WireForm
+from routed_experts.server.http.encoding.wire_form import WireForm
 from routed_experts.server.settings import Settings
 
 def serve():

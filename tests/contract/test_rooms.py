@@ -40,12 +40,37 @@ MAY_IMPORT = {
         *("server", "server/outputs"),
     },
     "server/http": {
+        *("protocol", "capture/wire", "server", "server/outputs", "server/http/encoding"),
+    },
+    "server/http/encoding": {"protocol", "capture/wire", "server/outputs"},
+    "server/http/arrays": {
+        *("protocol", "server", "server/outputs", "server/http", "server/http/encoding"),
+    },
+    "server/http/requests": {
+        *("protocol", "capture/wire", "server", "server/outputs"),
+        *("server/http", "server/http/arrays"),
+    },
+    "server/http/answers": {
+        *("protocol", "capture/wire", "capture/engine", "server", "server/outputs"),
+        *("server/http", "server/http/encoding", "server/http/arrays", "server/http/requests"),
+    },
+    "server/http/recording": {
+        *("protocol", "capture/wire", "server", "server/outputs"),
+        *("server/http", "server/http/encoding", "server/http/answers"),
+    },
+    "server/http/routes": {
+        *("protocol", "server", "server/outputs", "server/http"),
+        *("server/http/arrays", "server/http/requests", "server/http/answers"),
+    },
+    "server/http/process": {
         *("protocol", "capture/wire", "capture/engine", "capture/seams"),
-        *("server", "server/outputs", "server/page"),
+        *("server", "server/outputs", "server/page", "server/http", "server/http/encoding"),
+        *("server/http/requests", "server/http/answers"),
+        *("server/http/recording", "server/http/routes"),
     },
     "server/cli": {
-        *("protocol", "capture/wire", "capture/engine"),
-        *("server", "server/http", "server/inprocess", "server/outputs"),
+        *("protocol", "capture/wire", "capture/engine", "server", "server/http"),
+        *("server/http/process", "server/inprocess", "server/outputs"),
     },
     "server/tools": {"protocol", "server/cli", "server/page"},
 }

@@ -26,8 +26,10 @@ from routed_experts.capture.seams.required import HTTP as HTTP_NAMES
 from routed_experts.capture.seams.required import SCHEDULER as SCHEDULER_NAMES
 from routed_experts.capture.seams.required import WORKER as WORKER_NAMES
 from routed_experts.capture.worker import v2, worker
-from routed_experts.server.http import request, serving, vllm_http
+from routed_experts.server.http import vllm_http
+from routed_experts.server.http.answers import serving
 from routed_experts.server.http.engine import ServerState
+from routed_experts.server.http.requests import request
 from tests.sources import nodes
 
 VLLM = Path(vllm.__file__).parent

@@ -11,9 +11,9 @@ from fastapi.testclient import TestClient
 
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.cli import serve
-from routed_experts.server.http.request import require_key
-from routed_experts.server.http.response import CollectedRows
-from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.http.answers.response import CollectedRows
+from routed_experts.server.http.answers.streaming import SSERewriter
+from routed_experts.server.http.requests.request import require_key
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 from tests.contract.served import build_app, serving

@@ -24,10 +24,10 @@ from vllm.v1.worker.gpu_worker import Worker
 from routed_experts.capture.scheduler.scheduler import SchedulerCapture, SchedulerHooks
 from routed_experts.capture.worker.worker import WorkerCapture
 from routed_experts.server import vllm_api
-from routed_experts.server.http import plugin, selftest
+from routed_experts.server.http.answers.serving import RoutedServingCompletion
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.selftest import SelfTestError
-from routed_experts.server.http.serving import RoutedServingCompletion
+from routed_experts.server.http.process import plugin, selftest
+from routed_experts.server.http.process.selftest import SelfTestError
 from routed_experts.server.http.vllm_http import OpenAIServingCompletion
 from routed_experts.server.outputs.processor import BufferedRequestState
 from tests.contract import test_seams

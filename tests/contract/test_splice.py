@@ -22,7 +22,7 @@ from vllm.entrypoints.openai.completion.protocol import (
 
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.http.answers.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 from tests.server.known import encoder_of

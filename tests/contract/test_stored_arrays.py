@@ -22,10 +22,10 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message
 
+from routed_experts.server.http.arrays.references import ROWS_PATH, ReferenceMaker
 from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.engine import ServerState
-from routed_experts.server.http.references import ROWS_PATH, ReferenceMaker
-from routed_experts.server.http.routes import router
+from routed_experts.server.http.routes.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
 from tests.contract import middleware as operators

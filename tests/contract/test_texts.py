@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from routed_experts.server.cli.tiny_model import make_tokenizer
-from routed_experts.server.http import texts
-from routed_experts.server.http.texts import MAX_TOKENS, TEXTS_PATH
+from routed_experts.server.http.routes import texts
+from routed_experts.server.http.routes.texts import MAX_TOKENS, TEXTS_PATH
 from tests.contract.served import serving
 
 

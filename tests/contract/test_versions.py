@@ -31,8 +31,8 @@ from routed_experts.capture.engine.versions import (
 from routed_experts.capture.seams import cpu_kernels, engine, required
 from routed_experts.capture.seams.required import HTTP, REQUIRED, Name
 from routed_experts.server import PLUGIN_NAME
-from routed_experts.server.http import entry_point
 from routed_experts.server.http import seams as http
+from routed_experts.server.http.process import entry_point
 from routed_experts.server.inprocess import plugin
 from tests import next_vllm
 from tests.contract.engine import engine as engine_of_tests

@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 from routed_experts.server.cli import serve
-from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE
+from routed_experts.server.http.process.plugin import ADDRESS_FILE_VARIABLE
 from tests.documentation import ROOT
 from tests.e2e.harness import Server, answers_of_stream, free_port, wait_until
 

@@ -28,11 +28,11 @@ from routed_experts.protocol.batch import join_turns
 from routed_experts.protocol.fetch import FetchError, fetch, fetch_all, fetch_spans
 from routed_experts.protocol.models import parse_options
 from routed_experts.server.cli.main import main
-from routed_experts.server.http import stored_arrays
-from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.references import ReferenceMaker
-from routed_experts.server.http.streaming import SSERewriter
-from routed_experts.server.http.wire_form import WireForm
+from routed_experts.server.http.answers.streaming import SSERewriter
+from routed_experts.server.http.arrays import stored_arrays
+from routed_experts.server.http.arrays.references import ReferenceMaker
+from routed_experts.server.http.encoding.encoding import Encoder
+from routed_experts.server.http.encoding.wire_form import WireForm
 from routed_experts.server.outputs import array_store, record_files
 from routed_experts.server.outputs import buckets as stored_objects
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError

@@ -19,7 +19,7 @@ from routed_experts.protocol.codec import decode
 from routed_experts.protocol.fetch import fetch
 from routed_experts.protocol.routing import Routing
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.http.selftest import SelfTestError
+from routed_experts.server.http.process.selftest import SelfTestError
 from routed_experts.server.tools.saved import opened
 from tests.contract.served import serving_weights
 from tests.documentation import run_by

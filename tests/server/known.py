@@ -13,8 +13,8 @@ import numpy as np
 from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.wire_form import PairedForm, WireForm
+from routed_experts.server.http.encoding.encoding import Encoder
+from routed_experts.server.http.encoding.wire_form import PairedForm, WireForm
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 

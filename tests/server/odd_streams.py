@@ -10,8 +10,8 @@ import orjson
 
 from routed_experts.capture.wire.rows import combined
 from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.http.answers.streaming import SSERewriter
 from routed_experts.server.http.seams import OWN_FIELD
-from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 from tests.server.known import encoder_of, push_from_message

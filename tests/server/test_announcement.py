@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.config import ParallelConfig
 
-from routed_experts.server.http.plugin import (
+from routed_experts.server.http.process.plugin import (
     ADDRESS_FILE_VARIABLE,
     address,
     note_address,

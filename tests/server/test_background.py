@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from routed_experts.server.http import background
-from routed_experts.server.http.plugin import sweep
+from routed_experts.server.http.process.plugin import sweep
 from routed_experts.server.outputs.array_store import ArrayStore
 
 SECONDS = 0.01

@@ -35,7 +35,7 @@ from routed_experts.capture.engine import connectors, versions
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli import main, serve
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.http.selftest import SelfTestError
+from routed_experts.server.http.process.selftest import SelfTestError
 from tests.clients.test_compare import G, P, answer_of
 from tests.e2e.harness import free_port
 
@@ -438,7 +438,7 @@ def test_an_untested_vllm_is_allowed_in_all_processes(
 
 # ---- plugins ----
 
-OURS = EntryPoint(PLUGIN_NAME, "routed_experts.server.http.entry_point:make", PLUGIN_GROUP)
+OURS = EntryPoint(PLUGIN_NAME, "routed_experts.server.http.process.entry_point:make", PLUGIN_GROUP)
 GROUPS = ("endpoint_plugins", "general_plugins", "platform_plugins")
 OTHERS = [EntryPoint(group.partition("_")[0], "a:b", f"vllm.{group}") for group in GROUPS]
 OTHERS.append(EntryPoint("console", "a:b", "console_scripts"))

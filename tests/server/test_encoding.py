@@ -15,8 +15,8 @@ import pytest
 from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.capture.wire.rows import combined
 from routed_experts.protocol import codec
-from routed_experts.server.http.encoding import LINE_BYTES, Encoder
-from routed_experts.server.http.wire_form import LostRowsError, WireForm
+from routed_experts.server.http.encoding.encoding import LINE_BYTES, Encoder
+from routed_experts.server.http.encoding.wire_form import LostRowsError, WireForm
 from tests.protocol.forms import encode
 
 SHAPES = [(48, 8, 128), (2, 3, 300)]  # L, K, experts

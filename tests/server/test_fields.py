@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from routed_experts.protocol.models import RoutingFields
-from routed_experts.server.http.defaults import CHECKS, ModelLimits, check_defaults_of_model
+from routed_experts.server.http.requests.defaults import (
+    CHECKS,
+    ModelLimits,
+    check_defaults_of_model,
+)
 from routed_experts.server.settings import SettingsError
 from routed_experts.server.tools import forced
 from routed_experts.server.tools.running import FIELDS_FOR_SAVED
@@ -30,7 +34,7 @@ LEFT_OUT_BY_THE_PAGE = {
 
 
 def test_every_field_says_which_defaults_fit_a_model() -> None:
-    assert set(CHECKS) == FIELDS, "add the field to CHECKS in server/http/defaults.py"
+    assert set(CHECKS) == FIELDS, "add the field to CHECKS in server/http/requests/defaults.py"
 
 
 @pytest.mark.parametrize(

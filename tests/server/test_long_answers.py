@@ -11,8 +11,8 @@ import pytest
 from anyio.to_thread import current_default_thread_limiter
 
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.response import CollectedRows, RoutedResponse, respond
-from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.http.answers.response import CollectedRows, RoutedResponse, respond
+from routed_experts.server.http.answers.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 from tests.protocol.answers import peak_of

@@ -25,7 +25,7 @@ from routed_experts.protocol.collect import collect
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.server.http import metrics
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.recording import Recorder
+from routed_experts.server.http.recording.recording import Recorder
 from routed_experts.server.outputs import rare_log, record_files, sent_files
 from routed_experts.server.outputs.buckets import Bucket
 from routed_experts.server.outputs.record_files import PART, FullError, RecordFiles, prepare

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from routed_experts.capture.wire.rows import combined
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.response import (
+from routed_experts.server.http.answers.response import (
     MSGPACK,
     CollectedRows,
     RoutedResponse,

@@ -5,7 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.server.http.selftest import SelfTestError, agreement, check_rows, other_rows
+from routed_experts.server.http.process.selftest import (
+    SelfTestError,
+    agreement,
+    check_rows,
+    other_rows,
+)
 
 SHAPE = (3, 2)
 EXPERTS = 8

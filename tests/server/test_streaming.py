@@ -17,10 +17,10 @@ import pytest
 
 from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.http.answers.response import CollectedRows
+from routed_experts.server.http.answers.streaming import SSERewriter
+from routed_experts.server.http.arrays.references import Delivery, ReferenceMaker
 from routed_experts.server.http.connection import Connection
-from routed_experts.server.http.references import Delivery, ReferenceMaker
-from routed_experts.server.http.response import CollectedRows
-from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.inprocess.arrays import ArrayBuffer, ArrayForm
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.row_buffer import RowBuffer

@@ -19,22 +19,22 @@ from routed_experts.capture.wire.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
-from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.metrics import count_response
-from routed_experts.server.http.references import (
+from routed_experts.server.http.arrays.references import (
     AT_ONCE_BYTES,
     Delivery,
     cannot_store,
     count_references,
 )
-from routed_experts.server.http.request import MSGPACK
+from routed_experts.server.http.encoding.encoding import Encoder
+from routed_experts.server.http.encoding.wire_form import LostRowsError
+from routed_experts.server.http.metrics import count_response
+from routed_experts.server.http.requests.request import MSGPACK
 from routed_experts.server.http.vllm_http import (
     ErrorResponse,
     create_error_response,
     metrics_header,
     with_sse_keep_alive,
 )
-from routed_experts.server.http.wire_form import LostRowsError
 from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.prefill_param import has_prompt, rows_nbytes, to_wire
 from routed_experts.server.outputs.row_buffer import (

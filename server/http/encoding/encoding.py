@@ -19,7 +19,7 @@ from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.capture.wire.rows import weights_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights
-from routed_experts.server.http.wire_form import PART_BYTES, WireForm
+from routed_experts.server.http.encoding.wire_form import PART_BYTES, WireForm
 from routed_experts.server.outputs.npy import npy_header
 
 LINE_BYTES = 64 << 10

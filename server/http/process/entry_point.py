@@ -12,7 +12,7 @@ from routed_experts.capture.seams.required import API, HTTP
 from routed_experts.server import GO_BACK, PLUGIN_NAME
 
 if TYPE_CHECKING:
-    from routed_experts.server.http.plugin import RoutedExpertsPlugin
+    from routed_experts.server.http.process.plugin import RoutedExpertsPlugin
 
 
 def make() -> "RoutedExpertsPlugin | UnavailablePlugin":
@@ -24,7 +24,7 @@ def make() -> "RoutedExpertsPlugin | UnavailablePlugin":
     except UnsupportedConfig as error:
         return UnavailablePlugin(UnsupportedConfig(f"{error} {GO_BACK}"))
     try:
-        from routed_experts.server.http.plugin import RoutedExpertsPlugin
+        from routed_experts.server.http.process.plugin import RoutedExpertsPlugin
     except Exception as error:  # noqa: BLE001 whatever it is ends the start, a few lines later
         return UnavailablePlugin(
             UnsupportedConfig(f"The plugin for vLLM cannot be loaded: {error!r}. {GO_BACK}")

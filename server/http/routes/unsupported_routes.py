@@ -15,8 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.protocol.models import INPUT_FIELDS, OPT_IN, PREFIXES, PROMPT_START
-from routed_experts.server.http import routes
-from routed_experts.server.http.request import (
+from routed_experts.server.http.requests.request import (
     ENDPOINTS,
     RoutedChatRequest,
     RoutedCompletionRequest,
@@ -25,7 +24,8 @@ from routed_experts.server.http.request import (
     require_key,
     routing_of,
 )
-from routed_experts.server.http.routing_input import input_of
+from routed_experts.server.http.requests.routing_input import input_of
+from routed_experts.server.http.routes import routes
 from routed_experts.server.http.vllm_http import CompletionRequest
 from routed_experts.server.vllm_api import VLLMValidationError
 

@@ -14,25 +14,26 @@ from starlette.datastructures import State
 
 from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.server import PLUGIN_NAME
-from routed_experts.server.http import background, unsupported_routes
-from routed_experts.server.http.connection import watch_connections
-from routed_experts.server.http.defaults import ModelLimits, check_defaults_of_model
-from routed_experts.server.http.drain import DrainMiddleware
-from routed_experts.server.http.engine import CapturedEngine, ServerState
-from routed_experts.server.http.errors import format_framework_errors
-from routed_experts.server.http.metrics import show_buffers, show_store
-from routed_experts.server.http.recording import start_recording
-from routed_experts.server.http.request import api_keys
-from routed_experts.server.http.routes import generate_router, router
-from routed_experts.server.http.seams import replace_routes, scales_out
-from routed_experts.server.http.selftest import probe
-from routed_experts.server.http.serving import (
+from routed_experts.server.http import background
+from routed_experts.server.http.answers.serving import (
     RoutedServing,
     RoutedServingChat,
     RoutedServingCompletion,
     RoutedServingTokens,
     rebind_class,
 )
+from routed_experts.server.http.connection import watch_connections
+from routed_experts.server.http.drain import DrainMiddleware
+from routed_experts.server.http.engine import CapturedEngine, ServerState
+from routed_experts.server.http.errors import format_framework_errors
+from routed_experts.server.http.metrics import show_buffers, show_store
+from routed_experts.server.http.process.selftest import probe
+from routed_experts.server.http.recording.recording import start_recording
+from routed_experts.server.http.requests.defaults import ModelLimits, check_defaults_of_model
+from routed_experts.server.http.requests.request import api_keys
+from routed_experts.server.http.routes import unsupported_routes
+from routed_experts.server.http.routes.routes import generate_router, router
+from routed_experts.server.http.seams import replace_routes, scales_out
 from routed_experts.server.outputs.array_store import ArrayStore, store_with
 from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH

@@ -22,16 +22,21 @@ from routed_experts.protocol.models import (
     FieldError,
     RoutingOptions,
 )
+from routed_experts.server.http.answers.response import CollectedRows, RoutedResponse
+from routed_experts.server.http.answers.streaming import SSERewriter, StreamLimitError
+from routed_experts.server.http.arrays.references import Delivery, ReferenceMaker, cannot_store
 from routed_experts.server.http.connection import connection_of
-from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.encoding.encoding import Encoder
+from routed_experts.server.http.encoding.wire_form import LostRowsError, PairedForm, WireForm
 from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.metrics import NotRecorded, count_stored
-from routed_experts.server.http.references import Delivery, ReferenceMaker, cannot_store
-from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
-from routed_experts.server.http.response import CollectedRows, RoutedResponse
-from routed_experts.server.http.routing_input import InputReader
+from routed_experts.server.http.requests.request import (
+    RoutedGenerateRequest,
+    RoutedRequest,
+    field_of,
+)
+from routed_experts.server.http.requests.routing_input import InputReader
 from routed_experts.server.http.seams import STREAMS_CHOICES, set_output_kind
-from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
 from routed_experts.server.http.vllm_http import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -41,7 +46,6 @@ from routed_experts.server.http.vllm_http import (
     OpenAIServingCompletion,
     ServingTokens,
 )
-from routed_experts.server.http.wire_form import LostRowsError, PairedForm, WireForm
 from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.prefill_param import (
     FIELD,

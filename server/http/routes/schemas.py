@@ -15,7 +15,7 @@ from routed_experts.protocol.models import (
     RoutedExpertWeightsArray,
 )
 from routed_experts.protocol.version import VERSION
-from routed_experts.server.http.texts import TokenIds
+from routed_experts.server.http.routes.texts import TokenIds
 from routed_experts.server.http.vllm_http import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,

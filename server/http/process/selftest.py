@@ -22,7 +22,7 @@ from routed_experts.protocol.codec import UNKNOWN, Rows, encode
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from routed_experts.protocol.models import OPT_IN, REPLAY, WEIGHTS
 from routed_experts.server.http.connection import watch_connections
-from routed_experts.server.http.encoding import LINE_BYTES
+from routed_experts.server.http.encoding.encoding import LINE_BYTES
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.vllm_api import get_logger
 

@@ -17,11 +17,11 @@ import msgspec
 from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
-from routed_experts.server.http.chunks import DATA, FIRST_CHOICE, UNFINISHED, Chunk
-from routed_experts.server.http.encoding import LINE_BYTES, OWN, Encoder, joined
+from routed_experts.server.http.arrays.references import THREADS, Delivery, count_references
+from routed_experts.server.http.encoding.chunks import DATA, FIRST_CHOICE, UNFINISHED, Chunk
+from routed_experts.server.http.encoding.encoding import LINE_BYTES, OWN, Encoder, joined
+from routed_experts.server.http.encoding.wire_form import LostRowsError
 from routed_experts.server.http.metrics import count_response
-from routed_experts.server.http.references import THREADS, Delivery, count_references
-from routed_experts.server.http.wire_form import LostRowsError
 from routed_experts.server.outputs.row_buffer import (
     Causes,
     RowBuffer,

@@ -21,8 +21,8 @@ from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.routing_input import EncodedInput
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import NotRecorded, count_dropped
-from routed_experts.server.http.record_line import Record, line_of
-from routed_experts.server.http.record_queue import FailureLog, RecordQueue
+from routed_experts.server.http.recording.record_line import Record, line_of
+from routed_experts.server.http.recording.record_queue import FailureLog, RecordQueue
 from routed_experts.server.outputs.processor import NoRecorder
 from routed_experts.server.outputs.record_files import RecordFiles, folder_of, prepare
 from routed_experts.server.outputs.row_buffer import RowBuffer

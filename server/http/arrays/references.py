@@ -12,7 +12,7 @@ from fastapi import HTTPException
 
 from routed_experts.protocol.codec import Rows
 from routed_experts.server.http.connection import Connection
-from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.encoding.encoding import Encoder
 from routed_experts.server.http.metrics import count_stored, waiting_for_store
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.outputs.threads import Threads

@@ -38,11 +38,11 @@ from routed_experts.protocol.routing_input import (
     place_of,
     steering_bias,
 )
+from routed_experts.server.http.arrays.stored_arrays import run_in_thread
 from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.input_memory import INPUT_BYTES_FLAG, InputMemory
-from routed_experts.server.http.request import MSGPACK, PackedRequest, body_of
-from routed_experts.server.http.stored_arrays import run_in_thread
+from routed_experts.server.http.requests.request import MSGPACK, PackedRequest, body_of
 from routed_experts.server.outputs.array_store import (
     ArrayGoneError,
     ArrayStore,

@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 
 from routed_experts.server.http.metrics import NotRecorded, count_dropped, count_recorded
-from routed_experts.server.http.record_line import Record
+from routed_experts.server.http.recording.record_line import Record
 from routed_experts.server.outputs.rare_log import RareLog
 from routed_experts.server.outputs.record_files import FullError, RecordFiles
 from routed_experts.server.vllm_api import get_logger

@@ -8,10 +8,15 @@ from fastapi.responses import Response
 
 from routed_experts.protocol.input_fields import FieldsOfInput
 from routed_experts.protocol.models import ExpertProfile, RoutedExpertsInfo, RoutingOptions
-from routed_experts.server.http import schemas
+from routed_experts.server.http.answers.response import respond
+from routed_experts.server.http.arrays.references import ROWS_PATH
+from routed_experts.server.http.arrays.stored_arrays import (
+    delete_array,
+    error_response,
+    stored_array,
+)
 from routed_experts.server.http.engine import CapturedEngine, expert_profile
-from routed_experts.server.http.references import ROWS_PATH
-from routed_experts.server.http.request import (
+from routed_experts.server.http.requests.request import (
     PackedRoute,
     RoutedChatRequest,
     RoutedCompletionRequest,
@@ -20,10 +25,9 @@ from routed_experts.server.http.request import (
     require_key,
     routing_of,
 )
-from routed_experts.server.http.response import respond
-from routed_experts.server.http.routing_input import input_of
-from routed_experts.server.http.stored_arrays import delete_array, error_response, stored_array
-from routed_experts.server.http.texts import TEXTS_PATH, TokenTexts, texts_of
+from routed_experts.server.http.requests.routing_input import input_of
+from routed_experts.server.http.routes import schemas
+from routed_experts.server.http.routes.texts import TEXTS_PATH, TokenTexts, texts_of
 from routed_experts.server.http.vllm_http import (
     load_aware_call,
     validate_json_request,

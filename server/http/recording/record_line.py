@@ -10,10 +10,10 @@ from pydantic import BaseModel
 from routed_experts.capture.wire.message import OptIn
 from routed_experts.protocol.codec import resolve_dtype
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.answers.response import CollectedRows, RoutedResponse
+from routed_experts.server.http.encoding.encoding import Encoder
+from routed_experts.server.http.encoding.wire_form import LostRowsError, WireForm
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.response import CollectedRows, RoutedResponse
-from routed_experts.server.http.wire_form import LostRowsError, WireForm
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 
 

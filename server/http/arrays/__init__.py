@@ -1,0 +1,1 @@
+"""Arrays that are sent by reference."""

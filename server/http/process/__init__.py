@@ -1,0 +1,1 @@
+"""The start of the API process, and its self-test."""

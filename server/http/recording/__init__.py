@@ -1,0 +1,1 @@
+"""Routing of all requests, written to files."""
