@@ -59,7 +59,7 @@ class Drain:
                     end_requests()
                     self._wait(time.monotonic() + 1)
                 # vLLM does it last, and logs a traceback when its sockets close before
-                if engine.output_handler is not None:
+                if engine.output_handler is not None and not loop.is_closed():
                     loop.call_soon_threadsafe(engine.output_handler.cancel)
                 timeout = timeout and max(self.until - time.monotonic(), 1)
             shutdown(timeout=timeout)
