@@ -2,6 +2,8 @@
 
 import base64
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from routed_experts.protocol.codec import decode, decode_weights
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import FLOAT32, Server
 
+ADDRESS = "http://localhost:8000"
 PROFILE = "/v1/routed_experts/profile"
 
 
@@ -76,3 +79,14 @@ def test_requests_that_ask_for_nothing_count(server: Server) -> None:
     assert after["tokens"] - before["tokens"] == 3 + 3
     chosen = (after["counts"] - before["counts"]).sum(axis=1)
     assert (chosen == 6 * server.info()["top_k"]).all()
+
+
+def test_the_program_of_the_page(server: Server, documented: list[str]) -> None:
+    (program,) = documented
+    assert ADDRESS in program
+    said = StringIO()
+    with redirect_stdout(said):
+        exec(program.replace(ADDRESS, server.url), {})
+    counts = profile(server)["counts"]
+    ratios = np.array(said.getvalue().strip("[]\n").split(), float)
+    assert np.allclose(ratios, (counts / counts.mean(axis=1, keepdims=True)).max(axis=1))
