@@ -251,9 +251,13 @@ def nothing_starts() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    ("cls", "name"), DEAD_IN_ENGINE, ids=lambda one: getattr(one, "__name__", one)
-)
+def as_param(cls: type, name: str) -> Any:
+    """Those of a worker take a real engine."""
+    marks = [pytest.mark.e2e] if cls is WorkerCapture else []
+    return pytest.param(cls, name, id=f"{cls.__name__}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("cls", "name"), [as_param(*dead) for dead in DEAD_IN_ENGINE])
 def test_a_dead_method_of_the_engine(
     tiny_model: Path, cls: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,7 @@ def files(draw: Any) -> bytes:
 
 
 SETTINGS = settings(
-    max_examples=120,
+    max_examples=60,
     deadline=None,
     database=None,
     derandomize=True,
