@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests import programs
 from tests.e2e.harness import wait_until
+from tests.fork_server import MODULES
 
 pytestmark = [
     pytest.mark.e2e,
@@ -113,3 +115,8 @@ def test_without_a_fork_server_programs_are_started(monkeypatch: pytest.MonkeyPa
         with pytest.warns(UserWarning, match="programs take longer"):
             connection = programs.connect(os.environ)
     assert connection is None
+
+
+def test_what_is_imported_before_a_fork_is_there() -> None:
+    """The fork server leaves out what a version of vLLM does not have, and nothing of this project."""
+    assert [name for name in MODULES if find_spec(name) is None] == []
