@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,13 @@ pytestmark = pytest.mark.e2e
 PROGRAM = "routed_experts.server.cli"
 
 
+def _ignore_no_signal() -> None:
+    """Shells have what they run in the background ignore interrupts, and nohup hang-ups; these tests
+    may be that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def started(
     *argv: str, options: tuple[str, ...] = (), **streams: int
@@ -33,9 +39,7 @@ def started(
         [sys.executable, *options, "-m", PROGRAM, *argv],
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        # Shells have what they run in the background ignore interrupts, and these tests may be
-        # that.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=_ignore_no_signal,
         **{
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
