@@ -133,6 +133,13 @@ class FieldsOfInput:
         return bool(self.activate or self.deactivate or self.bias)
 
     @property
+    def text_bytes(self) -> int:
+        """Of the base64 of its arrays."""
+        arrays = (*self.replay, self.bias)
+        data = [item.data for item in arrays if isinstance(item, ReplayedArray | BiasArray)]
+        return sum(len(text) for text in data if isinstance(text, str))
+
+    @property
     def first_field(self) -> str:
         """The name of a field that the request has, for errors about all of them."""
         names = {

@@ -328,17 +328,17 @@ def test_messagepack_needs_no_base64(api: Server, arrived: Arrived, is_list: boo
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, INVOCATIONS])
-def test_routing_in_a_json_body_that_is_too_long(
+def test_arrays_in_a_json_body_that_are_too_long(
     api: Server, arrived: Arrived, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """The same in MessagePack, or by reference, is taken."""
     rows = rows_for(5)
     body = {**body_for(path), REPLAY: array_of(rows)}
-    monkeypatch.setattr(routing_input, "JSON_BYTES", 3000)
+    monkeypatch.setattr(routing_input, "JSON_BYTES", 300)
     response = post(api, path, **body)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (413, 413)
-    assert f"{REPLAY}: a JSON body with routing has at most 3000 bytes" in error["message"]
+    assert f"{REPLAY}: the arrays of a JSON body have at most 300 bytes" in error["message"]
     assert MSGPACK in error["message"]
     assert arrived.requests == []
     answered(api, path, **body_for(path), **{REPLAY: {"id": stored(api, rows), "start": 0}})
@@ -348,10 +348,11 @@ def test_routing_in_a_json_body_that_is_too_long(
         same(RoutingInput.decode(reached), RoutingInput(rows=rows))
 
 
-@pytest.mark.parametrize("fields", [{}, {"return_routed_experts": True}], ids=str)
-def test_a_body_of_any_length_without_routing_is_vllms_matter(
-    api: Server, fields: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"return_routed_experts": True}, {DEACTIVATE: [[1, 2]]}], ids=str
+)
+def test_the_length_of_anything_else_is_vllms_matter(api: Server, fields: dict[str, Any]) -> None:
+    """A chat with images may have many megabytes."""
     long = "u" * (routing_input.JSON_BYTES + 1)
     assert post(api, COMPLETIONS, **body_for(COMPLETIONS), **fields, user=long).status_code == 200
 

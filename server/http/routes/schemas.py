@@ -240,7 +240,7 @@ With `Accept: application/msgpack`, except for streams: the same object in Messa
 _ERRORS = {
     400: "The request is invalid; `param` names the field.",
     404: "The model does not exist.",
-    413: "A JSON body with routing as an input is too long: send it as MessagePack, or the arrays by reference.",
+    413: "The arrays of routing as an input are too long for JSON: send MessagePack, or the arrays by reference.",
     422: "Something that the request refers to, such as an image, cannot be processed.",
     500: "Internal server error.",
     501: "The model does not support this endpoint.",
