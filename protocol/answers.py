@@ -100,13 +100,19 @@ def read_answer(json: Any) -> Answer:
     Raises:
         RoutingError: it is an error of the server, or a field has another form than the server's.
     """
-    answer = _with_put_aside(read_fields(without_envelope(json), Answer))
-    if answer.error is not None:
-        error = answer.error
-        message = error.get("message") if isinstance(error, Mapping) else error
-        raise RoutingError(f"the server answered with an error: {message}")
+    body = without_envelope(json)
+    # before the other fields, which may be null then
+    _refuse(body.get("error") if isinstance(body, Mapping) else getattr(body, "error", None))
+    answer = _with_put_aside(read_fields(body, Answer))
+    _refuse(answer.error)
     answer.choices = list(map(_with_put_aside, answer.choices))
     return answer
+
+
+def _refuse(error: Any) -> None:
+    if error is not None:
+        message = error.get("message") if isinstance(error, Mapping) else error
+        raise RoutingError(f"the server answered with an error: {message}")
 
 
 def read_fields(json: Any, kind: type[T]) -> T:

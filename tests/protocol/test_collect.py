@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
@@ -498,6 +499,13 @@ def test_fields_that_litellm_puts_aside() -> None:
         check_all(collect(made), joined)
     check_all(collect(litellm_made(answer(routed(n=2)), "prompt_routed_experts")), routed(n=2))
     refused("rows from 9 on, asked for from 0 on", litellm_made(answer(routed())))
+
+
+def test_errors_whose_other_fields_are_null() -> None:
+    """As a client of OpenAI makes them of what a proxy answers."""
+    failed = {"error": {"message": "too long"}, "choices": None}
+    for item in (failed, SimpleNamespace(**failed), [failed]):
+        refused("the server answered with an error: too long", item)
 
 
 def test_lines_of_a_batch() -> None:
