@@ -242,6 +242,16 @@ def dropping_one(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
     return logits, torch.ones_like(weights), ids
 
 
+def weights_without_gradients(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits, weights, ids = bias_in_the_choice(router, hidden, ids)
+    return logits, weights.detach(), ids
+
+
+def logits_without_gradients(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
+    logits, weights, ids = bias_in_the_choice(router, hidden, ids)
+    return logits.detach(), weights, ids
+
+
 def a_map(router: Router, hidden: Tensor, ids: Tensor | None) -> Output:
     logits = logits_of(router, hidden)
     chosen = torch.zeros_like(logits).scatter(1, best(router, logits, ids), 1.0)
@@ -327,6 +337,8 @@ REFUSED: dict[str, tuple[Route, int, int, str]] = {
     "no logits, more experts than inputs": (without_logits, 2, 64, OF_SHAPES),
     "top-p": (top_p, 2, 8, r"but the router has \[24, 8\]"),
     "top-p, filled up": (top_p_filled_up, 2, 8, OTHER_EXPERTS),
+    "weights without gradients": (weights_without_gradients, 2, 8, "returns weights without a"),
+    "logits without gradients": (logits_without_gradients, 2, 8, "returns logits without a"),
     "full experts": (dropping, 2, 8, OTHER_EXPERTS),
     "full experts of one": (dropping_one, 1, 8, OTHER_EXPERTS),
     "a map": (a_map, 2, 8, OF_SHAPES),

@@ -167,6 +167,27 @@ def test_equal_sequences_have_the_newest_rows(load: Load) -> None:  # noqa: F811
     check_replayed(load(), inputs, [first, newer], [(line, at, 1, n) for line, at, _, n in places])
 
 
+def test_of_several_the_newest_has_the_rows(load: Load) -> None:  # noqa: F811
+    """Also where an older one was used last, or has these tokens alone. One whose rows begin later
+    has less of them."""
+    model = load()
+    older, newer = rollouts()[:2]
+    prompt = older.prompt_token_ids
+    assert prompt is not None
+    whole = Routing(
+        rollouts(2)[0].rows[: PROMPT - 1], prompt_token_ids=prompt[:-1], token_ids=prompt[-1:]
+    )
+    later = replace(newer, rows=rollouts(3)[0].rows[PROMPT:], start=PROMPT, token_ids=(7,) * 6)
+    inputs = {"input_ids": torch.tensor([prompt])}
+    with seeing_experts(model) as ran, TokenReplay(model) as replay:
+        replay.put([whole, older])
+        replay.put([newer])
+        run(model, {"input_ids": torch.tensor([tokens_of(older)])})
+        replay.put([later])
+        run(model, inputs)
+    check_pass(ran.forward_passes()[1], (1, PROMPT), [newer], [(0, 0, 0, PROMPT)])
+
+
 def test_unknown_rows_and_prompts_without_rows(load: Load) -> None:  # noqa: F811
     routing = rollouts()[0]
     rows = routing.rows.copy()
@@ -239,6 +260,14 @@ def test_checkpointing(kind: str, load: Load) -> None:  # noqa: F811
         model.enable_input_require_grads()
     with seeing_experts(model) as ran, TokenReplay(model) as replay:
         check_steps(model, replay, ran, recomputed=kind != "none")
+
+
+def test_a_live_pass_is_recomputed(load: Load) -> None:  # noqa: F811
+    model = load().train()
+    model.gradient_checkpointing_enable(CHECKPOINTING["not reentrant"])
+    with seeing_experts(model) as ran, TokenReplay(model, missing="live"):
+        loss_of(run(model, padded(rollouts())[0])).backward()
+    ran.check_recomputed(1)
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place", "layers"])
@@ -336,6 +365,47 @@ def whole(model: Any, replay: TokenReplay) -> None:
     ).backward()
 
 
+class OtherCheckpoint(torch.autograd.Function):
+    """As frameworks have their own."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, hidden: torch.Tensor) -> Any:
+        ctx.function = function
+        ctx.save_for_backward(hidden)
+        return function(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        (saved,) = ctx.saved_tensors
+        hidden = saved.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(hidden)
+        torch.autograd.backward(output, gradient)
+        return None, hidden.grad
+
+
+def other_checkpoint(model: Any, replay: TokenReplay) -> None:
+    model.enable_input_require_grads()
+    for layer in model.model.layers:
+        own = layer.mlp.forward
+        layer.mlp.forward = lambda hidden, own=own: OtherCheckpoint.apply(own, hidden)
+    try:
+        loss_of(run(model, padded(rollouts())[0])).backward()
+    finally:
+        for layer in model.model.layers:
+            del layer.mlp.forward
+
+
+def late_rows(model: Any, replay: TokenReplay) -> None:
+    routing = rollouts(1)[0]
+    replay.put([replace(routing, rows=routing.rows[PROMPT:], start=PROMPT)])
+    run(model, {"input_ids": torch.tensor([routing.prompt_token_ids])})
+
+
+def too_many_rows(model: Any, replay: TokenReplay) -> None:
+    replay.put([replace(rollouts()[0], token_ids=(5,) * 4)])
+
+
 def twice(model: Any, replay: TokenReplay) -> None:
     with TokenReplay(model) as other:
         other.put(rollouts())
@@ -352,7 +422,9 @@ def with_pictures(model: Any, replay: TokenReplay) -> None:
 
 def of_another_model(model: Any, replay: TokenReplay) -> None:
     routing = rollouts()[0]
-    replay.put([Routing(routing.rows[:, 1:], prompt_token_ids=(1,), token_ids=routing.token_ids)])
+    replay.put(
+        [Routing(routing.rows[:, 1:], prompt_token_ids=(1, 1, 1), token_ids=routing.token_ids)]
+    )
 
 
 def nothing(model: Any, replay: TokenReplay) -> None:
@@ -370,6 +442,9 @@ def nothing(model: Any, replay: TokenReplay) -> None:
         (tree, "a token at position 1, where 3 comes next: .* trees"),
         (not_packed, "no rows for a sequence of 37 tokens .* packed without position_ids"),
         (whole, "recomputes the whole model"),
+        (other_checkpoint, "its checkpointing is not torch's"),
+        (late_rows, "no rows for a sequence of 3 tokens"),
+        (too_many_rows, "8 rows from position 0 on, of a response of 7 tokens"),
         (twice, "being replayed already"),
         (without_tokens, "no token ids, .* ask with return_token_ids"),
         (with_pictures, "the prompt has pictures or sounds"),

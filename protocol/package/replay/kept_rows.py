@@ -25,12 +25,14 @@ class Kept:
         start: position of the first.
         rows: int16 [n, L, K].
         weights: float32 [n, L, K].
+        number: counts all that were put.
         is_used: a forward pass asked for them.
     """
 
     start: int
     rows: NDArray[np.int16]
     weights: NDArray[np.float32] | None
+    number: int
     is_used: bool = False
 
     @property
@@ -54,6 +56,7 @@ class KeptRows:
         self._info = info
         self._has_weights = has_weights
         self._num_bytes = 0
+        self._num_put = 0
         self._kept: dict[bytes, Kept] = {}  # first what goes first, among used and unused each
         self._ordered: list[bytes] | None = None
         self._lock = Lock()  # rollouts may come while a step is under way
@@ -77,10 +80,10 @@ class KeptRows:
 
     def find(self, tokens: NDArray[Any]) -> Kept | None:
         """Rows of the sequence, or of a longer one that begins with it: causal models give the
-        beginning of both the same experts. Of several, the newest."""
-        key = _key(tokens)
+        beginning of both the same experts. Of several, those that begin first, and of these the
+        newest."""
         with self._lock:
-            found = key if key in self._kept else self._longer(key)
+            found = self._newest(_key(tokens))
             if found is None:
                 return None
             kept = self._kept.pop(found)
@@ -88,17 +91,20 @@ class KeptRows:
             self._kept[found] = kept
             return kept
 
-    def _longer(self, key: bytes) -> bytes | None:
+    def _newest(self, key: bytes) -> bytes | None:
         if self._ordered is None:
             self._ordered = sorted(self._kept)
         first = bisect_left(self._ordered, key)
-        longer: list[bytes] = []
-        for other in self._ordered[first:]:
+        num_tokens = len(key) // np.dtype(TOKEN).itemsize
+        found: dict[bytes, tuple[int, int]] = {}
+        for index in range(first, len(self._ordered)):
+            other = self._ordered[index]
             if not other.startswith(key):
                 break
-            longer.append(other)
-        ages = {other: age for age, other in enumerate(self._kept)} if len(longer) > 1 else {}
-        return max(longer, key=lambda other: ages.get(other, 0), default=None)
+            kept = self._kept[other]
+            if kept.start < num_tokens:
+                found[other] = (-kept.start, kept.number)
+        return max(found, key=lambda other: found[other], default=None)
 
     def _make_room(self, size: int) -> None:
         if self._num_bytes + size <= self._max_bytes:
@@ -127,7 +133,8 @@ class KeptRows:
             weights = (
                 scaled(routing.weights, self._info) if has_scale else np.array(routing.weights)
             )
-        return Kept(routing.start, routing.rows.astype(np.int16), weights)
+        self._num_put += 1
+        return Kept(routing.start, routing.rows.astype(np.int16), weights, self._num_put)
 
 
 def _key_of(routing: Routing) -> bytes:
@@ -139,7 +146,12 @@ def _key_of(routing: Routing) -> bytes:
         raise ReplayError(
             "the prompt has pictures or sounds, which tokens do not tell apart: use `replayed`"
         )
-    return _key(np.array([*routing.prompt_token_ids, *routing.token_ids]))
+    tokens = np.array([*routing.prompt_token_ids, *routing.token_ids])
+    if routing.start + len(routing.rows) > len(tokens):
+        raise ReplayError(
+            f"{len(routing.rows)} rows from position {routing.start} on, of a response of {len(tokens)} tokens"
+        )
+    return _key(tokens)
 
 
 def _key(tokens: NDArray[Any]) -> bytes:

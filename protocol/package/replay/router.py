@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from routed_experts.replay.choice import choice_of
+from routed_experts.replay.choice import Choice, choice_of
 from routed_experts.replay.errors import ReplayError
 from routed_experts.replay.finding import method_of, name_of
 from routed_experts.replay.formulas import FORMULAS
@@ -260,10 +260,23 @@ class Router:
         # what Gemma 4 multiplies an expert's weight by
         factor = getattr(router, "per_expert_scale", None)
         weights, ids, _ = _replay(own.logits, own.weights, own.ids, factor, self.state)
+        self._check_gradients(own, factor)
         replayed = own.write(weights, ids)
         if not torch.compiler.is_compiling():
             self.handed = next((part for part in replayed if part.dtype == ids.dtype), None)
         return replayed
+
+    def _check_gradients(self, own: Choice, factor: Tensor | None) -> None:
+        """Whether a gradient of the weights is one of the logits, as that of a formula is."""
+        if not torch.is_grad_enabled():
+            return
+        of_factor = factor is not None and factor.requires_grad
+        if own.weights.requires_grad != (own.logits.requires_grad or of_factor):
+            without = "logits" if own.weights.requires_grad else "weights"
+            raise ReplayError(
+                f"{self.class_name} returns {without} without a gradient, and cannot be replayed: a formula takes that "
+                "of the weights to the logits"
+            )
 
     def see_experts(
         self, experts: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

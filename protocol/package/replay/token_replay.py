@@ -2,7 +2,7 @@
 forward pass."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from routed_experts.replay.errors import ReplayError
 from routed_experts.replay.finding import routers_of
 from routed_experts.replay.kept_rows import KeptRows
 from routed_experts.replay.loss import replayed_loss
-from routed_experts.replay.recomputation import in_recomputed_pass
+from routed_experts.replay.recomputation import ForwardPass, in_recomputed_pass, naming
 from routed_experts.replay.replacing import is_replaced
 from routed_experts.replay.sequences import Sequences, sequences_of, takes_tokens
 
@@ -28,7 +28,8 @@ class TokenReplay:
     Nothing has to travel through the trainer's batches: padding on any side, batches that are
     shuffled, cut into chunks or packed, several passes in a step, gradient checkpointing and adapters
     that are switched off need no code. Rows are found by all tokens of a sequence, from its first one
-    on. They are of the newest response with these tokens, or with more behind them.
+    on. They are of the newest response with these tokens, or with more behind them, whose rows begin
+    first.
 
     Each process of a trainer needs the rows of its own batches.
 
@@ -71,6 +72,7 @@ class TokenReplay:
         self._running: Module | None = None  # the outermost one whose forward pass is under way
         self._pass = ExitStack()
         self._block: Block | None = None
+        self._live = ForwardPass()  # all that have no rows
         self._hooks = ExitStack()
         self._is_open = False
 
@@ -92,6 +94,10 @@ class TokenReplay:
                 module.register_forward_hook(end, with_kwargs=True, always_call=True),
             ):
                 self._hooks.callback(handle.remove)
+        routers = {router for module in self._models for _, _, router in routers_of(module)}
+        for router in routers:
+            handle = router.register_forward_pre_hook(self._check_recomputed)
+            self._hooks.callback(handle.remove)
         self._is_open = True
         return self
 
@@ -119,6 +125,8 @@ class TokenReplay:
             self._pass.enter_context(self._block.forward_pass())
             if self._aux_loss:
                 self._pass.enter_context(replayed_loss(module, self._block.layers))
+        else:
+            self._pass.enter_context(naming(self._live, nullcontext))
         self._running = module
 
     def _end(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -132,6 +140,16 @@ class TokenReplay:
             block.replay.check()
             self.passes += 1
             self.replayed += block.replay.replayed
+
+    def _check_recomputed(self, router: Module, _: Any) -> None:
+        """Refuses checkpointing that is not torch's: a block has ended when the pass is recomputed."""
+        if torch.compiler.is_compiling() or not in_recomputed_pass():
+            return
+        if not is_replaced(router) and not self._live.num_recomputed:
+            raise ReplayError(
+                "a forward pass is recomputed without its rows, as its checkpointing is not torch's: have "
+                "torch.utils.checkpoint recompute layers, or use `replayed` around the backward pass"
+            )
 
     def _rows_of(
         self, sequences: Sequences
