@@ -232,7 +232,8 @@ class Router:
         self.name = name
         self.module = ref(module)  # a `Replay` that is kept does not keep the model
         self.class_name = name_of(module)
-        self.layer = layer
+        # What holds a router holds its layer, too. A circle of both would keep rows on the device.
+        self._layer = ref(layer)
         self.candidates = candidates
         self.settings = _settings(module)
         self.known = _KNOWN.setdefault(module, {})
@@ -247,6 +248,12 @@ class Router:
             self.state = torch.tensor([self.number, -1], device="cpu")
         layer.routers.append(self)
         _ROUTERS[self.number] = self
+
+    @property
+    def layer(self) -> Layer:
+        layer = self._layer()
+        assert layer is not None
+        return layer
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise ReplayError("a model is not copied or saved as a whole while it is replayed")
