@@ -850,6 +850,6 @@ def test_an_endpoint_plugin_that_cannot_be_loaded_ends_the_start(
     plugin = entry_point.make()
     assert set(plugin.required_tasks) == {"generate"}
     with pytest.raises(
-        UnsupportedConfig, match=r"cannot be loaded: .*server\.http\.plugin.*VLLM_PLUGINS"
+        UnsupportedConfig, match=r"cannot be loaded: .*server\.http\.process\.plugin.*VLLM_PLUGINS"
     ):
         plugin.attach_router(FastAPI())

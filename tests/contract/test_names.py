@@ -68,7 +68,7 @@ def names_read() -> set[str]:
     for path in [
         path
         for room in ("http", "outputs", "inprocess")
-        for path in ROOT.glob(f"server/{room}/*.py")
+        for path in ROOT.glob(f"server/{room}/**/*.py")
     ]:
         has_texts = path.name in ("request.py", "serving.py")
         for node in ast.walk(ast.parse(path.read_text())):

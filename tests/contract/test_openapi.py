@@ -123,7 +123,7 @@ def test_our_routes_are_in_the_file_and_nothing_else(
     assert rows.keys() == {"200", "206", "304", *errors}  # and no 422, which FastAPI adds
     assert "HTTPValidationError" not in spec["components"]["schemas"]
     assert list(rows["200"]["content"]) == ["application/octet-stream"]
-    assert len(in_file) == 7
+    assert len(in_file) == 8
     for (path, method), operation in in_file.items():
         assert served["paths"][path][method] == without_events(operation)
         assert "401" in operation["responses"]
@@ -177,7 +177,7 @@ def examples_in(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_every_example_of_json_is_valid(spec: dict[str, Any]) -> None:
     examples = examples_in(spec)
-    assert len(examples) == 4 + 5 + 5 + 7  # requests, answers, errors, 401
+    assert len(examples) == 4 + 6 + 6 + 8  # requests, answers, errors, 401
     for body in examples:
         schema = {**body["schema"], "components": spec["components"]}
         jsonschema.Draft202012Validator(schema).validate(body["example"])

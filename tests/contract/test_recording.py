@@ -163,7 +163,7 @@ def test_all_that_is_asked_is_recorded_and_no_answer_changes(
     answers = routings_in(folder)
     check_answers(answers, asked_for=expected[REQUEST_WITH_START])
     with ExitStack() as stack:
-        assert [shown.name for shown in viewed_files([str(folder)], ModelInfo(), stack)] == [file]
+        assert [shown.name for shown in viewed_files([str(folder)], stack)] == [file]
 
 
 def send_all(server: Server) -> list[str]:

@@ -11,7 +11,6 @@ import orjson
 from routed_experts.capture.wire.rows import combined
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.answers.streaming import SSERewriter
-from routed_experts.server.http.seams import OWN_FIELD
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 from tests.server.known import encoder_of, push_from_message
@@ -21,6 +20,9 @@ UNSIGNED = ("uint8", "uint16")  # which cannot hold -1
 DECODER_LAYERS = [1, 3], 4
 TEXTS = ("a", "", "七", '"choices":[{"index":0,', '"finish_reason":null', "\u2028\n\\")
 ENDS = ("stop", "length", "repetition", "abort")
+
+OWN_FIELD = '"routed_experts":null,'
+"""vLLM's own field in a streamed choice of generate."""
 
 
 def rows_of(first: int, end: int, num_experts: int, with_weights: bool) -> np.ndarray:
@@ -115,8 +117,7 @@ class OddStream:
         body = {"id": "1", "choices": [choice | {"token_ids": [index]}], "system_fingerprint": "x"}
         text = orjson.dumps(body).decode()
         if self.has_own_field:
-            is_last_field = OWN_FIELD.startswith(",")
-            end = text.index("]}],") + 1 if is_last_field else text.index('"token_ids"')
+            end = text.index('"token_ids"')
             text = text[:end] + OWN_FIELD + text[end:]
         return f"data: {text}\n\n"
 
