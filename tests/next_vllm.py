@@ -27,7 +27,6 @@ from routed_experts.capture.seams.required import HTTP, REQUIRED, Name
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(sys.prefix) / "vllm-next"
 OF_SERVER = (
-    "api_server_count",
     "cli",
     "metrics",
     "recording",

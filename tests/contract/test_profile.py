@@ -14,6 +14,8 @@ from routed_experts.protocol.codec import decode, decode_weights
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import FLOAT32, Server
 
+pytestmark = pytest.mark.e2e
+
 ADDRESS = "http://localhost:8000"
 PROFILE = "/v1/routed_experts/profile"
 
