@@ -26,11 +26,7 @@ from typing import Any
 import numpy as np
 import requests
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from trl import GRPOConfig, GRPOTrainer
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration
 
 from bench.http_server import Server, start
 from bench.http_table import commit_and_device
@@ -143,6 +139,12 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def run(
     variant: str, policy: Policy, start_folder: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
+    # here, so that `--help` needs no TRL
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
+
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(start_folder, dtype=torch.bfloat16)
     VLLMClient.init_communicator = lambda self, device: None
