@@ -176,6 +176,7 @@ def test_a_bucket_that_is_gone_holds_up_neither_recording_nor_the_end(
     is_over.set()
     assert sorted(left.values()) == ["one\n", "two\n"]
     assert all(name in caplog.records[-1].getMessage() for name in left)
+    files._thread.join()  # or it would log its next failure within another test
 
 
 def test_a_file_that_another_server_has_sent_meanwhile_is_no_error(
