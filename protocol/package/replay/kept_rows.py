@@ -68,9 +68,11 @@ class KeptRows:
             raise ReplayError(
                 f"rows of {size} bytes, and room for {self._max_bytes}: set max_bytes"
             )
-        if len({kept.rows.shape[1:] for kept in (*new.values(), *self._kept.values())}) > 1:
-            raise ReplayError("rows of several models: their layers or experts per token differ")
         with self._lock:
+            if len({kept.rows.shape[1:] for kept in (*new.values(), *self._kept.values())}) > 1:
+                raise ReplayError(
+                    "rows of several models: their layers or experts per token differ"
+                )
             for key in new:
                 self._remove(key)
             self._make_room(size)
