@@ -114,7 +114,6 @@ test-long: setup
 
 # By hand, on a machine with one GPU or two. `python -m tests.gpu_runs gpu-run.json` merges the results into docs/.
 # For another version: make test-gpu VLLM=0.29.0 VENV=.venv-0.29
-test-gpu: export ROUTED_EXPERTS_ALLOW_UNTESTED = 1
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu --ignore=tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run.json -n $(GPU_JOBS) --dist loadgroup $(ARGS)
 	$(BIN)/python -m pytest tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run-sleep.json $(ARGS)

@@ -48,8 +48,8 @@ def pytest_configure() -> None:
     """As a plugin of pytest, in the run that this module starts: a version that nobody has seen yet
     is not refused, so that only what is broken fails."""
     version = versions.vllm.__version__.split("+")[0]
-    if version not in (*versions.SUPPORTED_VLLM, *versions.UNTESTED_VLLM):
-        versions.UNTESTED_VLLM += (version,)
+    if version not in versions.SUPPORTED_VLLM:
+        versions.SUPPORTED_VLLM += (version,)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +72,6 @@ def main(argv: list[str] | None = None) -> int:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
         "VLLM_TARGET_DEVICE": "cpu",
-        versions.ALLOW_UNTESTED_VARIABLE: "1",
     }
     there = set(
         json.loads(

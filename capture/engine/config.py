@@ -31,7 +31,7 @@ from routed_experts.capture.engine.connectors import (
 )
 from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
 from routed_experts.capture.seams import engine as seams
-from routed_experts.capture.seams.arguments import has_other_outputs, vllm_captures
+from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.wire.rows import (
     INPUT_FLAG,
     RECOMPUTE_FLAG,
@@ -64,12 +64,6 @@ REFUSALS: tuple[Refusal, ...] = (
         vllm_captures,
         "vLLM's own capture of routed experts is on: remove enable_return_routed_experts from --aux-output-config; "
         "this server captures by itself.",
-    ),
-    Refusal(
-        "other outputs of vLLM's auxiliary output connector",
-        has_other_outputs,
-        "vLLM's auxiliary output connector is on for other outputs, and this capture takes its place: turn them off in "
-        "--aux-output-config, or add --no-enable-return-routed-experts.",
     ),
     Refusal(
         "encoder-decoder or pooling model",

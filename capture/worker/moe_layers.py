@@ -2,21 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 
 from routed_experts.capture.engine.config import BOUNDED_REPLAY
-from routed_experts.capture.engine.versions import (
-    ALLOW_UNTESTED_FLAG,
-    ALLOW_UNTESTED_VARIABLE,
-    UnsupportedConfig,
-    untested_is_allowed,
-)
+from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.worker.capturer import RowShape
 from routed_experts.capture.worker.refusals import check_layer
 
@@ -27,9 +20,6 @@ class MoELayers:
 
     runners: tuple[MoERunner, ...]
     shape: RowShape
-    # In place of `runners`: fused layers (MegaMoE), which give their logical ids to a `capture_fn`
-    # of their own.
-    fused: tuple[Any, ...] = ()
 
 
 def find_moe_layers(model: torch.nn.Module) -> MoELayers:
@@ -40,9 +30,11 @@ def find_moe_layers(model: torch.nn.Module) -> MoELayers:
     """
     if getattr(model, "decoder_replay_layers", None) is not None:
         raise UnsupportedConfig(BOUNDED_REPLAY)
-    fused = [module for module in model.modules() if isinstance(module, RoutedExpertsCaptureSource)]
-    if fused:
-        return _fused_layers(model, fused)
+    if any(isinstance(module, RoutedExpertsCaptureSource) for module in model.modules()):
+        raise UnsupportedConfig(
+            "The model's fused MoE layers (MegaMoE) route in their kernel, which is not captured: choose another one "
+            "with --moe-backend."
+        )
     runners = _runners(model)
     for runner in runners:
         check_layer(runner)
@@ -75,7 +67,7 @@ def returns_sorted(runners: Sequence[MoERunner], device: torch.device) -> bool:
     groups sort nothing, nor do those on CPUs, and kernels that route by themselves have an order of
     their own.
     """
-    if device.type != "cuda" or not runners:  # fused layers have no runners
+    if device.type != "cuda":
         return False
     return all(
         type(runner.router) is FusedTopKRouter and not runner.is_monolithic for runner in runners
@@ -103,34 +95,12 @@ def _top_k(runner: MoERunner) -> int:
     return int(runner.router.top_k) - num_shared
 
 
-def _fused_layers(model: torch.nn.Module, fused: Iterable[Any]) -> MoELayers:
-    """MegaMoE layers: one kernel sends the tokens to their experts' ranks and back. Each rank sees
-    its own tokens."""
-    if not untested_is_allowed():
-        raise UnsupportedConfig(
-            "The capture of the model's fused MoE layers (MegaMoE) has not run on a GPU yet: choose another kernel "
-            f"with --moe-backend, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment)."
-        )
-    has_others = any(isinstance(module, MoERunner) for module in model.modules())
-    if get_tp_group().world_size > 1 or has_others:
-        raise UnsupportedConfig(
-            "Fused MoE layers (MegaMoE) are captured without tensor parallelism, which spreads tokens over its ranks, "
-            "and without MoE layers of another kind: choose another kernel with --moe-backend, or use data parallelism."
-        )
-    layers = tuple(sorted(fused, key=lambda layer: int(layer.layer_id)))
-    shape = _row_shape(
-        layer_ids=[int(layer.layer_id) for layer in layers],
-        sizes={(int(layer.num_logical_experts), int(layer.top_k)) for layer in layers},
-    )
-    return MoELayers((), shape, layers)
-
-
 def _row_shape(
     *,
     layer_ids: Sequence[int],
     sizes: set[tuple[int, int]],  # experts and top-k of these layers
-    weights_scale: tuple[float, ...] = (),
-    weights_on_input: bool = False,
+    weights_scale: tuple[float, ...],
+    weights_on_input: bool,
 ) -> RowShape:
     """The shape of rows of these layers; refuses layers that do not fit one array."""
     if len(set(layer_ids)) != len(layer_ids):

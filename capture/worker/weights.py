@@ -14,11 +14,6 @@ from routed_experts.capture.worker.refusals import routes_in_kernel
 
 def check_weights(layers: MoELayers, is_eager: bool) -> None:
     """Raises `UnsupportedConfig` for layers whose weights cannot be captured."""
-    if layers.fused:
-        raise UnsupportedConfig(
-            "Fused MoE layers (MegaMoE) say which experts were chosen but not their weights: choose another kernel "
-            f"with --moe-backend, or serve without weights ({NO_WEIGHTS_FLAG})."
-        )
     for runner in layers.runners:
         if routes_in_kernel(runner):
             raise UnsupportedConfig(

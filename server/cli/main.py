@@ -127,14 +127,10 @@ def run_tool(command: str, rest: list[str]) -> int:
 def serve(argv: list[str]) -> int:
     """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
     say("Loading vLLM; this takes some seconds, then its log follows.")
-    from routed_experts.capture.engine.versions import (
-        ALLOW_UNTESTED_FLAG,
-        UnsupportedConfig,
-        check_vllm_version,
-    )
+    from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
 
     try:
-        check_vllm_version(allow_untested=ALLOW_UNTESTED_FLAG in argv)
+        check_vllm_version()
     except UnsupportedConfig as error:
         return complain(error)
     # other versions of vLLM may lack its imports

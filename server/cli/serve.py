@@ -27,11 +27,7 @@ from routed_experts.capture.engine.connectors import (
     ON_LOAD_VARIABLE,
     RECOMPUTE,
 )
-from routed_experts.capture.engine.versions import (
-    ALLOW_UNTESTED_FLAG,
-    ALLOW_UNTESTED_VARIABLE,
-    UnsupportedConfig,
-)
+from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY, WEIGHTS_KEY
 from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.models import parse_options
@@ -192,12 +188,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="for requests with routing, KV loaded from a KV store without its routing: recompute it "
         "(default), or load it and return -1 for its tokens",
     )
-    group.add_argument(
-        ALLOW_UNTESTED_FLAG,
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="accept a version of vLLM that has not passed all tests",
-    )
 
 
 def flag_of(name: str) -> str:
@@ -321,8 +311,6 @@ def configure(args: argparse.Namespace) -> Settings | None:
 
 def _tell_engine_processes(args: argparse.Namespace) -> None:
     """Puts our flags that are no settings into the environment."""
-    if getattr(args, "allow_untested_vllm", False):
-        _set_everywhere(ALLOW_UNTESTED_VARIABLE, "1")
     if hasattr(args, "routed_experts_on_load"):
         _set_everywhere(ON_LOAD_VARIABLE, args.routed_experts_on_load)
 

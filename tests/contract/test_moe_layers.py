@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import (
     DPMetadata,
@@ -33,15 +33,13 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 
 from routed_experts.capture.engine.config import UnsupportedConfig
-from routed_experts.capture.engine.versions import ALLOW_UNTESTED_VARIABLE
 from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.required import WORKER
 from routed_experts.capture.wire.rows import WEIGHTS_KEY, ids_of, weights_of
 from routed_experts.capture.wire.transport import StepRows, detach
-from routed_experts.capture.worker import binding, direct_writes
+from routed_experts.capture.worker import binding
 from routed_experts.capture.worker.binding import bind, capture_choice
 from routed_experts.capture.worker.capturer import Capturer, RowShape
-from routed_experts.capture.worker.direct_writes import write_directly
 from routed_experts.capture.worker.moe_layers import (
     MoELayers,
     find_moe_layers,
@@ -252,26 +250,6 @@ def test_of_layers_that_all_ranks_route_one_rank_has_the_ids(
     assert (capturer.cache.ids == -1).all()
 
 
-@pytest.mark.parametrize("tokens", [9, 1000])
-def test_a_router_that_is_written_directly(tokens: int) -> None:
-    """With more tokens than the view has rows, the top-k kernel would write into the next layer's,
-    or past the end.
-
-    Kernels of vLLM 0.33 leave the router out where nobody captures it, and tell by its capture
-    function.
-    """
-    router = FusedTopKRouter(top_k=4, global_num_experts=16)
-    view = torch.full((2, 8, 4), -1, dtype=torch.int32)[0]
-    write_directly(router, view)
-    assert router.capture_fn is not None
-    router.capture_fn(torch.zeros((8, 4), dtype=torch.int32))
-    assert (view == -1).all()
-    with pytest.raises(
-        RuntimeError, match=f"a step of {tokens} tokens does not fit the device cache of 8"
-    ):
-        router.select_experts(torch.zeros(tokens, 64), torch.zeros(tokens, 16))
-
-
 @pytest.mark.parametrize("recorded", [True, False])
 def test_ids_are_stored_at_the_end_of_a_forward_pass_that_is_recorded(
     recorded: bool, monkeypatch: pytest.MonkeyPatch
@@ -316,89 +294,13 @@ def test_ids_that_came_from_outside_are_not_held(
     assert (capturer.cache.ids[1][:3] == 1).all()
 
 
-class FusedLayers(torch.nn.Module):
-    """Two of vLLM's own fused MoE layers. Their kernel is for GPUs: on a CPU they end where it
-    would begin."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        model = pytest.importorskip("vllm.models.deepseek_v4.nvidia.model", exc_type=ImportError)
-        if not hasattr(model, "DeepseekV4MegaMoEExperts"):
-            pytest.skip("vLLM 0.33 makes fused MoE layers on the GPUs alone that have their kernel")
-        sizes: dict[str, int] = {
-            "num_local_experts": 12,
-            "experts_start_idx": 0,
-            "hidden_size": 64,
-            "intermediate_size": 32,
-        }
-        self.layers = torch.nn.ModuleList(
-            model.DeepseekV4MegaMoEExperts(
-                config,
-                num_experts=12,
-                num_logical_experts=8,
-                top_k=4,
-                prefix=f"fused.{layer}",
-                **sizes,
-            )
-            for layer in (3, 1)  # not in the order of the decoder
-        )
-        for layer in self.layers:  # GPUs' memory, which vLLM takes before it captures until 0.29
-            layer.get_symm_buffer = lambda: None
-
-    def forward(self, ids: torch.Tensor) -> None:
-        for layer in self.layers:
-            with pytest.raises(
-                (AttributeError, AssertionError, ImportError, RuntimeError, ValueError)
-            ):
-                layer(
-                    torch.zeros(len(ids), 64),
-                    torch.ones(ids.shape),
-                    ids + layer.layer_id,
-                    activation_clamp=None,
-                )
-
-
-def test_fused_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused until a GPU has run them, unless allowed; then they give logical ids, before experts
-    are replicated."""
-    monkeypatch.setattr(engine.config.compilation_config, "static_forward_context", {})
-    model = FusedLayers(engine.config)
-    monkeypatch.delenv(ALLOW_UNTESTED_VARIABLE, raising=False)
-    with pytest.raises(
-        UnsupportedConfig, match=r"MegaMoE.*--moe-backend, or add --allow-untested-vllm"
-    ):
-        find_moe_layers(model)
-    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
-    layers = find_moe_layers(model)
-    assert (layers.shape.layer_ids, layers.shape.num_experts, layers.shape.top_k) == ((1, 3), 8, 4)
-    with pytest.raises(UnsupportedConfig, match=r"MegaMoE.*not their weights"):
-        check_weights(layers, is_eager=True)
-
-    for layer in model.layers:  # each logical expert has another number as a physical one
-        layer.eplb_state.logical_to_physical_map = torch.arange(8).flip(0).unsqueeze(1)
-        layer.eplb_state.logical_replica_count = torch.ones(8, dtype=torch.int64)
-        layer.eplb_state.expert_load_view = torch.zeros(12, dtype=torch.int64)
-        layer.eplb_state.should_record_tensor = torch.zeros((), dtype=torch.bool)
-    capturer = capturer_of(layers.shape)
-    capturer.cache.ids.fill_(-1)
-    bind(layers, capturer, dp_rank=0, dp_size=1)
-    ids = torch.tensor([[0, 1, 2, 3], [4, 3, 2, 0]])
-    model(ids)
-    assert torch.equal(capturer.cache.ids[:, :2], torch.stack([ids + 1, ids + 3]).int())
-    assert (capturer.cache.ids[:, 2:] == -1).all()
-    bind(layers, capturer, dp_rank=1, dp_size=2)
-    metadata = DPMetadata(torch.tensor([2, 1], dtype=torch.int32))
-    with override_forward_context(ForwardContext({}, {}, {}, dp_metadata=metadata)):
-        model(ids[:1])
-        with pytest.raises(RuntimeError, match="saw 2 tokens"):
-            layers.fused[0].capture_fn(ids)
-
-    both = torch.nn.ModuleList([model, engine.model])
-    with pytest.raises(UnsupportedConfig, match="without MoE layers of another kind"):
-        find_moe_layers(both)
-    monkeypatch.setattr(get_tp_group(), "world_size", 2)
-    with pytest.raises(UnsupportedConfig, match="without tensor parallelism"):
-        find_moe_layers(model)
+def test_fused_layers_are_refused(engine: Engine) -> None:
+    """As vLLM's own capture tells them: by what they have."""
+    fused = torch.nn.Module()
+    fused.layer_id = 1
+    fused.capture_fn = None
+    with pytest.raises(UnsupportedConfig, match=r"MegaMoE.*choose another one"):
+        find_moe_layers(torch.nn.ModuleList([engine.model, fused]))
 
 
 # ---- weights, as the layers hand them to their experts ----
@@ -543,37 +445,6 @@ def test_weights_are_compared_before_and_after_the_kernel(
             run_layer(engine)
         del experts.forward_modular
         monkeypatch.undo()
-
-
-@pytest.mark.parametrize("with_weights", [True, False])
-def test_a_kernel_that_writes_directly(with_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into both views; without weights into the ids' alone. CPUs have no such kernel: this one is
-    in PyTorch."""
-
-    def top_k(
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        rows: torch.Tensor,
-        logits: torch.Tensor,
-        norm: bool,
-    ) -> Any:
-        top = logits.softmax(1).topk(ids.shape[1], dim=1)
-        weights.copy_(top.values)
-        ids.copy_(top.indices)
-        return weights, ids
-
-    monkeypatch.setattr(direct_writes, "dispatch_topk_softmax_func", lambda: top_k)
-    router = FusedTopKRouter(top_k=4, global_num_experts=16)
-    view = torch.full((8, 4), -1, dtype=torch.int32)
-    weights_view = torch.full((8, 4), torch.nan)
-    write_directly(router, view, weights_view if with_weights else None)
-    logits = torch.randn(5, 16)
-    weights, ids = router.select_experts(torch.zeros(5, 64), logits)
-    assert ids.data_ptr() == view.data_ptr()
-    assert torch.equal(weights, logits.softmax(1).topk(4, dim=1).values)
-    assert (weights.data_ptr() == weights_view.data_ptr()) is with_weights
-    assert (view[5:] == -1).all()
-    assert weights_view[5 if with_weights else 0 :].isnan().all()
 
 
 @with_weights

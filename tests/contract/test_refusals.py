@@ -43,7 +43,6 @@ OLDER_RAY = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
 RAY = {"parallel_config.distributed_executor_backend": "ray", OLDER_RAY: "0"}
 UNKNOWN_CONNECTOR = "unknown KV connector"
 NOT_THESE_MICROBATCHES = "microbatches, except dual-batch overlap on the V2 model runner"
-OTHERS_OF_VLLM = "other outputs of vLLM's auxiliary output connector"
 BOTH = {"kv_role": "kv_both"}
 
 
@@ -66,11 +65,6 @@ MICROBATCHES = {**EXPERT_PARALLEL, "ubatch_size": 2, "all2all_backend": "deepep_
 EXTERNAL = {"distributed_executor_backend": "external_launcher", "pipeline_parallel_size": 2}
 INPUT = {"additional_config": {INPUT_KEY: True}}
 ENCODER = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_producer")
-OTHER_OUTPUTS = {
-    "enabled": True,
-    "enable_return_routed_experts": False,
-    "enable_return_logprobs": True,
-}
 
 # Of a refusal: its name, vLLM's arguments, and what is then changed, of which only the last is
 # refused: variables, and what vLLM does not make here, whatever is asked for, which is set on the
@@ -105,8 +99,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *([("Ray with compiled graphs", {}, RAY)] if hasattr(envs, OLDER_RAY) else []),
     # With the package installed, the argument means this capture.
     ("vLLM's own capture", {}, {"aux_output_config.enable_return_routed_experts": True}),
-    # Until vLLM 0.34 nothing else is sent that way.
-    (OTHERS_OF_VLLM, {}, {"aux_output_config": SimpleNamespace(**OTHER_OUTPUTS)}),
     # Needs full CUDA graphs.
     (
         "adaptive draft verification",

@@ -271,7 +271,6 @@ OTHERS = {
     "final_only",
     "budget",
     "write",
-    "allow_untested_vllm",
     "routed_experts_on_load",
     "__dict__",
     "model",

