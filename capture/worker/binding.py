@@ -17,7 +17,6 @@ from vllm.platforms import current_platform
 from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.engine import RoutedExpertsSink
 from routed_experts.capture.worker.capturer import Capturer, LocalTokenSlice, Sink, ignore
-from routed_experts.capture.worker.direct_writes import can_write_directly, write_directly
 from routed_experts.capture.worker.moe_layers import MoELayers, has_parts
 from routed_experts.capture.worker.refusals import monolithic_experts
 from routed_experts.capture.worker.token_slices import local_token_slice
@@ -63,8 +62,6 @@ def bind(
     """
     tp_rank = get_tp_group().rank_in_group if has_parts(layers.runners) else 0
     ranks = _Ranks(dp_rank, dp_size, tp_rank)
-    for row, layer in enumerate(layers.fused):
-        layer.capture_fn = capturer.sink(row, ranks.own_tokens(sp_size=1))
     for row, runner in enumerate(layers.runners):
         _bind_runner(runner, row, capturer, ranks, rewrite_behind)
 
@@ -77,26 +74,19 @@ def _bind_runner(
     rewrite_behind: RewriteBehind,
 ) -> None:
     """Binds the layer at index `row` of a row."""
-    view, weights_view = capturer.cache.views(row)
+    with_weights = capturer.cache.weights is not None
     sp_size = int(runner.moe_config.sp_size)
     own_tokens = ranks.own_tokens(sp_size)
-    is_direct = can_write_directly(runner, ranks.dp_size)
     may_defer = owns_topk_buffer(runner) and own_tokens is None
-    if weights_view is not None and (is_direct or may_defer):
+    if with_weights and may_defer:
         check_weights_are_kept(runner)  # they are read after the experts' kernel
-    if is_direct:
-        write_directly(runner.router, view, weights_view)
-    # Behind the kernel that writes directly, which replaces the router's method: the device cache is
-    # rewritten. Before everything else that captures.
-    rewrite_behind(runner, row)
-    if is_direct:
-        return
+    rewrite_behind(runner, row)  # before what captures
     if sp_size == 1 and ranks.tp_rank > 0:
         # All ranks route all tokens, and their ids are joined: those of rank 0 are enough.
-        _send_choices(runner, ignore, with_weights=weights_view is not None)
+        _send_choices(runner, ignore, with_weights=with_weights)
     else:
         sink = capturer.sink(row, own_tokens, may_defer)
-        _send_choices(runner, sink, with_weights=weights_view is not None)
+        _send_choices(runner, sink, with_weights=with_weights)
 
 
 def owns_topk_buffer(runner: MoERunner) -> bool:
@@ -136,7 +126,8 @@ def capture_choice(router: BaseRouter, sink: Sink) -> None:
         return weights, ids
 
     router._compute_routing = compute_routing
-    router.set_capture_fn(ignore)  # as in `write_directly`
+    # Does nothing, but vLLM 0.33 expects every captured router to have a capture function.
+    router.set_capture_fn(ignore)
 
 
 @contextmanager

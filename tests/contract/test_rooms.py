@@ -84,7 +84,6 @@ MAY_IMPORT_VLLM = (
                 "refusals",
                 "weights",
                 "binding",
-                "direct_writes",
                 "token_slices",
                 "reloading",
             ),

@@ -142,20 +142,16 @@ _TOLERANCE_16_BITS = (6e-2, 1e-3)
 _LEAST_EQUAL = 0.9  # of the tokens: where scores are equal in 16 bits, routers differ
 
 
-def prove(
-    family: Family, route: Callable[..., Any], logits: Tensor, most_tokens: int = _NUM_PROOF_TOKENS
-) -> bool:
+def prove(family: Family, route: Callable[..., Any], logits: Tensor) -> bool:
     """Whether a router chooses, and weighs, as its family says.
 
     `route` is the router's own method; it is given random logits of the type and width of `logits`
-    ([n, E]), because those of a first, made-up forward pass may all be equal; of at most
-    `most_tokens`, as it may have place for no more.
+    ([n, E]), because those of a first, made-up forward pass may all be equal.
     """
     generator = torch.Generator().manual_seed(0)
-    num_tokens = min(_NUM_PROOF_TOKENS, most_tokens)
-    random = _SPREAD * torch.randn(num_tokens, logits.shape[1], generator=generator)
+    random = _SPREAD * torch.randn(_NUM_PROOF_TOKENS, logits.shape[1], generator=generator)
     random = random.to(device=logits.device, dtype=logits.dtype)
-    hidden = random.new_zeros(num_tokens, 8)  # routers look at its length only
+    hidden = random.new_zeros(_NUM_PROOF_TOKENS, 8)  # routers look at its length only
     weights, ids = route(hidden, random, None)
     weights = weights[:, : family.top_k].float()
     ids = ids[:, : family.top_k].long()

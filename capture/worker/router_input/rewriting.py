@@ -106,7 +106,7 @@ class Rewriter:
             routing.ids.copy_(result.ids)
 
     def _prove(self, logits: Tensor) -> None:
-        if prove(self._family, self._route, logits, self._tables.index.shape[0]):
+        if prove(self._family, self._route, logits):
             return
         raise UnsupportedConfig(
             f"The router of {self._name} weighs experts in another way than is known, so they "
