@@ -3,7 +3,7 @@
     VLLM_SERVER_DEV_MODE=1 routed-experts serve MODEL --logprobs-mode processed_logprobs
     python examples/trl_grpo.py MODEL --url http://localhost:8000 --folder policy
 
-Change prompts, reward and GRPOConfig. docs/trl.md says more, and has TRL's server mode.
+Change prompts, reward and GRPOConfig. docs/replay.md says more, and has TRL's server mode.
 """
 
 import argparse

@@ -5,8 +5,8 @@ On the GPU machine, as a plugin of pytest, which writes what the run came to:
     python -m pytest -p tests.gpu_runs --gpu-run run.json --commit $(git rev-parse --short HEAD)
     tests/gpu
 
-Here, to merge it into `docs/gpu-runs.json`, and to write the tables of `docs/support.md` and
-`docs/versions.md` from that file and `docs/support.toml` (without a file, after a change to
+Here, to merge it into `docs/gpu-runs.json`, and to write the tables of `docs/support.md`
+from that file and `docs/support.toml` (without a file, after a change to
 `docs/support.toml`):
 
     python -m tests.gpu_runs run.json
@@ -29,8 +29,7 @@ from routed_experts.capture.engine.versions import INSTALLED_VLLM
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs/gpu-runs.json"
 SUPPORT = ROOT / "docs/support.toml"
-MATRIX = ROOT / "docs/support.md"
-VERSIONS = ROOT / "docs/versions.md"
+PAGE = ROOT / "docs/support.md"
 
 COLUMNS = ("cpu", "v1", "v2", "weights", "weights_cuda")
 _IN_CI = ("cpu", "weights")
@@ -225,17 +224,14 @@ def rendered_versions(page: str, runs: Runs) -> str:
 
 
 def main(files: Sequence[str]) -> int:
-    """Merges the runs in `files` into `docs/gpu-runs.json`, and writes the pages made from it."""
+    """Merges the runs in `files` into `docs/gpu-runs.json`, and writes the page made from it."""
     runs = read(FILE)
     for file in files:
         for version, of_tests in read(Path(file)).items():
             runs.setdefault(version, {}).update(of_tests)
     write(FILE, runs)
-    page = rendered(MATRIX.read_text(encoding="utf-8"), support(), runs.get(INSTALLED_VLLM, {}))
-    MATRIX.write_text(page, encoding="utf-8")
-    VERSIONS.write_text(
-        rendered_versions(VERSIONS.read_text(encoding="utf-8"), runs), encoding="utf-8"
-    )
+    page = rendered(PAGE.read_text(encoding="utf-8"), support(), runs.get(INSTALLED_VLLM, {}))
+    PAGE.write_text(rendered_versions(page, runs), encoding="utf-8")
     return 0
 
 

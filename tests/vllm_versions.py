@@ -1,5 +1,5 @@
 """Runs the tests that show exact routing on other versions of vLLM, and writes what they found to
-`docs/versions.md`.
+`docs/support.md`.
 
     python -m tests.vllm_versions 0.28.0 0.30.0    # all with a build for CPUs if none is named
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / "build/vllm"
 VERSIONS = SUPPORTED_VLLM[: SUPPORTED_VLLM.index(INSTALLED_VLLM) + 1]
 """Those with a build for CPUs."""
-PAGE = ROOT / "docs/versions.md"
+PAGE = ROOT / "docs/support.md"
 TESTS = (
     *(
         "tests/contract/test_versions.py",

@@ -151,7 +151,7 @@ COLUMNS: dict[str, Column] = {
     "token_id": Column(_Choice.token_ids, "int32", "<i4"),
     "token": Column(_Choice.tokens, "string"),
 }
-"""By their names, in their order. A new column is a line here and one in docs/export.md."""
+"""By their names, in their order. A new column is a line here and one in docs/study.md."""
 
 
 def columns_of(answers: Answers, exported: Exported, with_weights: bool) -> Iterator[Values]:

@@ -1,4 +1,4 @@
-"""How verifiers and prime-rl take rows in, written anew from their public code; `docs/clients.md`
+"""How verifiers and prime-rl take rows in, written anew from their public code; `docs/train.md`
 has the versions."""
 
 import binascii

@@ -1,6 +1,6 @@
 """Clients that cannot add fields, at vLLM's token-in, token-out endpoint.
 
-One server, with the defaults that `docs/clients.md` gives for verifiers.
+One server, with the defaults that `docs/train.md` gives for verifiers.
 """
 
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 
 def documented_default() -> str:
-    _, _, entry = (ROOT / "docs" / "clients.md").read_text().partition("| [verifiers]")
+    _, _, entry = (ROOT / "docs" / "train.md").read_text().partition("| [verifiers]")
     default, *_ = re.findall(r"`(\{\"return_routed_experts.*?\})`", entry, re.DOTALL)
     return default
 

@@ -494,7 +494,8 @@ def test_the_documented_row(
 ) -> None:
     """All columns of the first row of the command's table, with their types."""
     (command,) = documented
-    page = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/study.md").read_text(encoding="utf-8")
+    page = page.partition("### A row")[2].partition("\n### ")[0]
     monkeypatch.chdir(tmp_path)
     (prompt,) = re.findall(r"prompt `(.*)`", page)
     Path("prompts.txt").write_text(prompt)

@@ -200,7 +200,7 @@ def test_weights_of_a_server_that_captures_none(
         "captures no weights: start it with --enable-return-routed-expert-weights, or leave out --weights."
         in said
     )
-    page = " ".join((ROOT / "docs/export.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs/study.md").read_text(encoding="utf-8").split())
     assert "others need `--enable-return-routed-expert-weights`" in page
 
 

@@ -1,4 +1,4 @@
-"""Runs the examples in README, `docs/clients.md` and `docs/references.md` as they are."""
+"""Runs the examples in README and `docs/train.md` as they are."""
 
 import base64
 from collections.abc import Iterator

@@ -392,5 +392,5 @@ def test_whatever_runs_the_image_waits_for_the_server() -> None:
     readme = (ROOT / "docker/README.md").read_text()
     runs = readme.count("docker run --rm")
     assert runs == readme.count(f"docker run --rm --init --stop-timeout {longest} ") > 1
-    for page in (readme, (ROOT / "docs/troubleshooting.md").read_text()):
+    for page in (readme, (ROOT / "docs/run.md").read_text()):
         assert f"({serve.SHUTDOWN_TIMEOUT_S} s" in page

@@ -33,7 +33,7 @@ def main() -> None:
     tag = f"v{tomllib.loads(text)['project']['version']}"
     urls = {
         "Homepage": url,
-        "Documentation": f"{url}/blob/{tag}/docs/index.md",
+        "Documentation": f"{url}/blob/{tag}/README.md#where-to-go",
         "Issues": f"{url}/issues",
     }
     urls["Changelog"] = f"{url}/blob/{tag}/CHANGELOG.md"

@@ -1,4 +1,4 @@
-"""Decoding of arrays, against numpy and the decoder in docs/clients.md."""
+"""Decoding of arrays, against numpy and the decoder in docs/train.md."""
 
 import base64
 import io
@@ -37,7 +37,7 @@ def arrays(draw: Any) -> np.ndarray:
 
 
 def numpy_decode(value: Any, fmt: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The decoder of docs/clients.md, for each format."""
+    """The decoder of docs/train.md, for each format."""
     if fmt == "list":
         return np.array(value).reshape(shape)
     if fmt == "npy":

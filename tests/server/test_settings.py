@@ -161,5 +161,5 @@ def test_what_is_made_without_a_configuration_is_checked_too() -> None:
 def test_the_help_and_the_page_say_how_long_arrays_are_stored_by_default() -> None:
     (seconds,) = re.findall(r"default: (\d+)", str(HELP["routed_experts_store_seconds"]))
     assert float(seconds) == DEFAULT_LIFETIME_S
-    page = (ROOT / "docs/references.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/run.md").read_text(encoding="utf-8")
     assert ("kept for an hour" in page) == (DEFAULT_LIFETIME_S == 3600)

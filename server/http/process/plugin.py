@@ -51,7 +51,7 @@ logger = get_logger(__name__)
 
 STREAMS_PER_PROCESS = 256
 """With rows beside each token a stream takes 60 to 140 µs of an API process's CPU a token, and a
-step of so many streams 20 to 25 ms on an H100 or H200 (docs/performance.md)."""
+step of so many streams 20 to 25 ms on an H100 or H200 (docs/run.md)."""
 _COUNT_S = 1.0
 _SWEEP_S = 15.0
 _SWEEP_BUCKET_S = 300.0  # which has whole hours to delete
