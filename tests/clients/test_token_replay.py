@@ -270,6 +270,7 @@ def test_a_live_pass_is_recomputed(load: Load) -> None:  # noqa: F811
     ran.check_recomputed(1)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("how", ["wrapped", "in place", "layers"])
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_a_compiled_model(how: str, is_recomputed: bool, load: Load) -> None:  # noqa: F811
@@ -571,6 +572,7 @@ def in_each_process(rank: int, folder: str, port: int) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.release
 def test_two_processes(load: Load, tmp_path: Any) -> None:  # noqa: F811
     load().save_pretrained(tmp_path)
     torch.multiprocessing.spawn(in_each_process, (str(tmp_path), free_port()), nprocs=2)

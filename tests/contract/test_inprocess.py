@@ -823,6 +823,7 @@ for name, program in eval(sys.argv[2]).items():
 """
 
 
+@pytest.mark.release
 def test_programs_in_processes_of_their_own(tiny_model: Path) -> None:
     """Forks of one that has imported vLLM, which takes longer than all the rest."""
     command = ["-c", GIVEN + FORK, str(tiny_model), repr(PROGRAMS)]

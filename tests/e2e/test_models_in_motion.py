@@ -23,7 +23,7 @@ from tests.e2e.harness import (
 )
 from tests.e2e.shapes import HookOracle, make_eagle_models, make_mtp_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.release]
 
 
 @contextmanager

@@ -203,6 +203,7 @@ def test_weight_transfer(server: Server, both: list[Weights]) -> None:
         roll_out(server, weights.oracle)
 
 
+@pytest.mark.release
 def test_sleep_without_memory_to_give_back(server: Server, both: list[Weights]) -> None:
     """What vLLM's engine does about requests when it sleeps; memory is
     `tests/gpu/test_sleep.py`'s."""

@@ -24,14 +24,14 @@ NUM_TOKENS = 200
 PROMPT = prompt_of(NUM_TOKENS, seed=1)
 NEVER, ALWAYS = -np.inf, np.inf
 
-_IN_EVERY_RUN = {"mixtral", "deepseek-v3, plain attention"}
-"""A softmax, and a sigmoid with a correction and groups."""
+_MARKS = {"mixtral": [], "deepseek-v3, plain attention": [pytest.mark.release]}
+"""Of a softmax, and of a sigmoid with a correction and groups; all others are for long runs."""
 
 _FAILS_ON_CPUS = {"granitemoehybrid": "vLLM's operator of Mamba 2 for CPUs fails with the prompt"}
 
 
 def as_param(shape: Shape) -> Any:
-    marks = [] if shape.name in _IN_EVERY_RUN else [pytest.mark.long]
+    marks = [*_MARKS.get(shape.name, [pytest.mark.long])]
     reason = shape.needs_gpu or _FAILS_ON_CPUS.get(shape.model_type)
     if reason and not ON_GPU:
         marks.append(pytest.mark.skip(reason=reason))

@@ -76,6 +76,7 @@ def in_processes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield server
 
 
+@pytest.mark.release
 @pytest.mark.skipif(ON_GPU, reason="needs a GPU for each rank")
 def test_tensor_parallel(in_processes: Server, oracle: Oracle) -> None:
     assert sum("Worker_TP" in line for line in set(in_processes.log.read_text().split())) >= 2
@@ -96,6 +97,7 @@ def _at_rest(server: Server, metric: str, least: float = 0) -> float:
     return seen[-1]
 
 
+@pytest.mark.release
 def test_two_api_servers(in_processes: Server, oracle: Oracle) -> None:
     """Each API process takes its own requests' rows off the one engine's outputs."""
     server = in_processes
@@ -126,6 +128,7 @@ def test_two_api_servers(in_processes: Server, oracle: Oracle) -> None:
     check_at_rest(server)
 
 
+@pytest.mark.release
 def test_each_of_two_api_servers_returns_what_the_other_stored(in_processes: Server) -> None:
     ask = {"prompt": prompt_of(40, seed=770), "max_tokens": 4, **ASK}
     rows = decode(in_processes.complete(**ask)["prompt_routed_experts"])
@@ -152,6 +155,7 @@ def _prompt_of(routing: Routing) -> list[int]:
     return list(routing.prompt_token_ids or ())
 
 
+@pytest.mark.release
 def test_what_two_api_servers_recorded(
     in_processes: Server, oracle: Oracle, documented: list[str]
 ) -> None:

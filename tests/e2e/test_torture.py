@@ -15,7 +15,7 @@ from tests.e2e.harness import ASK, Oracle, Server, answer_of, check, one, prompt
 from tests.e2e.torture import PROFILES, REQUESTS, Torture, serving_profile
 from tests.long_runs import times
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.release]
 
 
 @pytest.fixture(scope="module", params=["offload", "ngram"])

@@ -222,6 +222,7 @@ if other:  # engines report to one
 
 
 @pytest.mark.e2e
+@pytest.mark.release
 def test_several_api_processes_are_added_up(tmp_path: Path) -> None:
     env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     text = subprocess.check_output([sys.executable, "-c", TWO_PROCESSES], env=env, text=True)
