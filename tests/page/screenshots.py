@@ -3,43 +3,19 @@ docs/images"""
 
 import io
 import sys
-import tempfile
 from pathlib import Path
 
 from PIL import Image
 
-from routed_experts.server.cli.tiny_model import make_tiny_model
-from tests.contract.served import serving_weights
 from tests.page.browser import Tab, browser
 from tests.page.conftest import viewing
-from tests.page.seen import ask, ended
-
-KV = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
-FLAGS = (
-    "--dtype",
-    "float32",
-    "--enforce-eager",
-    "--enable-return-routed-expert-weights",
-    *KV,
-)
+from tests.page.seen import ended
 
 
 def main(folder: Path) -> None:
-    with tempfile.TemporaryDirectory() as directory, browser() as tabs:
-        tab, model = tabs(), Path(directory) / "model"
-        make_tiny_model(model)
-        with serving_weights(model, *FLAGS) as api:
-            tab.open(f"{api.url}/routed_experts", 420, 1160, "dark")
-            ask(tab, "Which experts does this question go to, and why?", 160, kind="chat")
-            ended(tab)
-            tab.click("#tokens-a [data-i='80']")
-            take(tab, folder / "page-chat-420-dark.png")
-        take_the_example(tab, folder)
-
-
-def take_the_example(tab: Tab, folder: Path) -> None:
     """Code in the light theme; code beside prose in the dark one."""
-    with viewing({}) as url:
+    with browser() as tabs, viewing({}) as url:
+        tab = tabs()
         for theme in ("light", "dark"):
             tab.open(url, 1440, 1160, theme)
             tab.wait(
