@@ -357,24 +357,6 @@ def test_tokens_that_pandas_takes_for_nothing(
     assert (table.weight_0.dtype, table.expert_0.dtype) == (np.float64, np.int64)
 
 
-def test_duckdb(known: Tokens, documented: list[str]) -> None:
-    pytest.importorskip("duckdb", reason="DuckDB is not a requirement of the tests")
-    names: dict[str, Any] = {}
-    exec(documented[0], names)
-    assert np.array_equal(loads_in(names["load"].fetchall()), counts_of(known))
-
-
-def test_datasets(known: Tokens, documented: list[str]) -> None:
-    pytest.importorskip(
-        "datasets", reason="Hugging Face datasets is not a requirement of the tests"
-    )
-    names: dict[str, Any] = {}
-    exec(documented[0], names)
-    assert np.array_equal(
-        names["table"]["experts"][:], np.concatenate([token["experts"] for token in known])
-    )
-
-
 def test_loads_of_other_programs(known: Tokens) -> None:
     """EPLB d52c72d5, `rebalance_experts`, takes `weight` [MoE layers, experts], and so does vLLM's.
     SGLang 01fec5c2, `compute_initial_expert_location_metadata`, reads a dict with `logical_count`
