@@ -5,14 +5,13 @@ A response is a dict or an object of the OpenAI client. Imports numpy and msgspe
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from msgspec import Meta, Struct, ValidationError, convert
 from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import count_missing, decode, decode_weights
-from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.routing import RoutingError
 
 LARGEST = (1 << 31) - 1
@@ -56,15 +55,6 @@ class Logprobs(Struct):
         return self.tokens or []
 
 
-class HistogramFields(TypedDict):
-    """`Histogram`, with a row for each layer."""
-
-    counts: Annotated[list[Annotated[list[Count], Meta(min_length=1)]], Meta(min_length=1)]
-    rows: Count
-    missing: Count
-    weights: NotRequired[list[list[Number]]]
-
-
 class Choice(Struct):
     """What a chunk has of one choice. An array is in one of the formats of `codec`."""
 
@@ -75,21 +65,19 @@ class Choice(Struct):
     logprobs: Logprobs | None = None
     routed_experts: Any = None
     routed_expert_weights: Any = None
-    routed_experts_histogram: HistogramFields | None = None
     provider_specific_fields: Any = None
 
 
 class Answer(Struct):
     """What a chunk has; a response that is not streamed is one chunk.
 
-    With a list of prompts, their arrays and histograms are lists.
+    With a list of prompts, their arrays are a list.
     """
 
     choices: list[Choice] = []
     prompt_token_ids: TokenIds | None = None
     prompt_routed_experts: Any = None
     prompt_routed_expert_weights: Any = None
-    prompt_routed_experts_histogram: HistogramFields | list[HistogramFields] | None = None
     error: Any = None
     provider_specific_fields: Any = None
 
@@ -180,7 +168,9 @@ class _Place(Struct):
     missing: Count
 
 
-def read_array(json: Any, weights_json: Any, dtype: str, shape: Mapping[str, int]) -> RowsArray:
+def read_array(
+    json: Any, weights_json: Any, dtype: str, shape: Mapping[str, int | None]
+) -> RowsArray:
     """The array in `json`, with its weights, which may be None.
 
     Args:
@@ -215,16 +205,3 @@ def _start_of(json: Any, rows: NDArray[Any]) -> int | None:
     if place.start + len(rows) > LARGEST:
         raise RoutingError(f"its first row is at {place.start}")
     return place.start
-
-
-def histograms_of_prompts(json: HistogramFields | list[HistogramFields]) -> list[Histogram]:
-    return list(map(checked_histogram, json if isinstance(json, list) else [json]))
-
-
-def checked_histogram(json: HistogramFields) -> Histogram:
-    """A histogram whose layers have the same experts, in counts and weights."""
-    counts = json["counts"]
-    num_experts = {len(row) for row in [*counts, *json.get("weights", counts)]}
-    if len(num_experts) > 1 or len(json.get("weights", counts)) != len(counts):
-        raise RoutingError("a histogram has layers of different numbers of experts")
-    return json

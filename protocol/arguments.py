@@ -1,8 +1,11 @@
-"""Checks of arguments, with messages that name the argument. Imports numpy only."""
+"""Checks of arguments that would give wrong rows, with messages that name the argument. Imports
+numpy only.
+
+Arguments of a wrong type that Python refuses by itself are not looked at.
+"""
 
 import operator
 from collections.abc import Iterable
-from numbers import Real
 from reprlib import repr as shown  # a short one
 from typing import Any
 
@@ -10,32 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def instance(name: str, value: Any, of: Any) -> Any:
-    """`value`, if it is an `of`."""
-    if not isinstance(value, of):
-        raise TypeError(f"{name} must be a {of.__name__}, not {shown(value)}")
-    return value
-
-
-def sequence_of(name: str, values: Any, of: Any) -> list[Any]:
-    """The items of `values`, if each of them is an `of`."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a sequence, not {shown(values)}")
-    return [instance(f"each of {name}", value, of) for value in values]
-
-
 def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
     """`value`, if it is one of these strings."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
     return value
-
-
-def number(name: str, value: Any) -> float:
-    """`value`, if it is a number."""
-    if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, not {shown(value)}")
-    return value  # type: ignore[return-value]
 
 
 def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
@@ -52,9 +34,9 @@ def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> i
     return result
 
 
-def integers(name: str, values: Any, count: int | None = None) -> list[int]:
+def integers(name: str, values: Iterable[Any], count: int | None = None) -> list[int]:
     """`values` as integers that are not negative; as many as `count`."""
-    result = [integer(f"each of {name}", value) for value in sequence_of(name, values, object)]
+    result = [integer(f"each of {name}", value) for value in values]
     if count is not None and len(result) != count:
         raise ValueError(f"{name} must be {count} integers, not {len(result)}")
     return result
@@ -95,16 +77,3 @@ def fitting(name: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
                 f"{name} must be from {limits.min} to {limits.max}, as the values are {dtype}"
             )
     return result.astype(dtype)
-
-
-def integer_dtype(name: str, value: Any) -> np.dtype[Any]:
-    """The integer type that `value` means: of numpy, by its name, or of torch."""
-    try:
-        result = np.dtype(
-            str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
-        )
-    except (TypeError, ValueError):
-        result = None
-    if result is None or result.kind not in "iu":
-        raise TypeError(f"{name} must be an integer type, such as 'int16', not {shown(value)}")
-    return result

@@ -1,15 +1,15 @@
-"""Checks, joins and pads rows of responses for a training batch. Imports numpy only."""
+"""Checks, joins and pads rows of responses for a training batch. Imports numpy and msgspec."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from routed_experts.protocol import arguments
-from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
-from routed_experts.protocol.fetch import Span
+from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.fetch import Span, read_reference
 from routed_experts.protocol.routing import PROMPT_END_UNKNOWN, Routing, RoutingError, num_same
 
 Number = TypeVar("Number", bound=np.generic)
@@ -33,7 +33,7 @@ def verify(routing: Routing, num_experts: int) -> None:
         RoutingError: an id is -1, out of range, or twice in a layer of a row, or weights are not as
             they must be; names the first.
     """
-    ids = arguments.instance("routing", routing, Routing).rows
+    ids = routing.rows
     num_experts = arguments.integer("num_experts", num_experts, least=1)
     _reject(routing, ids == UNKNOWN, "not known")
     _reject(routing, (ids < 0) | (ids >= num_experts), f"out of the range of {num_experts} experts")
@@ -59,8 +59,7 @@ def scaled(weights: NDArray[np.float32], info: Mapping[str, Any]) -> NDArray[np.
         ValueError: `weights` do not have the layers of `info`.
     """
     weights = arguments.array("weights", weights, "f", "...LK")
-    scales = arguments.instance("info", info, Mapping).get("weights_scale", ())
-    scale = arguments.array("weights_scale of info", scales, "iuf", "L")
+    scale = arguments.array("weights_scale of info", info.get("weights_scale", ()), "iuf", "L")
     if len(scale) != weights.shape[-2]:
         raise ValueError(
             f"weights of {weights.shape[-2]} layers, but the scale of {len(scale)} in info"
@@ -79,60 +78,6 @@ def _reject(
     row, layer, _ = np.argwhere(wrong)[0]
     wrong_values = (routing.rows if values is None else values)[row, layer].tolist()
     raise RoutingError(f"position {routing.start + row}, layer {layer}: {why}: {wrong_values}")
-
-
-def splice(decode: Routing, prefill: Routing) -> Routing:
-    """Fills the unknown prompt rows of a decode instance's response from the prefill instance's
-    response.
-
-    A row belongs to the KV entry of its token. The decode instance computes the last prompt token
-    again and may have had a prefix in its own cache, so its own rows take precedence. Rows that
-    neither response has stay -1. The result has weights if the decode instance's response has them;
-    they are NaN in rows that come without weights. It has no histograms.
-
-    >>> def leg(*ids):
-    ...     return Routing(np.array(ids, np.int16).reshape(-1, 1, 1), prompt_len=3)
-    >>> splice(decode=leg(9, -1, 7, 8), prefill=leg(1, 2, 3)).rows.ravel().tolist()
-    [9, 2, 7, 8]
-
-    Raises:
-        RoutingError: the prompts or models differ, or the prompt's length is unknown.
-    """
-    arguments.instance("decode", decode, Routing)
-    arguments.instance("prefill", prefill, Routing)
-    _check_same_prompt(decode, prefill)
-    _check_same_shape(decode, prefill)
-    rows = decode.rows.copy()
-    weights = None if decode.weights is None else decode.weights.copy()
-    positions = _positions_to_fill(decode, prefill)
-    if len(positions):
-        rows[positions - decode.start] = prefill.rows[positions - prefill.start]
-    if len(positions) and weights is not None:
-        of_prefill: Any = UNKNOWN_WEIGHT
-        if prefill.weights is not None:
-            of_prefill = prefill.weights[positions - prefill.start]
-        weights[positions - decode.start] = of_prefill
-    return replace(decode, rows=rows, weights=weights, prompt_histogram=None, histogram=None)
-
-
-def _check_same_prompt(decode: Routing, prefill: Routing) -> None:
-    if decode.prompt_len is None or decode.prompt_len != prefill.prompt_len:
-        raise RoutingError(f"legs of {decode.prompt_len} and {prefill.prompt_len} prompt tokens")
-    have_ids = decode.prompt_token_ids and prefill.prompt_token_ids
-    if have_ids and decode.prompt_token_ids != prefill.prompt_token_ids:
-        raise RoutingError("the legs have different prompts")
-    have_media = decode.media is not None and prefill.media is not None
-    if have_media and decode.media != prefill.media:
-        raise RoutingError("the legs have different media")
-
-
-def _positions_to_fill(decode: Routing, prefill: Routing) -> NDArray[np.intp]:
-    """Positions [n] of the prompt that both have, where the row of `decode` is not known."""
-    assert decode.prompt_len is not None
-    first = max(decode.start, prefill.start)
-    end = max(first, min(decode.prompt_len, decode.end, prefill.end))
-    rows_of_both = decode.rows[first - decode.start : end - decode.start]
-    return first + np.flatnonzero((rows_of_both == UNKNOWN).any(axis=(1, 2)))
 
 
 def shared_prefix(
@@ -166,12 +111,9 @@ def shared_prefix(
             without `end`, the media differ, or are not given although a prompt repeats a token, as
             placeholders of media do.
     """
-    arguments.instance("before", before, Routing)
     tokens_before = before.all_token_ids
     tokens = _token_ids("prompt", prompt)
-    new_media = None
-    if media is not None:
-        new_media = tuple(arguments.sequence_of("media", media, str))
+    new_media = None if media is None else tuple(media)
     shared_end = num_same(tokens_before[: before.end], tokens)
     if end is None:
         _check_same_media(before, tokens, new_media, shared_end)
@@ -186,8 +128,6 @@ def shared_prefix(
         before,
         rows=before.rows[:num_rows],
         weights=None if before.weights is None else before.weights[:num_rows],
-        prompt_histogram=None,
-        histogram=None,
     )
     if new_media is not None:
         return replace(prefix, media=new_media)
@@ -221,7 +161,7 @@ def join_turns(
     Where turns overlap, the earlier rows are kept: the earlier tokens were generated with them.
     Log-probabilities are then of all P + G tokens: each turn's own of what it generated, NaN where
     none is known; without token ids, those of the last turn. `generated_mask` tells which tokens
-    the turns generated. Histograms are left out.
+    the turns generated.
 
     References, of each turn its prompt's and its choice's, are joined without reading an array:
     `fetch.fetch_spans` reads the spans that come back. Whether the turns' tokens continue each
@@ -231,7 +171,10 @@ def join_turns(
     >>> second = Routing(np.array([4, 5, 6], np.int16).reshape(-1, 1, 1), start=3, prompt_len=5)
     >>> join_turns([first, second]).rows.ravel().tolist()
     [1, 2, 3, 4, 5, 6]
-    >>> references = [{"start": 0, "shape": [3, 1, 1]}, {"start": 2, "shape": [4, 1, 1]}]
+    >>> references = [
+    ...     {"start": start, "shape": [num_rows, 1, 1], "dtype": "int16"}
+    ...     for start, num_rows in [(0, 3), (2, 4)]
+    ... ]
     >>> [(span.first, span.end) for span in join_turns(references)]
     [(0, 3), (1, 4)]
 
@@ -241,14 +184,12 @@ def join_turns(
             (some chat templates drop or rewrite tokens); or media differ or are not given, as for
             `shared_prefix`.
     """
-    turns = arguments.sequence_of("turns", turns, object)
-    if turns and isinstance(turns[0], Mapping):
-        return _join_references(arguments.sequence_of("turns", turns, Mapping))
-    turns = arguments.sequence_of("turns", turns, Routing)
     if not turns:
         raise RoutingError("no turns")
-    conversation: Routing = turns[0]
-    for turn in turns[1:]:
+    if isinstance(turns[0], Mapping):
+        return _join_references(cast("Sequence[Mapping[str, Any]]", turns))
+    conversation, *later = cast("Sequence[Routing]", turns)
+    for turn in later:
         conversation = _continued(conversation, turn)
     return conversation
 
@@ -275,8 +216,6 @@ def _continued(before: Routing, turn: Routing) -> Routing:
         rows=rows,
         weights=weights,
         start=before.start,
-        prompt_histogram=None,
-        histogram=None,
         **_values_of_both(before, turn),
     )
 
@@ -331,7 +270,6 @@ def generated_mask(routing: Routing) -> NDArray[np.bool_]:
     Raises:
         RoutingError: the response has no token ids.
     """
-    arguments.instance("routing", routing, Routing)
     if routing.generated is not None:
         return routing.generated
     mask = np.ones(len(routing.all_token_ids), bool)
@@ -341,11 +279,13 @@ def generated_mask(routing: Routing) -> NDArray[np.bool_]:
 
 def _join_references(references: Sequence[Mapping[str, Any]]) -> list[Span]:
     spans: list[Span] = []
-    end = arguments.integer("start of the first reference", references[0].get("start"))
-    _, *shape = arguments.integers("shape of reference", references[0].get("shape"), 3)
+    first = read_reference(references[0])
+    end = first.start
+    _, *shape = first.shape
     for reference in references:
-        start = arguments.integer("start of reference", reference.get("start"))
-        num_rows, *of_row = arguments.integers("shape of reference", reference.get("shape"), 3)
+        described = read_reference(reference)
+        start = described.start
+        num_rows, *of_row = described.shape
         if start > end:
             raise RoutingError(f"a gap: rows up to {end}, and a reference that begins at {start}")
         if of_row != shape:
@@ -355,7 +295,7 @@ def _join_references(references: Sequence[Mapping[str, Any]]) -> list[Span]:
                 f"a reference that ends at {start + num_rows}, after rows up to {end}: give "
                 "a conversation's references in order, of one choice each turn"
             )
-        if reference.get("part") == "generated" and start != end:
+        if described.part == "generated" and start != end:
             raise RoutingError(
                 f"generated rows that begin at {start}, after rows up to {end}: give "
                 "a conversation's references in order, of one choice each turn"
@@ -495,7 +435,6 @@ def align(
     padding: Padding = "right",
     num_tokens: Sequence[int] | None = None,
     pad: ArrayLike = UNKNOWN,
-    dtype: DTypeLike = np.int16,
 ) -> NDArray[np.integer[Any]]:
     """Pads rows to a batch [B, length, L, K] of whole sequences: row p of a response gets the
     column of token p.
@@ -514,26 +453,21 @@ def align(
             the left and responses on the right.
         num_tokens: tokens of each sequence, if they were truncated; P + G by default.
         pad: an id, or ids [K] or [L, K], for padding.
-        dtype: an integer type of numpy or torch.
+
+    Returns:
+        int16, or a wider type if rows have one.
 
     Raises:
-        RoutingError: a sequence does not fit, lacks rows before its last token, or does not fit
-            `dtype`.
+        RoutingError: a sequence does not fit, or lacks rows before its last token.
     """
-    target = arguments.integer_dtype("dtype", dtype)
-    routings = arguments.sequence_of("routings", routings, Routing)
     arrays = [routing.rows for routing in routings]
-    batch = _aligned(
+    return _aligned(
         arrays,
         _Batch(routings, length, padding, num_tokens),
         last=last,
         pad=pad,
         dtype=np.result_type(np.int16, *arrays),
     )
-    limits = np.iinfo(target)
-    if batch.min(initial=0) < limits.min or batch.max(initial=0) > limits.max:
-        raise RoutingError(f"{target} cannot hold all of {batch.min()} to {batch.max()}")
-    return batch.astype(target, copy=False)
 
 
 def align_weights(
@@ -551,7 +485,6 @@ def align_weights(
     Raises:
         RoutingError: as `align`; a response has no weights.
     """
-    routings = arguments.sequence_of("routings", routings, Routing)
     arrays = [routing.weights for routing in routings if routing.weights is not None]
     if len(arrays) < len(routings):
         raise RoutingError(
@@ -599,17 +532,15 @@ def align_values(
     Raises:
         RoutingError: as `align`; values of another number of tokens.
     """
-    routings = arguments.sequence_of("routings", routings, Routing)
     layout = _Batch(routings, length, padding, num_tokens)
     arrays = [
-        _numbers(f"values of sequence {index}", numbers)
-        for index, numbers in enumerate(arguments.sequence_of("values", values, object))
+        _numbers(f"values of sequence {index}", numbers) for index, numbers in enumerate(values)
     ]
     if len(arrays) != len(routings):
         raise ValueError(f"values must be those of {len(routings)} sequences, not of {len(arrays)}")
     operands: list[Any] = [*arrays]
     if pad:  # 0 is in every dtype
-        operands.append(arguments.number("pad", pad))
+        operands.append(pad)
     dtype = np.result_type(*operands)
     batch = np.full((len(routings), length), arguments.fitting("pad", pad, dtype), dtype)
     for index, routing in enumerate(routings):
@@ -642,7 +573,6 @@ def align_generated(
     Raises:
         RoutingError: as `align`; a response has no token ids, or such that do not fit its rows.
     """
-    routings = arguments.sequence_of("routings", routings, Routing)
     masks = [generated_mask(routing) for routing in routings]
     return align_values(routings, masks, length, padding=padding, num_tokens=num_tokens)
 
@@ -674,8 +604,6 @@ def align_logprobs(
     Raises:
         RoutingError: as `align_generated`; a response has no log-probabilities.
     """
-    routings = arguments.sequence_of("routings", routings, Routing)
-    pad = arguments.number("pad", pad)
     values = [logprobs_of_tokens(routing, pad) for routing in routings]
     return align_values(routings, values, length, padding=padding, num_tokens=num_tokens, pad=pad)
 
@@ -744,9 +672,7 @@ class _Batch:
         """Raises `RoutingError` if a sequence does not fit."""
         self.routings = routings
         self.length = arguments.integer("length", length)
-        if isinstance(padding, str):
-            arguments.one_of("padding, if it is no column,", padding, ("left", "right"))
-        else:
+        if padding not in ("left", "right"):
             padding = arguments.integer("padding, if it is no side,", padding)
         self._padding = padding
         counts = token_counts(routings, num_tokens)

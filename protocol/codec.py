@@ -201,24 +201,6 @@ def decode_weights(
     return weights
 
 
-def unpaired(value: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
-    """Ids and weights, each [n, L, K], of an array in the format `paired`; dense layers are 0.
-
-    Raises:
-        CodecError: `value` is in another format.
-    """
-    with _reading("pairs", "int32", None, None):
-        if not isinstance(value, Mapping):
-            raise TypeError(type(value).__name__)
-        pairs = _read_object(value)
-        if pairs.dtype != np.int32 or pairs.ndim != 3 or pairs.shape[2] % 2:
-            raise CodecError(f"not an array of pairs: {pairs.dtype} of shape {pairs.shape}")
-        top_k = pairs.shape[2] // 2
-        ids = _ids(pairs[:, :, :top_k]).astype(np.int16)
-        weights = np.ascontiguousarray(pairs[:, :, top_k:]).view(np.float32)
-        return ids, weights
-
-
 @contextmanager
 def _reading(what: str, dtype: str, num_layers: int | None, top_k: int | None) -> Iterator[None]:
     """Checks the form that a caller gives, and turns what reading a value raises into a

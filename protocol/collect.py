@@ -21,7 +21,7 @@ client, dicts, or lines of server-sent events.
 """
 
 import json
-from collections.abc import AsyncIterable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as shown  # a short one
 from typing import Any, TypedDict, Unpack
@@ -35,13 +35,9 @@ from routed_experts.protocol.answers import (
     Choice,
     RowsArray,
     arrays_of_prompts,
-    checked_histogram,
-    histograms_of_prompts,
     read_answer,
     read_array,
 )
-from routed_experts.protocol.codec import NUMPY_DTYPES
-from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.sse import EventError, EventReader
 
@@ -54,8 +50,6 @@ __all__ = [
     "collect_async",
 ]
 
-_LONGEST_PROMPT = 1 << 24
-"""Of those whose tokens may have texts. A response says how long its prompt is, in one number."""
 _GIVE_N = "for several prompts, give n, the choices of each prompt (for files, set --n)"
 
 
@@ -85,23 +79,6 @@ class RequestValues(TypedDict, total=False):
     media: Sequence[str]
 
 
-def _check_request_values(request: Mapping[str, Any]) -> None:
-    for name, value in request.items():
-        if name == "media":
-            arguments.sequence_of(name, value, str)
-        elif name == "dtype":
-            arguments.one_of(name, value, NUMPY_DTYPES)
-        elif name == "prompt_start":
-            if value is not None:
-                arguments.integer(name, value)
-        elif name == "prompt_len":
-            arguments.integer(name, value)
-        elif name in ("n", "num_layers", "top_k"):
-            arguments.integer(name, value, least=1)
-        else:
-            raise TypeError(f"{name} is none of {', '.join(RequestValues.__annotations__)}")
-
-
 def collect(source: Any, **request: Unpack[RequestValues]) -> list[Routing]:
     """The rows of each choice of a response, in the order of their indices.
 
@@ -123,8 +100,7 @@ def collect(source: Any, **request: Unpack[RequestValues]) -> list[Routing]:
     if isinstance(source, bytes | str):
         source = _parsed(source)
     is_answer = isinstance(source, Mapping) or hasattr(source, "choices")
-    chunks = [source] if is_answer else arguments.instance("source", source, Iterable)
-    for chunk in chunks:
+    for chunk in [source] if is_answer else source:
         collector.take(chunk)
     return collector.finish()
 
@@ -149,7 +125,7 @@ async def collect_async(
         RoutingError, TypeError, ValueError: as `collect`.
     """
     collector = Collector(**request)
-    async for chunk in arguments.instance("source", source, AsyncIterable):
+    async for chunk in source:
         collector.take(chunk)
     return collector.finish()
 
@@ -159,16 +135,32 @@ class Collector:
 
     Each chunk goes three ways: its choices into `_Choice`, its prompts' rows into `_Prompt`, and at
     the end both of a choice into a `Routing`.
+
+    Args:
+        prompt_start, prompt_len, n, dtype, num_layers, top_k, media: see `RequestValues`.
     """
 
-    def __init__(self, **request: Unpack[RequestValues]) -> None:
-        _check_request_values(request)
-        self._request = request
-        # Of the form `raw`, which does not say it.
-        self._raw_dtype = request.get("dtype", "int16")
-        self._raw_shape: dict[str, int] = {
-            name: request[name] for name in ("num_layers", "top_k") if name in request
-        }
+    def __init__(
+        self,
+        *,
+        prompt_start: int | None = 0,
+        prompt_len: int | None = None,
+        n: int | None = None,
+        dtype: str = "int16",
+        num_layers: int | None = None,
+        top_k: int | None = None,
+        media: Sequence[str] | None = None,
+    ) -> None:
+        if prompt_start is not None:
+            prompt_start = arguments.integer("prompt_start", prompt_start)
+        if prompt_len is not None:
+            prompt_len = arguments.integer("prompt_len", prompt_len)
+        self._prompt_start = prompt_start
+        self._prompt_len = prompt_len
+        self._n = None if n is None else arguments.integer("n", n, least=1)
+        self._raw_dtype = dtype
+        self._raw_shape = {"num_layers": num_layers, "top_k": top_k}
+        self._media = None if media is None else tuple(media)
         self._shape: tuple[int, ...] | None = None  # [L, K] of the rows, once there are any
         self._prompts: dict[int, _Prompt] = {}  # by their index in the request
         self._prompts_have_rows = False
@@ -199,11 +191,6 @@ class Collector:
         self._prompt_token_ids = answer.prompt_token_ids or self._prompt_token_ids
         for choice in answer.choices:
             self._take_choice(choice)
-        if answer.prompt_routed_experts_histogram is not None:
-            histograms = histograms_of_prompts(answer.prompt_routed_experts_histogram)
-            prompts = self._prompts_of(answer, len(histograms), "histogram")
-            for prompt, histogram in zip(prompts, histograms, strict=True):
-                prompt.histogram = histogram
         if answer.prompt_routed_experts is not None:
             self._take_prompt_rows(answer)
 
@@ -215,7 +202,7 @@ class Collector:
             weights = arrays_of_prompts(answer.prompt_routed_expert_weights)
         if len(weights) != len(rows):
             raise RoutingError(f"rows of {len(rows)} prompts, but weights of {len(weights)}")
-        prompts = self._prompts_of(answer, len(rows), "rows")
+        prompts = self._prompts_of(answer, len(rows))
         for prompt, of_rows, of_weights in zip(prompts, rows, weights, strict=True):
             self._append(prompt, of_rows, of_weights)
 
@@ -227,8 +214,6 @@ class Collector:
             choice.token_ids = choice.token_ids or []
             choice.token_ids += part.token_ids
         choice.finish_reason = part.finish_reason or choice.finish_reason
-        if part.routed_experts_histogram is not None:
-            choice.histogram = checked_histogram(part.routed_experts_histogram)
         texts: list[str | None] = []
         if part.logprobs is not None:
             choice.logprobs += part.logprobs.numbers
@@ -239,26 +224,22 @@ class Collector:
         if part.routed_experts is not None:
             self._append(choice, part.routed_experts, part.routed_expert_weights)
 
-    def _prompts_of(self, answer: Answer, num_prompts: int, array_name: str) -> list["_Prompt"]:
-        """The prompts that a chunk has rows or histograms (`array_name`) of, each beside the first of its
-        choices."""
+    def _prompts_of(self, answer: Answer, num_prompts: int) -> list["_Prompt"]:
+        """The prompts that a chunk has rows of, each beside the first of its choices."""
         num_choices = len(answer.choices)
-        n = num_choices if num_prompts == 1 else self._request.get("n")
+        n = num_choices if num_prompts == 1 else self._n
         if num_choices == 0 or n is None or num_choices != num_prompts * n:
             raise RoutingError(f"{num_choices} choices for {num_prompts} prompts: {_GIVE_N}")
-        return [
-            self._prompt_beside(choice.index or 0, array_name) for choice in answer.choices[::n]
-        ]
+        return [self._prompt_beside(choice.index or 0) for choice in answer.choices[::n]]
 
-    def _prompt_beside(self, choice: int, array_name: str) -> "_Prompt":
+    def _prompt_beside(self, choice: int) -> "_Prompt":
         prompt = self._prompts.setdefault(
-            self._prompt_index(choice), _Prompt(f"the prompt of choice {choice}")
+            self._prompt_index(choice), _Prompt(f"the prompt of choice {choice}", choice=choice)
         )
-        choice_before = prompt.came_with.setdefault(array_name, choice)
-        if choice_before != choice:
-            why = "it comes once" if "n" in self._request else _GIVE_N
+        if prompt.choice != choice:
+            why = _GIVE_N if self._n is None else "it comes once"
             raise RoutingError(
-                f"a prompt's {array_name} came with choice {choice_before} and with choice {choice}: {why}"
+                f"a prompt's rows came with choice {prompt.choice} and with choice {choice}: {why}"
             )
         return prompt
 
@@ -315,11 +296,11 @@ class Collector:
 
     def _check_all_choices_came(self) -> None:
         """Raises `RoutingError` if some are absent, as far as the request's `n` tells."""
-        if "n" not in self._request:
+        if self._n is None:
             return
         indices = sorted(self._choices)
         has_gap = indices != list(range(len(indices)))
-        if has_gap or len(indices) % self._request["n"]:
+        if has_gap or len(indices) % self._n:
             raise RoutingError(f"choices {shown(indices)} are not all of the answer's")
 
     # ---- one choice, with its prompt ----
@@ -336,8 +317,8 @@ class Collector:
             )
         arrays = prompt.arrays + choice.arrays
         if not arrays:
-            start = _start_without_rows(choice, prompt, start, prompt_len)
-        shape = self._shape or (self._request.get("num_layers", 0), self._request.get("top_k", 0))
+            _check_none_expected(choice, start, prompt_len)
+        shape = self._shape or (self._raw_shape["num_layers"] or 0, self._raw_shape["top_k"] or 0)
         # int16 can hold every id and -1, for any type on the wire.
         rows: NDArray[np.int16] = _concatenated([array.rows for array in arrays], shape, np.int16)
         return Routing(
@@ -351,16 +332,14 @@ class Collector:
             weights=_weights_of(index, arrays, shape),
             logprobs=np.array(choice.logprobs, dtype=np.float64) if choice.logprobs else None,
             texts=choice.texts_of_all(prompt_len, start + len(rows) + 1),
-            prompt_histogram=prompt.histogram,
-            histogram=choice.histogram,
-            media=tuple(self._request["media"]) if "media" in self._request else None,
+            media=self._media,
         )
 
     def _prompt_of(self, index: int) -> "_Prompt":
-        """The prompt of a choice; an empty one if no prompt's rows or histogram came."""
+        """The prompt of a choice; an empty one if no prompt's rows came."""
         choice = self._choices[index]
         prompt_index = self._prompt_index(index)
-        first = self._choices.get(prompt_index * self._request.get("n", 1), choice)
+        first = self._choices.get(prompt_index * (self._n or 1), choice)
         prompt = self._prompts.get(prompt_index) or _Prompt("")
         # Prompts of equal length differ in their token ids only.
         have_ids = first.prompt_token_ids is not None and choice.prompt_token_ids is not None
@@ -371,17 +350,16 @@ class Collector:
 
     def _prompt_index(self, choice: int) -> int:
         """The index in the request of the prompt of a choice."""
-        return choice // self._request["n"] if "n" in self._request else 0
+        return 0 if self._n is None else choice // self._n
 
     def _start_of(self, choice: "_Choice", prompt: "_Prompt") -> int:
         """The position of the first row: as the arrays say, or else as the request said."""
         of_arrays = prompt.start if prompt.arrays else choice.start
-        of_request = self._request.get("prompt_start", 0)
         if of_arrays is None:
-            return of_request or 0
-        if of_request is not None and of_arrays != of_request:
+            return self._prompt_start or 0
+        if self._prompt_start not in (None, of_arrays):
             raise RoutingError(
-                f"choice {choice.index}: rows from {of_arrays} on, asked for from {of_request} on"
+                f"choice {choice.index}: rows from {of_arrays} on, asked for from {self._prompt_start} on"
             )
         return of_arrays
 
@@ -400,12 +378,10 @@ class Collector:
         ends: dict[str, int] = {}  # by what says so
         if prompt.arrays:
             ends["rows"] = start + prompt.length
-        if prompt.histogram is not None:
-            ends["histogram"] = start + prompt.histogram["rows"]
         if prompt_token_ids is not None:
             ends["tokens"] = len(prompt_token_ids)
-        if "prompt_len" in self._request:
-            ends["prompt_len"] = self._request["prompt_len"]
+        if self._prompt_len is not None:
+            ends["prompt_len"] = self._prompt_len
         if len(set(ends.values())) > 1:
             stated = ", ".join(f"at {end} by its {name}" for name, end in ends.items())
             raise RoutingError(f"choice {choice.index}: the prompt ends {stated}")
@@ -421,7 +397,6 @@ class _Segment:
     start: int | None = None  # position of the first row, once an array says it
     length: int = 0  # rows of all arrays
     arrays: list[RowsArray] = field(default_factory=list)
-    histogram: Histogram | None = None
 
     def append(self, array: RowsArray) -> None:
         """Appends an array, or raises `RoutingError` if it does not begin where the last one
@@ -442,8 +417,7 @@ class _Segment:
 
 @dataclass
 class _Prompt(_Segment):
-    # what of it (rows, histogram) came beside which choice
-    came_with: dict[str, int] = field(default_factory=dict)
+    choice: int = 0  # beside which its rows came
 
 
 @dataclass
@@ -465,28 +439,17 @@ class _Choice(_Segment):
             num_tokens = prompt_len + len(self.token_ids)
         num_absent = num_tokens - len(self.texts)
         # with `echo`, log-probabilities have the prompt's texts too
-        if num_absent not in (0, prompt_len) or num_absent > _LONGEST_PROMPT:
+        if num_absent not in (0, prompt_len):
             return None
         return (None,) * num_absent + tuple(self.texts)
 
 
-def _start_without_rows(
-    choice: _Choice, prompt: _Prompt, start: int, prompt_len: int | None
-) -> int:
-    """The start of a choice that has no array: with histograms alone, all rows were left out.
-
-    Raises:
-        RoutingError: rows should have come.
-    """
-    if choice.histogram is not None:
-        if prompt.histogram is None:
-            raise RoutingError(f"choice {choice.index}: the histogram of its prompt did not come")
-        return start + prompt.histogram["rows"] + choice.histogram["rows"]
+def _check_none_expected(choice: _Choice, start: int, prompt_len: int | None) -> None:
+    """Raises `RoutingError` if rows of a choice that has no array should have come."""
     if prompt_len is None or start < prompt_len:
         raise RoutingError(
             f"choice {choice.index} has no routed_experts: the request must ask with return_routed_experts"
         )
-    return start
 
 
 def _weights_of(
@@ -512,17 +475,9 @@ def _concatenated(
 
 
 def _check_length(routing: Routing) -> None:
-    """Raises `RoutingError` if the rows do not fit the number of tokens or the histogram that the
-    response has."""
+    """Raises `RoutingError` if the rows do not fit the number of tokens that the response has."""
     if routing.prompt_len is None:
         return
-    if routing.histogram is not None:
-        num_counted = routing.histogram["rows"]
-        if routing.prompt_len + num_counted != routing.end:
-            raise RoutingError(
-                f"choice {routing.index}: rows up to {routing.end}, but a histogram of {num_counted} rows "
-                f"after {routing.prompt_len} prompt tokens"
-            )
     expected_end = routing.prompt_len
     tokens = f"{routing.prompt_len} prompt"
     if routing.token_ids is not None:

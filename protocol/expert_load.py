@@ -88,15 +88,11 @@ Floats = NDArray[np.float64]
 class ExpertLoad:
     """The load of L layers with E experts."""
 
-    counts: NDArray[np.int64]  # [L, E] how often each expert was chosen
     # [L, E] the counts divided by the mean count of the layer; 0 if nothing was counted
     load: Floats
     entropy: Floats  # [L] of the shares, in bits
     # [L] the entropy divided by its maximum for that number of choices: 1 if all share evenly
     balance: Floats
-    imbalance: Floats  # [L] the load of the busiest expert
-    busiest: NDArray[np.intp]  # [L] its id
-    unused: NDArray[np.intp]  # [L] experts that were never chosen
 
 
 def expert_load(counts: ArrayLike) -> ExpertLoad:
@@ -107,8 +103,6 @@ def expert_load(counts: ArrayLike) -> ExpertLoad:
     [[2.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
     >>> of_layers.entropy.tolist(), of_layers.balance.tolist()
     ([1.0, 2.0], [0.5, 1.0])
-    >>> of_layers.imbalance.tolist(), of_layers.unused.tolist()
-    ([2.0, 1.0], [2, 0])
 
     Raises:
         TypeError: `counts` are not numbers.
@@ -127,13 +121,8 @@ def expert_load(counts: ArrayLike) -> ExpertLoad:
         -(shares * np.log2(shares, out=np.zeros_like(shares), where=shares > 0)).sum(axis=1) + 0.0
     )
     most = np.log2(np.clip(totals[:, 0], 1, whole.shape[1]))
-    load = shares * whole.shape[1]
     return ExpertLoad(
-        counts=whole,
-        load=load,
+        load=shares * whole.shape[1],
         entropy=entropy,
         balance=np.divide(entropy, most, out=np.ones_like(entropy), where=most > 0),
-        imbalance=load.max(axis=1),
-        busiest=load.argmax(axis=1),
-        unused=(whole == 0).sum(axis=1),
     )

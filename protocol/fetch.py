@@ -4,19 +4,20 @@ from wherever they are: a file on this machine, the server, or a bucket."""
 import http.client
 import math
 import re
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from routed_experts.protocol import arguments
+from routed_experts.protocol.answers import Count, Index, read_fields
 from routed_experts.protocol.buckets import bucket_at, bucket_errors
 from routed_experts.protocol.codec import (
     MAX_EXPERTS,
@@ -28,11 +29,6 @@ from routed_experts.protocol.files import open_file
 
 Range = tuple[int, int]
 """First index, and the index after the last."""
-
-_UNSAID_BYTES = 1 << 20
-_SAID_BYTES = 1 << 30
-"""Memory that is asked for before bytes come: of a response that does not say how many it has, and of
-one that does. The system gives it when it is written to; more is asked for as bytes come."""
 
 _HEADER_BYTES = 128  # of the `.npy` object in a bucket
 _RELATIVE = re.compile(r"\w[\w/-]*", re.ASCII)
@@ -65,6 +61,37 @@ class Span(NamedTuple):
     end: int  # the row after the last
 
 
+class Reference(Struct):
+    """What a reference says of its array."""
+
+    # [n, L, K]
+    shape: tuple[
+        Count, Annotated[int, Meta(ge=0, le=MAX_LAYERS)], Annotated[int, Meta(ge=0, le=MAX_EXPERTS)]
+    ]
+    dtype: Literal["int16", "uint8", "int32", "uint16", "float32"]
+    start: Index = 0
+    part: str | None = None
+    id: str | None = None
+    url: str | None = None
+    uri: str | None = None
+    path: str | None = None
+    data: Any = None
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return NUMPY_DTYPES[self.dtype]
+
+
+def read_reference(json: Mapping[str, Any]) -> Reference:
+    """Raises `ValueError` if it is no reference: where a store is full, arrays come inline."""
+    reference = read_fields(json, Reference)
+    if reference.data is not None:
+        raise ValueError(
+            "reference has data, so the array came inline: decode it with routed_experts.protocol.codec.decode"
+        )
+    return reference
+
+
 @dataclass(frozen=True, eq=False)
 class ArrayReference:
     """Refers to an array, and is one for numpy: the array is read where it is used, not before. Can
@@ -81,12 +108,12 @@ class ArrayReference:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(n, L, K)"""
-        return _described(self.reference)[0]
+        return read_reference(self.reference).shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of the elements."""
-        return _described(self.reference)[1]
+        return read_reference(self.reference).numpy_dtype
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -135,30 +162,25 @@ def fetch(
         ValueError: a range is outside of the array, `url` is neither relative nor of a bucket, or
             the array came inline and has no reference.
     """
-    (num_rows, num_layers, top_k), dtype = _described(reference)
-    for name, text in (("base_url", base_url), ("api_key", api_key)):
-        if text is not None:
-            arguments.instance(name, text, str)
-    arguments.number("timeout_s", timeout_s)
+    described = read_reference(reference)
+    num_rows, num_layers, top_k = described.shape
+    dtype = described.numpy_dtype
     first_layer, end_layer = _checked(layers, num_layers, "layers")
     first_token, end_token = _checked(tokens, num_rows, "tokens")
     shape = (end_layer - first_layer, end_token - first_token, top_k)
+    ranges = _byte_ranges(described, (first_layer, end_layer), (first_token, end_token))
     if by_uri:
-        ranges = _byte_ranges(reference, (first_layer, end_layer), (first_token, end_token))
-        with _fitting_in_memory(shape):
-            return _as_array(_read_object(reference, ranges), shape, dtype)
-    if (mapped := _mapped(reference, dtype)) is not None:
+        return _as_array(_read_object(described, ranges), shape, dtype)
+    if (mapped := _mapped(described)) is not None:
         return mapped[first_layer:end_layer, first_token:end_token]
-    url = reference.get("url")
+    url = described.url
     if not url:
-        raise FetchError(f"{reference.get('path')} has expired, or is on another machine")
+        raise FetchError(f"{described.path} has expired, or is on another machine")
     if _ABSOLUTE.fullmatch(url):
-        ranges = _byte_ranges(reference, (first_layer, end_layer), (first_token, end_token))
-        with _fitting_in_memory(shape):
-            return _as_array(_read_ranges(reference, ranges, timeout_s), shape, dtype)
+        return _as_array(_read_ranges(described, url, ranges, timeout_s), shape, dtype)
     query = f"layers={first_layer}:{end_layer}&tokens={first_token}:{end_token}"
     request = _request_to_server(url, query, base_url, api_key)
-    with _fitting_in_memory(shape), _explained():
+    with _explained():
         content = _read(request, math.prod(shape) * dtype.itemsize, timeout_s, request.full_url)
         return _as_array(content, shape, dtype)
 
@@ -224,20 +246,15 @@ def fetch_spans(
     Raises:
         FetchError, ValueError: as `fetch`.
     """
-    arguments.sequence_of("spans", spans, tuple)
     if not spans:
         raise ValueError("spans must not be empty")
     num_layers, top_k, dtype = _common_rows(spans)
     for span in spans:
-        (num_rows, *_), _ = _described(span.reference)
+        num_rows, *_ = read_reference(span.reference).shape
         _checked((span.first, span.end), num_rows, "rows of each of spans")
     first_layer, end_layer = _checked(layers, num_layers, "layers")
     first, end = _checked(tokens, sum(span.end - span.first for span in spans), "tokens")
-    shape = (end_layer - first_layer, end - first, top_k)
-    if math.prod(shape) * dtype.itemsize > sys.maxsize:  # for which numpy has several errors
-        raise FetchError(f"An array of shape {list(shape)} does not fit in memory")
-    with _fitting_in_memory(shape):
-        rows = np.empty(shape, dtype)
+    rows = np.empty((end_layer - first_layer, end - first, top_k), dtype)
 
     def read(span: Span, begin: int) -> None:
         """The rows of a span that begins at row `begin` of the sequence."""
@@ -260,10 +277,14 @@ def fetch_spans(
 def _common_rows(spans: Sequence[Span]) -> tuple[int, int, np.dtype[Any]]:
     """The layers and experts per token of all arrays, and a dtype that holds the values of all:
     -1 of one array would be 255 in the dtype of another."""
-    (_, *of_row), first_dtype = _described(spans[0].reference)
+    first = read_reference(spans[0].reference)
+    _, *of_row = first.shape
+    first_dtype = first.numpy_dtype
     dtype = first_dtype
     for span in spans[1:]:
-        (_, *of_other), other_dtype = _described(span.reference)
+        other = read_reference(span.reference)
+        _, *of_other = other.shape
+        other_dtype = other.numpy_dtype
         if of_other != of_row:
             raise ValueError(f"spans have rows of shapes {of_row} and {of_other}")
         if (other_dtype.kind == "f") != (first_dtype.kind == "f"):
@@ -273,11 +294,11 @@ def _common_rows(spans: Sequence[Span]) -> tuple[int, int, np.dtype[Any]]:
     return num_layers, top_k, dtype
 
 
-def _byte_ranges(reference: Mapping[str, Any], layers: Range, tokens: Range) -> list[Range]:
+def _byte_ranges(reference: Reference, layers: Range, tokens: Range) -> list[Range]:
     """Where some layers and tokens are in the object of an array: one range for each layer, or one
     for all if they are without a gap."""
-    (num_rows, _, top_k), dtype = _described(reference)
-    row = top_k * dtype.itemsize
+    num_rows, _, top_k = reference.shape
+    row = top_k * reference.numpy_dtype.itemsize
     layer = num_rows * row
     if tokens == (0, num_rows):
         return [(_HEADER_BYTES + layers[0] * layer, _HEADER_BYTES + layers[1] * layer)]
@@ -286,18 +307,18 @@ def _byte_ranges(reference: Mapping[str, Any], layers: Range, tokens: Range) -> 
 
 
 def _read_ranges(
-    reference: Mapping[str, Any], ranges: Sequence[Range], timeout_s: float
-) -> bytes | memoryview:
+    reference: Reference, url: str, ranges: Sequence[Range], timeout_s: float
+) -> bytes:
     """Parts of an object at a signed URL, several at once. No key goes there, and no message has
     the URL: whoever knows it may read the array."""
-    name = str(reference.get("uri") or reference.get("id"))
+    name = str(reference.uri or reference.id)
 
-    def read(part: Range) -> memoryview:
+    def read(part: Range) -> bytes:
         first, end = part
         if first == end:
-            return memoryview(b"")
+            return b""
         headers = {"Range": f"bytes={first}-{end - 1}"}
-        request = urllib.request.Request(reference["url"], headers=headers)
+        request = urllib.request.Request(url, headers=headers)
         return _read(request, end - first, timeout_s, name)
 
     if len(ranges) == 1:
@@ -306,9 +327,11 @@ def _read_ranges(
         return b"".join(threads.map(read, ranges))
 
 
-def _read_object(reference: Mapping[str, Any], ranges: Sequence[Range]) -> bytes:
+def _read_object(reference: Reference, ranges: Sequence[Range]) -> bytes:
     """Parts of the object that a reference names."""
-    uri = arguments.instance("uri of reference", reference.get("uri"), str)
+    uri = reference.uri
+    if uri is None:
+        raise ValueError("the reference has no uri: its array is not in a bucket")
     place, _, name = uri.rpartition("/")
     filled = [part for part in ranges if part[0] < part[1]]
     if not filled:
@@ -323,23 +346,6 @@ def _read_object(reference: Mapping[str, Any], ranges: Sequence[Range]) -> bytes
         raise FetchError(f"{uri}: {error.strerror or error}", 404 if is_gone else None) from None
 
 
-def _described(reference: Mapping[str, Any]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
-    """The shape ([n, L, K]) and dtype of the array."""
-    arguments.instance("reference", reference, Mapping)
-    if "data" in reference:
-        raise ValueError(
-            "reference has data, so the array came inline: decode it with routed_experts.protocol.codec.decode"
-        )
-    num_rows, num_layers, top_k = arguments.integers(
-        "shape of reference", reference.get("shape"), 3
-    )
-    # nothing is made for a layer before the number of layers is held against this
-    arguments.integer("layers of reference", num_layers, most=MAX_LAYERS)
-    arguments.integer("experts per token of reference", top_k, most=MAX_EXPERTS)
-    dtype = arguments.one_of("dtype of reference", reference.get("dtype"), NUMPY_DTYPES)
-    return (num_rows, num_layers, top_k), NUMPY_DTYPES[dtype]
-
-
 def _checked(chosen: Range | None, size: int, name: str) -> Range:
     first, end = (0, size) if chosen is None else arguments.integers(name, chosen, 2)
     if not first <= end <= size:
@@ -347,74 +353,38 @@ def _checked(chosen: Range | None, size: int, name: str) -> Range:
     return first, end
 
 
-def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+def _mapped(reference: Reference) -> NDArray[Any] | None:
     """The array in the file that the reference names; None if this machine does not have it."""
-    if not reference.get("path"):
+    if not reference.path:
         return None
-    num_rows, num_layers, top_k = reference["shape"]
-    # a number would be an open file
-    path = arguments.instance("path of reference", reference["path"], str)
+    num_rows, num_layers, top_k = reference.shape
+    shape = (num_layers, num_rows, top_k)
+    dtype = reference.numpy_dtype
     try:
-        with open(path, "rb", opener=open_file) as file:
-            if read_npy_header(file) != ((num_layers, num_rows, top_k), dtype, "C"):
+        with open(reference.path, "rb", opener=open_file) as file:
+            if read_npy_header(file) != (shape, dtype, "C"):
                 return None
-            return np.memmap(file, dtype, "r", file.tell(), (num_layers, num_rows, top_k))
+            return np.memmap(file, dtype, "r", file.tell(), shape)
     except (OSError, ValueError, OverflowError):
         return None
 
 
-def _as_array(
-    content: bytes | memoryview, shape: tuple[int, int, int], dtype: np.dtype[Any]
-) -> NDArray[Any]:
+def _as_array(content: bytes, shape: tuple[int, int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
     num_bytes = math.prod(shape) * dtype.itemsize
     if len(content) != num_bytes:
         raise FetchError(f"{len(content)} bytes came, not {num_bytes}")
-    array: NDArray[Any] = np.ndarray(shape, dtype, content)
-    array.flags.writeable = False
-    return array
+    return np.frombuffer(content, dtype).reshape(shape)
 
 
-def _read(
-    request: urllib.request.Request, num_bytes: int, timeout_s: float, name: str
-) -> memoryview:
-    """The bytes in a response. They take memory as they come: neither the reference nor the header
-    of the response is believed."""
+def _read(request: urllib.request.Request, num_bytes: int, timeout_s: float, name: str) -> bytes:
+    """The bytes in a response."""
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            length = response.headers.get("Content-Length")
-            content = memoryview(b"")
-            if length in (None, str(num_bytes)):
-                first_bytes = _UNSAID_BYTES if length is None else _SAID_BYTES
-                content = _filled(response, num_bytes, first_bytes)
-            if len(content) != num_bytes or response.read(1):
-                raise FetchError(f"{name} returned another number of bytes than {num_bytes}")
-            return content
+            content: bytes = response.read(num_bytes + 1)
     except urllib.error.HTTPError as error:
         raise FetchError(f"{name}: {error.code} {error.reason}", error.code) from None
     except (OSError, http.client.HTTPException) as error:
         raise FetchError(f"{name}: {error}") from error
-
-
-def _filled(response: http.client.HTTPResponse, num_bytes: int, first_bytes: int) -> memoryview:
-    """Up to `num_bytes` of a response, which are read to where they stay."""
-    content = np.empty(min(num_bytes, first_bytes), np.uint8)
-    end = 0
-    while end < num_bytes:
-        if end == len(content):
-            longer = np.empty(min(num_bytes, 2 * end), np.uint8)
-            longer[:end] = content
-            content = longer
-        count = response.readinto(content.data[end:])
-        if not count:
-            break
-        end += count
-    return content.data[:end]
-
-
-@contextmanager
-def _fitting_in_memory(shape: tuple[int, int, int]) -> Iterator[None]:
-    """Has an array that is too large for this process end in a `FetchError`."""
-    try:
-        yield
-    except (MemoryError, OverflowError) as error:
-        raise FetchError(f"An array of shape {list(shape)} does not fit in memory") from error
+    if len(content) != num_bytes:
+        raise FetchError(f"{name} returned another number of bytes than {num_bytes}")
+    return content

@@ -28,7 +28,6 @@ from routed_experts.protocol.routing import Routing, RoutingError
 Scalar = TypeVar("Scalar", bound=np.generic)
 Span = tuple[int, int]
 """First index, and the index after the last."""
-_HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +68,6 @@ def pack(
     multiple: int = 1,
     length: int | None = None,
     num_tokens: Sequence[int] | None = None,
-    layers: slice = slice(None),
 ) -> Packed:
     """Packs whole sequences: row p of a response becomes that of the sequence's token p.
 
@@ -85,22 +83,19 @@ def pack(
             CP, sequence parallelism one of TP, both together 2 · CP · TP.
         length: T; what is left is padding of the last sequence.
         num_tokens: tokens of each sequence, if they were truncated; P + G by default.
-        layers: those of a stage (`stage_layers`); only they are read and copied.
 
     Raises:
         RoutingError: a sequence lacks rows before its last token, the sequences do not fit
             `length`, only some have weights or log-probabilities, or token ids do not fit rows.
     """
     multiple = arguments.integer("multiple", multiple, least=1)
-    arguments.instance("layers", layers, slice)
-    routings = arguments.sequence_of("routings", routings, Routing)
     counts = token_counts(routings, num_tokens)
     check_rows(routings)
     starts = _padded_starts(counts, multiple, length)
-    ids = [routing.rows[:, layers] for routing in routings]
+    ids = [routing.rows for routing in routings]
     dtype = np.result_type(np.int16, *ids)
     rows = _packed(ids, counts, starts, np.array(UNKNOWN, dtype))
-    weights = [routing.weights[:, layers] for routing in routings if routing.weights is not None]
+    weights = [routing.weights for routing in routings if routing.weights is not None]
     if weights and len(weights) < len(routings):
         raise RoutingError("some responses have weights, others have none")
     its_weights = _packed(weights, counts, starts, UNKNOWN_WEIGHT) if weights else None
@@ -267,16 +262,7 @@ def take(array: NDArray[Scalar], spans: Sequence[Span]) -> NDArray[Scalar]:
             f"spans up to token {most} of an array of {len(array)}: give the one that cu_seqlens is of"
         )
     parts = [array[first:end] for first, end in spans]
-    if len(parts) == 1:
-        return parts[0]
-    size = sum(part.nbytes for part in parts)
-    taken: NDArray[Scalar] | None = None
-    # mapping what is before the first huge page can take longer than the copy
-    if size > _HUGE_PAGE:
-        memory = np.empty(size + _HUGE_PAGE, np.uint8)
-        first = -memory.ctypes.data % _HUGE_PAGE
-        taken = memory[first : first + size].view(array.dtype).reshape(-1, *array.shape[1:])
-    return np.concatenate([array[:0], *parts], out=taken)
+    return parts[0] if len(parts) == 1 else np.concatenate([array[:0], *parts])
 
 
 def _rank(name: str, of: Span) -> Span:

@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import Rows, count_missing
-from routed_experts.protocol.expert_load import Histogram
 
 PROMPT_END_UNKNOWN = (
     "where the prompt ends is not known: give prompt_len, or ask with return_token_ids, "
@@ -40,7 +39,6 @@ class Routing:
 
     Attributes:
         rows: int16 [n, L, K], expert ids of the positions `start` to `end`; -1 in unknown rows.
-            None of them if the response has histograms only.
         start: absolute position of the first row, in tokens.
         prompt_len: P; None if neither the response contains it (joined layout without token ids)
             nor the caller of `collect` gave it.
@@ -54,9 +52,6 @@ class Routing:
             the response has them; NaN for a token without one (the first of a prompt). Of joined
             turns, of all P + G.
         texts: of the P + G tokens, None where unknown; if log-probabilities tell them.
-        prompt_histogram: counts of the rows of the prompt, if the response has them
-            (`routed_experts_histogram`).
-        histogram: counts of the rows of the generated tokens, likewise.
         media: the hash of each picture, sound and block of embeddings of the prompt, in their
             order, or other names that differ where what the model sees differs; () if the prompt
             has none, None if nobody said.
@@ -78,8 +73,6 @@ class Routing:
     weights: NDArray[np.float32] | None = None
     logprobs: NDArray[np.float64] | None = None
     texts: tuple[str | None, ...] | None = None
-    prompt_histogram: Histogram | None = None
-    histogram: Histogram | None = None
     media: tuple[str, ...] | None = None
     generated: NDArray[np.bool_] | None = None
 
@@ -88,8 +81,6 @@ class Routing:
         arguments.integer("start", self.start)
         if self.prompt_len is not None:
             arguments.integer("prompt_len", self.prompt_len)
-        if self.media is not None:
-            arguments.sequence_of("media", self.media, str)
         if self.weights is not None:
             weights = arguments.array("weights", self.weights, "f", "nLK")
             object.__setattr__(self, "weights", weights)

@@ -49,7 +49,7 @@ def numpy_decode(value: Any, fmt: str, dtype: str, shape: tuple[int, ...]) -> np
 def test_a_format_that_requests_know_is_in_the_table_of_readers() -> None:
     """A reader that did not know it would take its text for `raw`, and return other ids."""
     assert set(codec.FORMATS) == set(FORMATS), "add the format to FORMATS in protocol/codec.py"
-    of_other_arrays = {"paired"}  # read by `unpaired`; `decode` refuses the bits of weights as ids
+    of_other_arrays = {"paired"}  # `decode` refuses the bits of weights as ids
     assert set(get_args(RequestFormat)) == set(FORMATS) | of_other_arrays, (
         "a format of arrays of ids goes into Format in protocol/codec.py"
     )

@@ -18,14 +18,11 @@ from hypothesis import strategies as st
 from routed_experts.protocol.codec import Format
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
 from tests.protocol.answers import (
-    EXPERTS,
     JSON,
     LAYERS,
     TOP_K,
     RoutedPrompt,
     answer,
-    histogram,
-    peak_of,
     rows_of,
     sse,
     stream,
@@ -396,73 +393,6 @@ def test_the_caller_says_where_the_prompt_ends(fmt: Format) -> None:
     refused("rows up to 14, but 15 prompt tokens", body, prompt_len=15, prompt_start=4)
 
 
-def counted(body: dict[str, Any], prompts: list[RoutedPrompt], rows: bool) -> dict[str, Any]:
-    """`body` with the histograms of its rows, which go if not `rows`."""
-    histograms = [histogram(prompt.prompt[prompt.start :], EXPERTS) for prompt in prompts]
-    body["prompt_routed_experts_histogram"] = histograms if len(prompts) > 1 else histograms[0]
-    for choice, own in zip(
-        body["choices"], [own for prompt in prompts for own in prompt.choices], strict=True
-    ):
-        choice["routed_experts_histogram"] = histogram(own, EXPERTS)
-        None if rows else choice.pop("routed_experts")
-    None if rows else body.pop("prompt_routed_experts")
-    return body
-
-
-@pytest.mark.parametrize("rows", [True, False])
-def test_histograms(rows: bool) -> None:
-    """Beside rows, or alone: then a routing ends where its rows would."""
-    prompts = [routed(9, 6, n=2, start=3), routed(7, 4, n=2, start=3, first_token=500)]
-    prompts[0].prompt[5] = -1
-    body = counted(answer(*prompts), prompts, rows)
-    of_one = counted(answer(prompts[0]), prompts[:1], rows)
-    chunks = [{**of_one, "choices": of_one["choices"][:1]}, {"choices": of_one["choices"][1:]}]
-    # of who ends first
-    chunks[1]["prompt_routed_experts_histogram"] = chunks[0].pop("prompt_routed_experts_histogram")
-    for response, prompts_of_response in (
-        (body, prompts),
-        (of_one, prompts[:1]),
-        (iter(chunks), prompts[:1]),
-    ):
-        expected = [(prompt, own) for prompt in prompts_of_response for own in prompt.choices]
-        for routing, (prompt, own) in zip(
-            collect(response, prompt_start=3, n=2), expected, strict=True
-        ):
-            assert routing.prompt_histogram == histogram(prompt.prompt[3:], EXPERTS)
-            assert routing.histogram == histogram(own, EXPERTS)
-            assert (routing.prompt_len, routing.end) == (
-                len(prompt.prompt),
-                len(prompt.prompt) + len(own),
-            )
-            assert len(routing.rows) == (routing.end - 3 if rows else 0)
-
-
-def test_histograms_that_do_not_fit() -> None:
-    for change, message in (
-        ({"rows": 4}, "rows up to 14, but a histogram of 4 rows after 9 prompt tokens"),
-        (
-            {"rows": None},
-            r"Expected `int`, got `null` - at `\$\.choices\[0\]\.routed_experts_histogram",
-        ),
-    ):
-        body = counted(answer(routed()), [routed()], rows=True)
-        body["choices"][0]["routed_experts_histogram"] |= change
-        refused(message, body)
-    short = {"counts": [[32]], "rows": 8, "missing": 0}
-    for prompt, message in (
-        ([], "for 0 prompts"),
-        (short, "at 8 by its histogram, at 9 by its tokens"),
-    ):
-        body = counted(answer(routed()), [routed()], rows=False)
-        refused(message, {**body, "prompt_routed_experts_histogram": prompt})
-    del body["prompt_routed_experts_histogram"]
-    refused("the histogram of its prompt did not come", body)
-    chunks = [{**counted(answer(routed(n=2)), [routed(n=2)], rows=False)} for _ in range(2)]
-    for index, chunk in enumerate(chunks):
-        chunk["choices"] = chunk["choices"][index : index + 1]
-    refused("with choice 0 and with choice 1: it comes once", iter(chunks), n=2)
-
-
 @pytest.mark.parametrize("layout", ["split", "joined"])
 def test_prompt_rows_that_a_gateway_dropped(layout: str) -> None:
     """A request without a prompt start is answered from the first row on, whatever the
@@ -566,34 +496,11 @@ def test_texts_where_nothing_says_where_the_prompt_ends() -> None:
         assert collect({"choices": [{**choice, "logprobs": {"tokens": some}}]})[0].texts is None
 
 
-def test_a_prompt_that_is_longer_than_any() -> None:
-    """Its length is one number in a response, and takes no memory of its size."""
-    body, joined = answer(routed()), answer(routed(layout="joined"))
-    for response in (body, joined):
-        response["choices"][0] |= {
-            "logprobs": {"tokens": [*"abcdef"]},
-            "finish_reason": "abort",
-        }
-        response["choices"][0]["routed_experts"]["start"] = 2**28 + 9
-        del (
-            response["choices"][0]["prompt_token_ids"],
-            response["choices"][0]["token_ids"],
-        )
-    body["prompt_routed_experts"]["start"] = 2**28
-    joined["choices"][0]["prompt_token_ids"] = [1]  # a row is far behind the prompt
-    routings, peak = peak_of(
-        lambda: [collect(response, prompt_start=None)[0] for response in (body, joined)]
-    )
-    assert peak < 1 << 20
-    assert [routing.prompt_len for routing in routings] == [2**28 + 9, 1]
-    assert [routing.texts for routing in routings] == [None, None]
-
-
 @SETTINGS
 @given(st.data())
 def test_any_value_in_any_place_is_a_routing_error(data: Any) -> None:
     """A field of a response that holds other JSON than the server sends."""
-    body: Any = counted(answer(routed(n=2)), [routed(n=2)], rows=True)
+    body: Any = answer(routed(n=2))
     body["choices"][0]["logprobs"] = {"tokens": [*"abcdef"], "token_logprobs": [-1.0] * 6}
     body["error"] = None
     holder = body

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from routed_experts.protocol.batch import join_turns, shared_prefix, splice
+from routed_experts.protocol.batch import join_turns, shared_prefix
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from tests.protocol.answers import RoutedPrompt, answer, rows_of
 
@@ -170,11 +170,5 @@ def test_the_end_by_hand() -> None:
 
 
 def test_media_of_a_response() -> None:
-    """`collect` puts them into the routing; legs of one prompt must agree."""
-    routings = [
-        collect(answer(RoutedPrompt(rows_of(5), [rows_of(2)])), media=media)[0]
-        for media in (["A"], ["B"])
-    ]
-    assert [routing.media for routing in routings] == [("A",), ("B",)]
-    with pytest.raises(RoutingError, match="the legs have different media"):
-        splice(*routings)
+    (routing,) = collect(answer(RoutedPrompt(rows_of(5), [rows_of(2)])), media=["A"])
+    assert routing.media == ("A",)

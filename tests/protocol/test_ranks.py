@@ -269,21 +269,6 @@ def test_one_span_and_one_stage_are_views() -> None:
     assert view.shape == (8, 2, 2)
 
 
-@pytest.mark.parametrize("dtype", ["int16", "uint8", "bool", "float32"])
-def test_what_fills_huge_pages(dtype: str) -> None:
-    """Rows, weights and masks of many tokens, of some layers, that nobody may write to; what is
-    taken begins a page."""
-    array = np.random.default_rng(0).integers(256, size=(120_000, 6, 8)).astype(dtype)
-    array.flags.writeable = False
-    for part in (array[:, 1:4], array[:, ::-1, 0], array[::-1]):
-        taken = take(part, token_spans([0, 40_000, 120_000], context=(1, 2)))
-        quarter = np.r_[10_000:30_000, 60_000:100_000]
-        assert np.array_equal(taken, part[quarter])
-        assert (taken.dtype, taken.flags.writeable) == (part.dtype, True)
-        assert taken.nbytes < 2 << 20 or taken.ctypes.data % (2 << 20) == 0
-    assert taken.nbytes > 2 << 20
-
-
 def test_what_cannot_be_cut() -> None:
     routing = Routing(np.zeros((4, 3, 2), np.int16))
     later = Routing(np.zeros((4, 3, 2), np.int16), start=2)
