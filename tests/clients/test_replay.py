@@ -989,7 +989,6 @@ class SoftmaxRouter(torch.nn.Module):
             self.config.get("normalises_eval") and not self.training
         ):
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        weights = weights * (1 + self.config.get("rounding", 0.0))
         return logits, weights.to(logits.dtype), ids.to(self.config["ids"])
 
     def rows(self) -> torch.Tensor:
@@ -1049,33 +1048,6 @@ def test_a_first_block_in_which_chosen_experts_have_all_probability(
     router.weight.data = own_weight * nearly
     for _ in range(2):
         assert router.block() < 1e-6
-
-
-def test_a_formula_that_is_no_longer_exact_is_looked_for_again() -> None:
-    """Where chosen experts have nearly all probability, another formula gives nearly the same."""
-    router = SoftmaxRouter()
-    router.config["is_normalised"] = True
-    assert router.block() < 1e-6
-    router.weight.data *= 16
-    router.config["is_normalised"] = False
-    router.block()
-    for _ in range(2):
-        assert router.block() < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_is_looked_at_once(dtype: torch.dtype) -> None:
-    """And not in each block."""
-    router = SoftmaxRouter(top_k=4).to(dtype)
-    router.block()
-    router.config["rounding"] = 1e-6 if dtype == torch.float32 else 2e-3
-    model = torch.nn.ModuleList([router])
-    hidden = router.hidden.to(dtype)
-    looks = []
-    for _ in range(6):
-        with replayed(model, router.rows()[:, None]):
-            looks.append(looks_at_values(lambda: router(hidden)) > 0)
-    assert looks == [False, True, False, False, False, False]
 
 
 def test_a_formula_is_of_types() -> None:

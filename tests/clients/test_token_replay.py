@@ -515,7 +515,7 @@ def test_sequences_without_rows_may_be_live(load: Load) -> None:  # noqa: F811
 def test_what_was_used_goes_first(load: Load) -> None:  # noqa: F811
     model = load()
     first, second, third = (rollouts(seed, [9, 9]) for seed in range(3))
-    size = sum(routing.rows.nbytes for routing in first)
+    size = sum(routing.rows.nbytes + 4 * len(tokens_of(routing)) for routing in first)
     with TokenReplay(model, max_bytes=2 * size) as replay:
         replay.put(first)
         replay.put(second)
@@ -525,8 +525,13 @@ def test_what_was_used_goes_first(load: Load) -> None:  # noqa: F811
             run(model, padded(routings)[0])
         with pytest.raises(ReplayError, match="no rows for a sequence of 9 tokens"):
             run(model, padded(second)[0])
-        with pytest.raises(ReplayError, match=f"rows of {3 * size} bytes, and room for {2 * size}"):
+        with pytest.raises(ReplayError, match=f"of {3 * size} bytes, and room for {2 * size}"):
             replay.put([*first, *second, *third])
+        without_rows = [
+            replace(routing, rows=routing.rows[:0]) for routing in rollouts(5, [99] * 9)
+        ]
+        with pytest.raises(ReplayError, match=f"rows and tokens of {9 * 99 * 4} bytes"):
+            replay.put(without_rows)
         replay.put(second)
         replay.put(second)  # takes the place of what was there
         run(model, padded(third)[0])

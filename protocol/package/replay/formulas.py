@@ -1,6 +1,8 @@
 """How routers compute the weights of experts from their logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 
 import torch
 from torch import Tensor
@@ -14,6 +16,22 @@ class Formula:
     epsilon: float | None  # added to the sum that weights are divided by; None: they are not
     scale: float
     in_logits_dtype: bool  # else in float32
+
+    @property
+    def numbers(self) -> list[float]:
+        """For operators, which take tensors alone."""
+        epsilon = nan if self.epsilon is None else self.epsilon
+        return [[*SCORES].index(self.score), epsilon, self.scale, self.in_logits_dtype]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> "Formula":
+        score, epsilon, scale, in_logits_dtype = numbers
+        return cls(
+            score=[*SCORES][int(score)],
+            epsilon=None if isnan(epsilon) else epsilon,
+            scale=scale,
+            in_logits_dtype=bool(in_logits_dtype),
+        )
 
     def weigh(self, logits: Tensor, ids: Tensor, factor: Tensor | None) -> Tensor:
         """Weights of `ids` [T, K] or [T, N, K], times the `factor` of each expert. In float32."""
@@ -98,5 +116,3 @@ SCORES = {
 """What code that computes them names. Probabilities are returned in place of logits already."""
 _LEAST_DIVISOR = 1e-30
 """Of a gradient: divided by scores that are nearly 0, it would be infinite, and then NaN."""
-FORMULAS: list[Formula] = []
-"""All that were candidates; operators name them by their place."""

@@ -22,6 +22,7 @@ class Kept:
     """Rows of a sequence.
 
     Attributes:
+        key: the sequence's tokens.
         start: position of the first.
         rows: int16 [n, L, K].
         weights: float32 [n, L, K].
@@ -29,6 +30,7 @@ class Kept:
         is_used: a forward pass asked for them.
     """
 
+    key: bytes
     start: int
     rows: NDArray[np.int16]
     weights: NDArray[np.float32] | None
@@ -37,7 +39,8 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.nbytes + (0 if self.weights is None else self.weights.nbytes)
+        num_bytes = len(self.key) + self.rows.nbytes
+        return num_bytes if self.weights is None else num_bytes + self.weights.nbytes
 
 
 class KeptRows:
@@ -62,11 +65,11 @@ class KeptRows:
         self._lock = Lock()  # rollouts may come while a step is under way
 
     def put(self, routings: Iterable[Routing]) -> None:
-        new = {_key_of(routing): self._kept_of(routing) for routing in routings}
+        new = {kept.key: kept for kept in map(self._kept_of, routings)}
         size = sum(kept.num_bytes for kept in new.values())
         if size > self._max_bytes:
             raise ReplayError(
-                f"rows of {size} bytes, and room for {self._max_bytes}: set max_bytes"
+                f"rows and tokens of {size} bytes, and room for {self._max_bytes}: set max_bytes"
             )
         with self._lock:
             if len({kept.rows.shape[1:] for kept in (*new.values(), *self._kept.values())}) > 1:
@@ -125,6 +128,7 @@ class KeptRows:
             self._num_bytes -= kept.num_bytes
 
     def _kept_of(self, routing: Routing) -> Kept:
+        key = _key_of(routing)
         weights = None
         if self._has_weights:
             if routing.weights is None:
@@ -136,7 +140,7 @@ class KeptRows:
                 scaled(routing.weights, self._info) if has_scale else np.array(routing.weights)
             )
         self._num_put += 1
-        return Kept(routing.start, routing.rows.astype(np.int16), weights, self._num_put)
+        return Kept(key, routing.start, routing.rows.astype(np.int16), weights, self._num_put)
 
 
 def _key_of(routing: Routing) -> bytes:

@@ -38,25 +38,16 @@ class MegatronReplay:
         chunks: the virtual stages that this rank has of the model, or its only one.
         aux_loss: auxiliary losses count the replayed experts, not those that the live router would
             choose.
-        may_drop: whether `moe_expert_capacity_factor` may drop replayed experts. `dropped` counts
-            them.
 
     Raises:
-        ReplayError: a router has no `RouterReplay`, or two are of one layer; or, at the end, a
-            router was never asked, only some microbatches were recomputed, or experts were dropped
-            that may not be.
+        ReplayError: a router has no `RouterReplay`, or drops experts that are full, or two are of
+            one layer; or, at the end, a router was never asked, or only some microbatches were
+            recomputed.
     """
 
-    def __init__(
-        self,
-        chunks: Module | Sequence[Module],
-        *,
-        aux_loss: bool = False,
-        may_drop: bool = True,
-    ) -> None:
+    def __init__(self, chunks: Module | Sequence[Module], *, aux_loss: bool = False) -> None:
         self.replayed = 0
         self._aux_loss = aux_loss
-        self._may_drop = may_drop
         modules = [chunks] if isinstance(chunks, Module) else chunks
         self._chunks = [_megatron_routers(module) for module in modules]
         self._devices = [
@@ -72,12 +63,6 @@ class MegatronReplay:
         for router in self._routers():
             router.start(self._aux_loss)
         return self
-
-    @property
-    def dropped(self) -> int:
-        """Experts of replayed rows that were dropped so far because they were full, counted in each
-        layer."""
-        return sum(int(router.num_dropped) for router in self._routers())
 
     def feed(self, rows: Any, layer_ids: Sequence[int], chunk: int = 0) -> None:
         """Rows of the next microbatch for a stage.
@@ -119,10 +104,6 @@ class MegatronReplay:
                         raise ReplayError(
                             f"decoder layer {layer} recomputed {fed - left} of {fed} microbatches"
                         )
-            if kind is None and not self._may_drop and self.dropped:
-                raise ReplayError(
-                    f"{self.dropped} replayed experts were full, and dropped: leave moe_expert_capacity_factor unset"
-                )
         finally:
             self._fed = []
             for router in self._routers():
@@ -157,25 +138,19 @@ class _MegatronRouter:
         self.shape: Sequence[int] = ()  # of the rows that were fed last
         self.ids: Tensor | None = None  # [T, K]
         self.is_known: Tensor | None = None  # [T, 1], of the rows
-        self.num_dropped: Tensor | int = 0
-        self.handles: list[Any] = []
+        self.handle: Any = None
 
     def start(self, aux_loss: bool) -> None:
-        self.num_dropped = 0
         self.replay.clear_indices()
         self.replay.get_replay_topk = _choosing(self.replay, self)
-        self.handles.append(self.module.register_forward_pre_hook(self._check_order))
-        if self.module.config.moe_expert_capacity_factor is not None:
-            self.handles.append(self.module.register_forward_hook(self._count_dropped))
+        self.handle = self.module.register_forward_pre_hook(self._check_order)
         for name in _AUXILIARY_LOSSES if aux_loss else ():
             vars(self.module)[name] = self._counting_replayed(getattr(self.module, name))
 
     def stop(self) -> None:
         self.replay.clear_indices()
         del self.replay.get_replay_topk
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+        self.handle.remove()
         for name in _AUXILIARY_LOSSES:
             vars(self.module).pop(name, None)
         self.ids = self.is_known = None
@@ -183,15 +158,6 @@ class _MegatronRouter:
     def _check_order(self, _: Any, args: Any) -> None:
         if len(self.shape) == 4 and not in_recomputed_pass():
             check_order(self.shape, args)
-
-    def _count_dropped(self, module: Any, args: Any, output: Any) -> None:
-        """The same operations in a recomputed pass, for which checkpointing may look."""
-        assert self.ids is not None
-        _, routing_map = output
-        is_dropped = ~routing_map.gather(1, self.ids) & self.is_known
-        num_dropped = self.num_dropped + is_dropped.sum()
-        if not in_recomputed_pass():
-            self.num_dropped = num_dropped
 
     def _counting_replayed(self, apply_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`apply_loss` with the replayed experts in place of those of the live router, which stay
@@ -287,6 +253,10 @@ def _megatron_routers(chunk: Module) -> dict[int, _MegatronRouter]:
         if hasattr(module, "router_replay") and "mtp" not in name.split("."):
             if module.router_replay is None:
                 raise ReplayError(f"{name} has no RouterReplay: set moe_enable_routing_replay")
+            if module.config.moe_expert_capacity_factor is not None:
+                raise ReplayError(
+                    f"{name} drops experts that are full: leave moe_expert_capacity_factor unset"
+                )
             layer = int(module.layer_number) - 1
             if layer in routers:
                 raise ReplayError(

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from routed_experts.replay.errors import ReplayError
-from routed_experts.replay.formulas import FORMULAS, SCORES, Formula
+from routed_experts.replay.formulas import SCORES, Formula
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 TOLERANCE_IN_16_BITS = 0.02
@@ -19,13 +19,13 @@ TOLERANCE_IN_16_BITS = 0.02
 
 @dataclass(eq=False)
 class Candidates:
-    """Formulas that may be those of a class of routers, by their places in `FORMULAS`."""
+    """Formulas that may be those of a class of routers."""
 
-    trusted: list[int]
+    trusted: list[Formula]
     """Those with the function that the code names, if it names a single one. If one of them is
     exact, the others are not tried."""
-    untrusted: list[int]
-    sure: list[int] = field(default_factory=list)
+    untrusted: list[Formula]
+    sure: list[Formula] = field(default_factory=list)
     """Those that other routers of the class surely have. They decide where several are exact."""
 
 
@@ -43,10 +43,8 @@ def candidates_of(router: Any) -> Candidates:
         # the sum of which is 1 already
         if score != "softmax of chosen" or epsilon is None
     ]
-    FORMULAS.extend(formula for formula in formulas if formula not in FORMULAS)
-    places = [FORMULAS.index(formula) for formula in formulas]
     num_trusted = _num_trusted(formulas, names)
-    return Candidates(trusted=places[:num_trusted], untrusted=places[num_trusted:])
+    return Candidates(trusted=formulas[:num_trusted], untrusted=formulas[num_trusted:])
 
 
 def _numbers_of(router: Any) -> dict[str, float]:
@@ -94,15 +92,12 @@ class Picked:
     """The formula of a router.
 
     Attributes:
-        place: in `FORMULAS`.
-        is_alone: no other formula that was tried is as good, but those that give equal weights
-            for any logits, save for rounding.
-        error: the largest difference of the router's own weights.
+        is_sure: it is exact, and no other formula that was tried is, but those that give equal
+            weights for any logits, save for rounding.
     """
 
-    place: int
-    is_alone: bool
-    error: float
+    formula: Formula
+    is_sure: bool
 
 
 def pick(
@@ -128,11 +123,11 @@ def pick(
         if weights.isinf().any():
             cause = "has other chosen experts than K of those of its logits"
         raise ReplayError(f"{name} {cause}, and cannot be replayed")
-    best = [place for place, error in errors.items() if error == least]
+    best = [formula for formula, error in errors.items() if error == least]
     picked = _first_sure(best, candidates)
-    others = [place for place in best if place != picked]
+    others = [formula for formula in best if formula != picked]
     top_k = own_ids.shape[-1]
-    unlike = [place for place in others if not are_equal(picked, place, logits.dtype, top_k)]
+    unlike = [formula for formula in others if not _are_equal(picked, formula, logits.dtype, top_k)]
     if picked not in candidates.sure:
         # Of trusted formulas that are equal, the first is the one in the code.
         doubtful = unlike if picked in candidates.trusted else others
@@ -140,12 +135,12 @@ def pick(
         # Of a single expert, any formula that normalises gives 1.
         if least == 0 and not unlike and top_k > 1:
             candidates.sure.append(picked)
-    return Picked(picked, is_alone=not unlike, error=least)
+    return Picked(picked, is_sure=least == 0 and not unlike)
 
 
 def _errors_of_candidates(
     candidates: Candidates, own: Sequence[Tensor], factor: Tensor | None
-) -> dict[int, float]:
+) -> dict[Formula, float]:
     """The errors of trusted formulas, and if none of them is exact, those of all."""
     errors = _errors_of(candidates.trusted, own, factor)
     if 0 not in errors.values():
@@ -153,17 +148,14 @@ def _errors_of_candidates(
     return errors
 
 
-def _first_sure(best: Sequence[int], candidates: Candidates) -> int:
+def _first_sure(best: Sequence[Formula], candidates: Candidates) -> Formula:
     """Which of the formulas that are as good is taken.
 
     A formula that is worse by one rounding is not among them: that tells a softmax from one that is
     normalised where the chosen experts have nearly all of the probability. Several are as good where
     these experts have all of it, or where no token counts.
     """
-    for place in best:
-        if place in candidates.sure:
-            return place
-    return best[0]
+    return next((formula for formula in best if formula in candidates.sure), best[0])
 
 
 def _check_doubt(
@@ -172,16 +164,14 @@ def _check_doubt(
     ids: Tensor,
     factor: Tensor | None,
     *,
-    picked: int,
-    doubtful: Sequence[int],
+    picked: Formula,
+    doubtful: Sequence[Formula],
 ) -> None:
     """Refuses the rows `ids` if a doubtful formula gives them other weights or gradients than the
     picked one."""
     logits, weights, _ = own
-    formula = FORMULAS[picked]
-    others = [FORMULAS[place] for place in doubtful]
     tolerance = tolerance_of(logits, weights)
-    if _are_unlike(formula, others, logits, ids, factor, tolerance=tolerance):
+    if _are_unlike(picked, doubtful, logits, ids, factor, tolerance=tolerance):
         raise ReplayError(
             f"the weights of {name} fit several formulas in this forward pass, and cannot be replayed: "
             "its scores, or its experts, are all the same, or the chosen experts have all of the probability. "
@@ -190,34 +180,31 @@ def _check_doubt(
 
 
 def _errors_of(
-    places: Sequence[int], own: Sequence[Tensor], factor: Tensor | None
-) -> dict[int, float]:
+    formulas: Sequence[Formula], own: Sequence[Tensor], factor: Tensor | None
+) -> dict[Formula, float]:
     """The largest difference of a router's own weights from those of each formula."""
     logits, weights, own_ids = own
-    errors: dict[int, float] = {}
+    errors: dict[Formula, float] = {}
     are_probabilities = not ((logits < 0) | (logits > 1)).any()
-    for place in places:
-        formula = FORMULAS[place]
+    for formula in formulas:
         if formula.in_logits_dtype and logits.dtype == torch.float32:
             continue  # as the one in float32
         if formula.score == "probabilities" and not are_probabilities:
             continue
         computed = formula.weigh(logits, own_ids, factor).to(weights.dtype)
-        errors[place] = float(difference(computed, weights))
+        errors[formula] = float(difference(computed, weights))
     return errors
 
 
-@cache
-def are_equal(place: int, other: int, dtype: torch.dtype, top_k: int) -> bool:
+@lru_cache(maxsize=256)
+def _are_equal(formula: Formula, other: Formula, dtype: torch.dtype, top_k: int) -> bool:
     """Whether two formulas give K experts equal weights and gradients for any logits of a type, save
     for rounding, as of those that add 0 or 1e-20. On the host, without a look at the device."""
     generator = torch.Generator().manual_seed(0)
     num_experts = max(16, 2 * top_k)
     logits = torch.randn(64, num_experts, generator=generator, device="cpu").to(dtype)
     ids = torch.rand(64, num_experts, generator=generator, device="cpu").argsort(dim=-1)[:, :top_k]
-    formula = FORMULAS[place]
-    others = [FORMULAS[other]]
-    return not _are_unlike(formula, others, logits, ids, None, tolerance=tolerance_of(logits))
+    return not _are_unlike(formula, [other], logits, ids, None, tolerance=tolerance_of(logits))
 
 
 def tolerance_of(*tensors: Tensor) -> float:

@@ -13,15 +13,8 @@ from torch.nn import Module
 from routed_experts.replay.choice import Choice, choice_of
 from routed_experts.replay.errors import ReplayError
 from routed_experts.replay.finding import method_of, name_of
-from routed_experts.replay.formulas import FORMULAS
-from routed_experts.replay.picking import (
-    Candidates,
-    Picked,
-    are_equal,
-    difference,
-    pick,
-    tolerance_of,
-)
+from routed_experts.replay.formulas import Formula
+from routed_experts.replay.picking import Candidates, difference, pick, tolerance_of
 from routed_experts.replay.recomputation import ForwardPass, in_recomputed_pass
 
 _TWICE = (
@@ -52,8 +45,8 @@ def _replay(
     Args:
         state: `Router.state`.
     """
-    number, _ = state.tolist()
-    router = _ROUTERS.get(number)
+    number, *_ = state.tolist()
+    router = _ROUTERS.get(int(number))
     if router is None:
         raise ReplayError("a compiled layer is recomputed after the block of its forward pass")
     return router.replay(logits, weights, own_ids, factor)
@@ -81,8 +74,8 @@ def _replay_backward(
     nothing = gradient.new_zeros(())
     of_own = torch.where(is_own, gradient, nothing)
     of_computed = torch.where(is_own, nothing, gradient)
-    _, place = state.tolist()
-    formula = FORMULAS[place]
+    _, *numbers = state.tolist()
+    formula = Formula.of_numbers(numbers)
     of_logits, of_factor = formula.gradients(of_computed, logits, ids, factor)
     if factor is None or of_factor is None:
         return of_logits.to(logits.dtype), of_own, gradient.new_zeros(0)
@@ -158,10 +151,8 @@ def check_errors(layers: "Sequence[Layer]") -> None:
     errors = torch.stack([comparison.error.to(device) for comparison in compared]).tolist()
     wrong: list[str] = []
     for comparison, error in zip(compared, errors, strict=True):
-        known = comparison.known
-        known.error = max(known.error, error)
         if error > comparison.tolerance:
-            known.is_wrong = True
+            comparison.known.is_wrong = True
             wrong.append(comparison.name)
     if wrong:
         raise ReplayError(
@@ -177,27 +168,11 @@ whether a formula is in the type of the logits."""
 
 @dataclass(eq=False)
 class _Known:
-    """The formula of a router, as long as it has these settings.
-
-    It was exact when it was found. So a difference in a later block is news, even one that rounding
-    may make: in 16 bits that is up to 2%, and if the chosen experts have nearly all of the
-    probability, other formulas differ by less.
-
-    After news, the next block tries all formulas, which waits for the device. If the same one is
-    still the best, or an equal one, the news was rounding. Twice as much is no news from then on. So
-    a router whose rounding differs from block to block is tried a few times, and not in each block.
-    """
+    """The formula of a router, as long as it has these settings. It was exact when it was found."""
 
     settings: tuple[Any, ...]
-    place: int
-    error: float = 0.0  # the largest so far
-    allowed: float = 0.0  # the largest that is no news
+    formula: Formula
     is_wrong: bool = False  # what a block computed with it was wrong
-
-    @property
-    def is_doubted(self) -> bool:
-        """Whether the next block tries all formulas."""
-        return self.error > self.allowed
 
 
 @dataclass(frozen=True)
@@ -238,14 +213,15 @@ class Router:
         self.settings = _settings(module)
         self.known = _KNOWN.setdefault(module, {})
         self.asked = 0
-        self.place: int | None = None  # of its formula in `FORMULAS`, once it is known
+        self.formula: Formula | None = None  # once it is known
         self.compared: _Compared | None = None
         self.handed: Tensor | None = None  # ids that the experts have not got yet
         self.number = next(_NUMBERS)
-        # This object's number, and the place of its formula. A tensor, because torch.compile would
+        # This object's number, and the numbers of its formula. A tensor, because torch.compile would
         # compile anew for each value of an int. Not one of inference mode: autograd saves none.
         with torch.inference_mode(False):
-            self.state = torch.tensor([self.number, -1], device="cpu")
+            self.state = torch.zeros(5, dtype=torch.float64, device="cpu")
+            self.state[0] = self.number
         layer.routers.append(self)
         _ROUTERS[self.number] = self
 
@@ -298,13 +274,7 @@ class Router:
         given = [
             value for value in values if isinstance(value, Tensor) and value.dtype == handed.dtype
         ]
-        if len(given) != 1:
-            return
-        is_same_size = given[0].numel() == handed.numel()
-        is_same_size = is_same_size and given[0].shape[-1] == handed.shape[-1]
-        if is_same_size and given[0].data_ptr() == handed.data_ptr():
-            return
-        if not is_same_size or (given[0].reshape(handed.shape) != handed).any():
+        if len(given) == 1 and not _are_same(given[0], handed):
             raise ReplayError(
                 f"the experts beside {self.name} get other ids than it returns: nothing was replayed there"
             )
@@ -365,43 +335,37 @@ class Router:
     ) -> Tensor:
         """Weights of `ids` by the router's formula, which the first forward pass decides."""
         logits, own_weights, own_ids = own
-        if is_recomputed and self.place is not None:
-            return FORMULAS[self.place].weigh(logits, ids, factor)
+        if is_recomputed and self.formula is not None:
+            return self.formula.weigh(logits, ids, factor)
         module = self.module()
         assert module is not None
         key = (module.training, logits.dtype, own_weights.dtype)
-        known = self.known.pop(key, None)
-        if known is not None and (known.settings != self.settings or known.is_wrong):
-            known = None
-        if known is None or known.is_doubted:
+        known = self.known.get(key)
+        if known is None or known.is_wrong or known.settings != self.settings:
+            self.known.pop(key, None)
             picked = pick(self.class_name, own, ids, factor, self.candidates)
-            self._take(picked.place)
-            if to_know := self._to_know(picked, known, own):
-                self.known[key] = to_know
-            return FORMULAS[picked.place].weigh(logits, ids, factor)
-        self.known[key] = known
-        self._take(known.place)
+            self._take(picked.formula)
+            if picked.is_sure:
+                self.known[key] = _Known(self.settings, picked.formula)
+            return picked.formula.weigh(logits, ids, factor)
+        self._take(known.formula)
         both = torch.stack([ids, own_ids], dim=1)
-        weights, of_own = FORMULAS[known.place].weigh(logits, both, factor).unbind(dim=1)
+        weights, of_own = known.formula.weigh(logits, both, factor).unbind(dim=1)
         error = difference(of_own.to(own_weights.dtype), own_weights)
         self.compared = _Compared(self.name, known, error, tolerance_of(logits, own_weights))
         return weights
 
-    def _take(self, place: int) -> None:
-        """Takes the formula at that place, and tells the operators."""
-        self.place = place
-        self.state.data[1] = place
+    def _take(self, formula: Formula) -> None:
+        """Takes a formula, and tells the operators."""
+        self.formula = formula
+        self.state.data[1:] = torch.tensor(formula.numbers, dtype=torch.float64, device="cpu")
 
-    def _to_know(
-        self, picked: Picked, doubted: _Known | None, own: Sequence[Tensor]
-    ) -> _Known | None:
-        """What later blocks know, if the formula is sure: it is alone, and is exact or equal to the
-        one that was doubted. `own` are logits, weights and ids of the router."""
-        logits, _, ids = own
-        if not picked.is_alone:
-            return None
-        top_k = ids.shape[-1]
-        if doubted is not None and are_equal(doubted.place, picked.place, logits.dtype, top_k):
-            error = max(picked.error, doubted.error)
-            return _Known(self.settings, picked.place, error, allowed=2 * error)
-        return _Known(self.settings, picked.place) if picked.error == 0 else None
+
+def _are_same(given: Tensor, handed: Tensor) -> bool:
+    """Whether experts got the ids that a router returned, [T, K] or [B, S, K]. Mostly it is the same
+    tensor, which takes no look at the device."""
+    if given.numel() != handed.numel() or given.shape[-1] != handed.shape[-1]:
+        return False
+    if given.data_ptr() == handed.data_ptr():
+        return True
+    return bool((given.reshape(handed.shape) == handed).all())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
@@ -49,16 +50,20 @@ def sequences_of(model: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """
     inputs = _by_name(model, args, kwargs)
     _check_tokens_alone(inputs)
-    tokens = _on_host(inputs["input_ids"]).astype(TOKEN)
-    length = tokens.shape[1]
+    shape = tuple(inputs["input_ids"].shape)
     cache = inputs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
-        lines = np.arange(0, tokens.size + 1, length)
+        tokens = _on_host({"input_ids": inputs["input_ids"]})["input_ids"].astype(TOKEN)
+        lines = np.arange(0, tokens.size + 1, shape[1])
         places = np.arange(tokens.size)
-        return Sequences(tokens.shape, tokens.ravel(), places, lines, is_continued=True)
-    mask = _mask(inputs.get("attention_mask"), tokens.shape)
+        return Sequences(shape, tokens.ravel(), places, lines, is_continued=True)
+    _check_mask(inputs.get("attention_mask"), shape)
+    names = ("input_ids", "attention_mask", "position_ids", *_STARTS)
+    on_host = _on_host({name: inputs[name] for name in names if inputs.get(name) is not None})
+    tokens = on_host["input_ids"].astype(TOKEN)
+    mask = on_host.get("attention_mask")
     if mask is None:
-        places, num_of_lines = np.arange(tokens.size), np.full(len(tokens), length)
+        places, num_of_lines = np.arange(tokens.size), np.full(*shape)
     else:
         is_token = mask != 0
         places, num_of_lines = np.flatnonzero(is_token), is_token.sum(axis=1)
@@ -69,14 +74,14 @@ def sequences_of(model: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     if mask is not None and mask.max(initial=0) > 1:
         begins[1:-1] |= np.diff(mask.ravel()[places]) != 0
     for name in _STARTS:
-        if (starts := inputs.get(name)) is not None:
-            begins[np.searchsorted(places, _on_host(starts))] = True
-    if (positions := inputs.get("position_ids")) is not None:
-        of_tokens = _positions(positions, tokens.shape)[places]
+        if (starts := on_host.get(name)) is not None:
+            begins[np.searchsorted(places, starts)] = True
+    if (positions := on_host.get("position_ids")) is not None:
+        of_tokens = _positions(positions, shape)[places]
         begins[:-1] |= of_tokens == 0
         _check_positions(of_tokens, begins[:-1])
     bounds = np.flatnonzero(begins)
-    return Sequences(tokens.shape, tokens.ravel()[places], places, bounds, is_continued=False)
+    return Sequences(shape, tokens.ravel()[places], places, bounds, is_continued=False)
 
 
 def takes_tokens(module: Module) -> bool:
@@ -106,31 +111,37 @@ def _check_tokens_alone(inputs: Mapping[str, Any]) -> None:
         )
 
 
-def _on_host(values: Tensor) -> NDArray[Any]:
-    return values.detach().cpu().numpy()
+def _on_host(inputs: Mapping[str, Tensor]) -> dict[str, NDArray[np.int32]]:
+    """By one copy: each waits for the device."""
+    device = inputs["input_ids"].device
+    flat = [values.detach().flatten().to(device, torch.int32) for values in inputs.values()]
+    ends = np.cumsum([len(values) for values in flat])
+    parts = np.split(torch.cat(flat).cpu().numpy(), ends[:-1])
+    return {
+        name: part.reshape(values.shape)
+        for (name, values), part in zip(inputs.items(), parts, strict=True)
+    }
 
 
-def _mask(mask: Any, shape: tuple[int, int]) -> NDArray[Any] | None:
-    """[B, S], 0 for padding."""
+def _check_mask(mask: Any, shape: tuple[int, int]) -> None:
+    """It is [B, S], 0 for padding."""
     if mask is None:
-        return None
+        return
     if not isinstance(mask, Tensor) or mask.shape != shape:
         kind = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ReplayError(
             f"an attention mask {kind} for tokens {[*shape]}: rows are found for sequences that are padded or packed, "
             "not for trees of sequences or other masks. Use `replayed`"
         )
-    return _on_host(mask)
 
 
-def _positions(positions: Tensor, shape: tuple[int, int]) -> NDArray[np.int64]:
+def _positions(positions: NDArray[np.int32], shape: tuple[int, int]) -> NDArray[np.int32]:
     """[B * S]. Models with pictures have three of them, which are equal for text."""
-    array = _on_host(positions)
-    of_text = array[0] if array.ndim == 3 else array
+    of_text = positions[0] if positions.ndim == 3 else positions
     return np.broadcast_to(of_text, shape).ravel()
 
 
-def _check_positions(positions: NDArray[np.int64], begins: NDArray[np.bool_]) -> None:
+def _check_positions(positions: NDArray[np.int32], begins: NDArray[np.bool_]) -> None:
     """Refuses what is not sequences from their beginning on."""
     expected = np.append(-1, positions[:-1]) + 1
     expected[begins] = 0

@@ -46,7 +46,7 @@ class TokenReplay:
         weights: the server's weights take the place of the router's own, as in `replayed`.
         aux_loss: where a model computes its load-balancing loss, it counts the replayed experts.
         missing: a sequence without rows is an error, or runs with the live router and is counted.
-        max_bytes: of rows and weights, on the host.
+        max_bytes: of rows, weights and tokens, on the host.
 
     Raises:
         ReplayError: as from `replayed`; or a forward pass has a sequence without rows, or parts or
