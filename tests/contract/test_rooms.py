@@ -106,6 +106,7 @@ MAY_IMPORT_VLLM = (
 
 NEEDED_BY_CLIENTS = {
     "protocol/answers.py": {"msgspec", "numpy"},
+    "protocol/fetch.py": {"msgspec", "numpy"},
     "protocol/saved.py": {"msgspec", "numpy"},
     "protocol/buckets.py": {"obstore"},
     "protocol/input_fields.py": {"pydantic"},
