@@ -137,7 +137,7 @@ def batch_of(routings: list[Routing], has_weights: bool, device: str) -> Batch:
         mask=padded([np.ones(routing.end + 1, dtype=np.int64) for routing in routings]),
         generated=generated[:, 1:],
         old=old[:, 1:],
-        rows=torch.from_numpy(align(routings, columns, last=UNKNOWN)),
+        rows=torch.from_numpy(align(routings, columns)),
         weights=torch.from_numpy(align_weights(routings, columns)) if has_weights else None,
     )
 

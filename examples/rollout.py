@@ -40,7 +40,7 @@ def main() -> None:
     # Prompts end, and generated tokens begin, in one column. The last token has no row: its row is
     # said to be unknown.
     columns = prompt_columns + args.max_tokens
-    batch = align(routings, columns, padding=prompt_columns, last=-1)
+    batch = align(routings, columns, padding=prompt_columns)
     sequences = [
         (*(routing.prompt_token_ids or ()), *(routing.token_ids or ())) for routing in routings
     ]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from routed_experts.protocol import arguments
-from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
 from routed_experts.protocol.fetch import Span, read_reference
 from routed_experts.protocol.routing import PROMPT_END_UNKNOWN, Routing, RoutingError, num_same
 
@@ -363,15 +363,14 @@ def _check_same_shape(a: Routing, b: Routing) -> None:
 
 
 def spread_layers(
-    rows: NDArray[Number], layer_ids: Sequence[int], num_hidden_layers: int, *, fill: int = 0
+    rows: NDArray[Number], layer_ids: Sequence[int], num_hidden_layers: int
 ) -> NDArray[Number]:
-    """`rows` [..., L, K] as [..., num_hidden_layers, K]: each layer at its decoder layer, `fill` in
-    dense layers.
+    """`rows` [..., L, K] as [..., num_hidden_layers, K]: each layer at its decoder layer, 0 in dense
+    layers.
 
-    With `routed_experts_layers: "all"` the server does this itself, with 0, as vLLM's own capture
-    does. Most trainers index rows by decoder layer. Takes rows of a response, and batches of
-    `align` and `align_weights`. In a row with unknown ids (-1) or weights (NaN), dense layers are
-    -1 (NaN) too.
+    With `routed_experts_layers: "all"` the server does this itself, as vLLM's own capture does.
+    Most trainers index rows by decoder layer. Takes rows of a response, and batches of `align` and
+    `align_weights`. In a row with unknown ids (-1) or weights (NaN), dense layers are -1 (NaN) too.
 
     >>> rows = np.array([[[3, 1], [0, 2]], [[-1, -1], [-1, -1]]])
     >>> spread_layers(rows, layer_ids=[1, 2], num_hidden_layers=3).tolist()
@@ -395,8 +394,7 @@ def spread_layers(
         )
     if len(set(layers)) < len(layers):
         raise ValueError(f"layer_ids must differ, not {layers}")
-    of_dense_layers = arguments.fitting("fill", fill, rows.dtype)
-    return spread_unchecked(rows, layers, num_hidden_layers, of_dense_layers)
+    return spread_unchecked(rows, layers, num_hidden_layers)
 
 
 def has_dense_layers(layer_ids: Sequence[int], num_hidden_layers: int) -> bool:
@@ -413,12 +411,11 @@ def spread_unchecked(
     rows: NDArray[Number],
     layer_ids: Sequence[int] | NDArray[np.intp],
     num_hidden_layers: int,
-    fill: Any = 0,
 ) -> NDArray[Number]:
     """`spread_layers` of arguments that are known to be right. The checks take ten times as long as
     the work, if `rows` are a single row."""
     shape = (*rows.shape[:-2], num_hidden_layers, rows.shape[-1])
-    spread = np.full(shape, fill, dtype=rows.dtype)
+    spread = np.zeros(shape, dtype=rows.dtype)
     if rows.dtype.kind == "f":
         spread[np.isnan(rows).any(axis=(-2, -1))] = np.nan
     elif rows.min(initial=0) == UNKNOWN:
@@ -431,28 +428,22 @@ def align(
     routings: Sequence[Routing],
     length: int,
     *,
-    last: ArrayLike,
     padding: Padding = "right",
     num_tokens: Sequence[int] | None = None,
-    pad: ArrayLike = UNKNOWN,
 ) -> NDArray[np.integer[Any]]:
     """Pads rows to a batch [B, length, L, K] of whole sequences: row p of a response gets the
-    column of token p.
+    column of token p. Padding has -1, and so has a sequence's last token, which never enters the
+    model.
 
     >>> routing = Routing(np.array([[[3, 1]], [[0, 2]]], np.int16))  # of three tokens
-    >>> align([routing], length=5, padding="left", last=-1)[0, :, 0].tolist()
+    >>> align([routing], length=5, padding="left")[0, :, 0].tolist()
     [[-1, -1], [-1, -1], [3, 1], [0, 2], [-1, -1]]
-    >>> align([routing], length=5, last="repeat", pad=[0, 1])[0, :, 0].tolist()
-    [[3, 1], [0, 2], [0, 2], [0, 1], [0, 1]]
 
     Args:
         length: columns of the batch.
-        last: the row of the last token, which never enters the model: `repeat` copies the row
-            before it; otherwise an id, or ids [K] or [L, K].
         padding: the side to pad; or the column of the first generated token, with prompts padded on
             the left and responses on the right.
         num_tokens: tokens of each sequence, if they were truncated; P + G by default.
-        pad: an id, or ids [K] or [L, K], for padding.
 
     Returns:
         int16, or a wider type if rows have one.
@@ -461,26 +452,19 @@ def align(
         RoutingError: a sequence does not fit, or lacks rows before its last token.
     """
     arrays = [routing.rows for routing in routings]
-    return _aligned(
-        arrays,
-        _Batch(routings, length, padding, num_tokens),
-        last=last,
-        pad=pad,
-        dtype=np.result_type(np.int16, *arrays),
-    )
+    fill = np.array(UNKNOWN, np.result_type(np.int16, *arrays))
+    return _aligned(arrays, _Batch(routings, length, padding, num_tokens), fill)
 
 
 def align_weights(
     routings: Sequence[Routing],
     length: int,
     *,
-    last: ArrayLike = np.nan,
     padding: Padding = "right",
     num_tokens: Sequence[int] | None = None,
-    pad: ArrayLike = np.nan,
 ) -> NDArray[np.float32]:
     """The weights [B, length, L, K] of a padded batch, each where `align` has its id, with the same
-    arguments.
+    arguments; NaN where `align` has -1.
 
     Raises:
         RoutingError: as `align`; a response has no weights.
@@ -490,13 +474,7 @@ def align_weights(
         raise RoutingError(
             "a response has no weights: set return_routed_expert_weights in the request"
         )
-    return _aligned(
-        arrays,
-        _Batch(routings, length, padding, num_tokens),
-        last=last,
-        pad=pad,
-        dtype=np.dtype(np.float32),
-    )
+    return _aligned(arrays, _Batch(routings, length, padding, num_tokens), UNKNOWN_WEIGHT)
 
 
 def align_values(
@@ -698,46 +676,17 @@ class _Batch:
         return self._padding - routing.prompt_len
 
 
-def _aligned(
-    arrays: Sequence[NDArray[Any]],
-    layout: _Batch,
-    *,
-    last: ArrayLike,
-    pad: ArrayLike,
-    dtype: np.dtype[Any],
-) -> NDArray[Any]:
+def _aligned(arrays: Sequence[NDArray[Any]], layout: _Batch, fill: NDArray[Any]) -> NDArray[Any]:
     """A batch [B, length, L, K] of arrays [n, L, K], ids or weights, one for each sequence of
-    `layout`; `last` and `pad` as for `align`."""
+    `layout`, and `fill` elsewhere."""
     check_rows(layout.routings)
     shape = layout.routings[0].rows.shape[1:]
-    row_of_last: NDArray[Any] | None = None  # None: the one before it
-    if not (isinstance(last, str) and last == "repeat"):
-        row_of_last = _filler("last, if it is not 'repeat',", last, dtype, shape)
-    batch = np.empty((len(arrays), layout.length, *shape), dtype=dtype)
-    batch[...] = _filler("pad", pad, dtype, shape)
+    batch = np.full((len(arrays), layout.length, *shape), fill, fill.dtype)
     for index, array in enumerate(arrays):
         first, count = layout.columns[index]
-        num_rows = min(count, layout.routings[index].end)
+        num_rows = min(count, len(array))
         batch[index, first : first + num_rows] = array[:num_rows]
-        if num_rows == count:  # truncated before its last token
-            continue
-        if row_of_last is None and num_rows == 0:
-            raise RoutingError("there is no row to repeat")
-        batch[index, first + num_rows] = array[-1] if row_of_last is None else row_of_last
     return batch
-
-
-def _filler(
-    name: str, value: ArrayLike, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> NDArray[Any]:
-    """`value` for each layer and expert."""
-    filler = arguments.fitting(name, value, dtype)
-    try:
-        return np.broadcast_to(filler, shape)
-    except ValueError:
-        raise ValueError(
-            f"{name} must be of a shape that fits [L, K] = {[*shape]}, not {[*filler.shape]}"
-        ) from None
 
 
 def token_counts(routings: Sequence[Routing], num_tokens: Sequence[int] | None = None) -> list[int]:

@@ -48,20 +48,16 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
             "rows": (ROWS[0, 0],),
             "layer_ids": ([1, 2], [1, 2, 5], [-1, 1, 2], [1, 1, 2], [1.5, 2, 3]),
             "num_hidden_layers": (*NOT_COUNTS, 4),
-            "fill": ("x", 1.5, 2**15),
         },
     ),
     batch.align: (
-        {**ALIGN, "last": -1},
+        ALIGN,
         {
             "length": NOT_COUNTS,
             "padding": ("packed", 1.5, True, -1),
             "num_tokens": (["9"], [1.5], [-1], [], [9, 9]),
-            "last": ("repaet", 1.5, [1, 2, 3], 2**15),
-            "pad": ("x", [1, 2, 3], [[1], [2]], 1.5, 2**15, np.nan),
         },
     ),
-    batch.align_weights: (ALIGN, {"last": ("repaet",), "pad": ("x", [1, 2, 3])}),
     batch.align_values: (
         {**ALIGN, "values": [[1] * 9]},
         {"values": ([], [[1] * 9] * 2, ["x" * 9], [[[1] * 9]])},
@@ -125,7 +121,7 @@ def test_wrong_arguments(function: Callable[..., Any]) -> None:
 
 
 def test_numbers_and_tensors_of_other_libraries() -> None:
-    assert np.array_equal(batch.align([ROUTING], np.int64(9), last="repeat")[0, :8], ROWS)
+    assert np.array_equal(batch.align([ROUTING], np.int64(9))[0, :8], ROWS)
     tensor = torch.from_numpy(ROWS.copy())
     for function, more in (
         (expert_load.count_experts, (60,)),
@@ -137,4 +133,4 @@ def test_numbers_and_tensors_of_other_libraries() -> None:
 
 def test_ids_beyond_int16_are_not_changed() -> None:
     wide = Routing(np.full((1, 1, 1), 40_000, np.uint16))
-    assert batch.align([wide], 2, last="repeat").ravel().tolist() == [40_000] * 2
+    assert batch.align([wide], 2).ravel().tolist() == [40_000, -1]

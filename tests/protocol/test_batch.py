@@ -1,7 +1,6 @@
 """Rows verified, joined over turns and padded, against loops over single positions."""
 
 import doctest
-import itertools
 import re
 from dataclasses import replace
 from types import ModuleType
@@ -268,17 +267,15 @@ class TestTurns:
 SIZES, LENGTH = ((5, 4), (9, 2), (3, 1)), 14
 
 
-def aligned(routings: list[Routing], name: str, left: list[int], last: Any, pad: Any) -> np.ndarray:
+def aligned(routings: list[Routing], name: str, left: list[int], fill: float) -> np.ndarray:
     """Rows, or their weights, position by position."""
-    out = np.empty((3, LENGTH, LAYERS, TOP_K))
+    out = np.full((3, LENGTH, LAYERS, TOP_K), fill)
     for number, (p, g) in enumerate(SIZES):
         rows = getattr(routings[number], name)
         for column in range(LENGTH):
             at = column - left[number]
-            of_last = rows[-1] if last == "repeat" else last
-            out[number, column] = (
-                rows[at] if 0 <= at < p + g - 1 else of_last if at == p + g - 1 else pad
-            )
+            if 0 <= at < p + g - 1:
+                out[number, column] = rows[at]
     return out
 
 
@@ -287,16 +284,12 @@ def aligned(routings: list[Routing], name: str, left: list[int], last: Any, pad:
 )
 def test_every_row_is_in_its_tokens_column(padding: Any, left: list[int]) -> None:
     routings = [routing_of(p, g, seed=number) for number, (p, g) in enumerate(SIZES)]
-    for last, pad in itertools.product(("repeat", -1, 7), (-1, 0, [0, 1, 2, 3])):
-        got = align(routings, LENGTH, last=last, padding=padding, pad=pad)
-        assert got.dtype == np.int16
-        assert np.array_equal(got, aligned(routings, "rows", left, last, np.asarray(pad)))
-    for last, pad in itertools.product(("repeat", np.nan, 0.5), (np.nan, 0, [0, 1, 2, 3])):
-        weights = align_weights(routings, LENGTH, last=last, padding=padding, pad=pad)
-        assert weights.dtype == np.float32
-        assert np.array_equal(
-            weights, aligned(routings, "weights", left, last, np.asarray(pad)), equal_nan=True
-        )
+    got = align(routings, LENGTH, padding=padding)
+    assert got.dtype == np.int16
+    assert np.array_equal(got, aligned(routings, "rows", left, -1))
+    weights = align_weights(routings, LENGTH, padding=padding)
+    assert weights.dtype == np.float32
+    assert np.array_equal(weights, aligned(routings, "weights", left, np.nan), equal_nan=True)
     with pytest.raises(RoutingError, match="has no weights"):
         align_weights([replace(routings[0], weights=None)], LENGTH)
 
@@ -356,20 +349,13 @@ def test_batches_are_spread_over_decoder_layers(padding: Any) -> None:
     rows is -1 too."""
     routings = [routing_of(p, g, seed=number) for number, (p, g) in enumerate(SIZES)]
     routings[1].rows[2, 1] = -1
-    spread = spread_layers(align(routings, LENGTH, last=-1, padding=padding), [1, 2, 4], 5)
+    spread = spread_layers(align(routings, LENGTH, padding=padding), [1, 2, 4], 5)
     every = [
         replace(routing, rows=spread_layers(routing.rows, [1, 2, 4], 5), weights=None)
         for routing in routings
     ]
-    assert np.array_equal(spread, align(every, LENGTH, last=-1, padding=padding))
+    assert np.array_equal(spread, align(every, LENGTH, padding=padding))
     assert sorted(np.unique(spread[:, :, [0, 3]])) == [-1, 0]
-    spread_rows = spread_layers(
-        align(routings, LENGTH, last="repeat", padding=padding, pad=[0, 1, 2, 3]), [1, 2, 4], 5
-    )
-    assert (
-        spread_rows[:, :, [0, 3]]
-        == np.where((spread_rows == -1).any(axis=(2, 3)), -1, 0)[:, :, None, None]
-    ).all()
 
 
 def test_weights_of_decoder_layers_and_of_the_models_paper() -> None:
@@ -398,7 +384,7 @@ def test_weights_of_decoder_layers_and_of_the_models_paper() -> None:
 
 def test_truncated_sequences() -> None:
     rows = routing_of(5, 4).rows
-    got = align([routing_of(5, 4)] * 3, 9, last=-1, num_tokens=[9, 8, 3])
+    got = align([routing_of(5, 4)] * 3, 9, num_tokens=[9, 8, 3])
     for number, known in enumerate((8, 8, 3)):
         assert np.array_equal(got[number, :known], rows[:known])
         assert (got[number, known:] == -1).all()
@@ -411,7 +397,6 @@ def test_sequences_that_cannot_be_aligned() -> None:
         *(([routing], 8, {"padding": padding}, too_long) for padding in ("left", "right", 4)),
         ([routing], 12, {"num_tokens": [10]}, "rows up to 8 for 10 tokens"),
         ([routing_of(5, 4, start=2)], 12, {}, "rows before 2 were left out: join the turns first"),
-        ([Routing(rows_of(0))], 12, {"last": "repeat"}, "no row to repeat"),
         (
             [replace(routing, prompt_len=None)],
             12,
@@ -421,4 +406,4 @@ def test_sequences_that_cannot_be_aligned() -> None:
         ([], 12, {}, "no answers"),
     ):
         with pytest.raises(RoutingError, match=message):
-            align(routings, length, **{"last": -1, **options})  # type: ignore[arg-type]
+            align(routings, length, **options)  # type: ignore[arg-type]

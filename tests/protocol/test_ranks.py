@@ -156,7 +156,7 @@ def padded_batch(trainer: Trainer, batch: Batch) -> WholeBatch:
     return WholeBatch(
         tokens=np.array([padded(numbers, length) for numbers in batch.numbers()]).T,
         bounds=[0, length],
-        rows=align(routings, length, last=-1).swapaxes(0, 1),
+        rows=align(routings, length).swapaxes(0, 1),
         weights=align_weights(routings, length).swapaxes(0, 1),
     )
 
