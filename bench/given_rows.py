@@ -74,7 +74,6 @@ async def message_of(parts: list[bytes]) -> Any:
     """The frames of the message to the engine."""
     body = unpacked(await run_in_threadpool(b"".join, parts))
     fields = parse_input(take_input(body))
-    assert fields is not None
     encoded = await reader().encode(fields, [NUM_TOKENS], 1, Connection(nothing, nothing))
     params = SamplingParams(extra_args={INPUT_ARG: HeldInput(encoded)})
     request = EngineCoreRequest(

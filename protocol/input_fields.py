@@ -4,8 +4,8 @@ They are read apart from the other routing fields, before anything else sees the
 have megabytes, which no log and no error is to repeat.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -133,6 +133,19 @@ class FieldsOfInput:
         return bool(self.activate or self.deactivate or self.bias)
 
     @property
+    def says_nothing(self) -> bool:
+        return not (self.replay or self.has_bias)
+
+    def with_defaults(self, default: "FieldsOfInput", said: Collection[str]) -> "FieldsOfInput":
+        """With the server's default of each field whose name is not among `said`."""
+        return replace(
+            self,
+            activate=self.activate if ACTIVATE in said else default.activate,
+            deactivate=self.deactivate if DEACTIVATE in said else default.deactivate,
+            bias=self.bias if BIAS in said else default.bias,
+        )
+
+    @property
     def text_bytes(self) -> int:
         """Of the base64 of its arrays."""
         arrays = (*self.replay, self.bias)
@@ -156,8 +169,8 @@ def take_input(body: dict[str, Any]) -> dict[str, Any]:
     return {name: body.pop(name) for name in INPUT_FIELDS if name in body}
 
 
-def parse_input(fields: Mapping[str, Any]) -> FieldsOfInput | None:
-    """Reads the fields of a request; None if they say nothing.
+def parse_input(fields: Mapping[str, Any]) -> FieldsOfInput:
+    """Reads the fields of a request, or of the server's defaults.
 
     Raises:
         FieldError: a value that no model allows. The message does not repeat it.
@@ -165,13 +178,12 @@ def parse_input(fields: Mapping[str, Any]) -> FieldsOfInput | None:
     for name, value in fields.items():
         if value is None:
             raise FieldError(name, f"{name} must not be null: leave it out")
-    parsed = FieldsOfInput(
+    return FieldsOfInput(
         replay=_replay(fields.get(REPLAY, [])),
         activate=_checked(ACTIVATE, _EXPERTS, fields.get(ACTIVATE, [])),
         deactivate=_checked(DEACTIVATE, _EXPERTS, fields.get(DEACTIVATE, [])),
         bias=_bias(fields.get(BIAS, [])),
     )
-    return parsed if parsed.replay or parsed.has_bias else None
 
 
 def _replay(value: Any) -> tuple[Replayed, ...]:

@@ -263,7 +263,8 @@ def _own_part(name: str) -> str:
 
 
 def check_defaults(defaults: object) -> dict[str, Any]:
-    """Checks the server-wide `defaults` from the command line.
+    """Checks the server-wide `defaults` from the command line. Of those that say which experts
+    tokens take, `input_fields.parse_input` checks the values.
 
     Raises:
         FieldError: an unknown field or an invalid value.
@@ -271,9 +272,9 @@ def check_defaults(defaults: object) -> dict[str, Any]:
     if not isinstance(defaults, dict):
         raise FieldError("", "the defaults must be a JSON object with routing fields")
     for name in defaults:
-        if name in INPUT_FIELDS:
-            raise FieldError(name, f"{name} cannot have a default: each request says it itself")
-        if name not in RoutingFields.model_fields:
+        if name == REPLAY:
+            raise FieldError(name, f"{name} cannot have a default: rows are of one prompt")
+        if name not in FIELDS:
             _refuse_unknown(name)
     _validated(defaults)
     parse_options({**defaults, OPT_IN: True})
@@ -486,6 +487,10 @@ class RoutedExpertsInfo(BaseModel):
     input: bool = Field(
         default=False,
         description="whether requests may say which experts their tokens take (`routed_experts_replay` and others)",
+    )
+    defaults: dict[str, Any] = Field(
+        default_factory=dict,
+        description="values of request fields that a request leaves out (`--routed-experts-default`)",
     )
     groups: list[int] = Field(
         default_factory=lambda: [1, 1, 1],

@@ -2,12 +2,14 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from routed_experts.protocol.buckets import SCHEMES, is_broken_url, is_bucket
+from routed_experts.protocol.input_fields import FieldsOfInput, parse_input, take_input
 from routed_experts.protocol.models import WEIGHTS, Delivery, FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES
 
@@ -60,6 +62,11 @@ def json_or_text(text: str) -> Any:
     return text
 
 
+def json_or_file(text: str) -> Any:
+    """The same; with `@` and a file's name, what the file holds."""
+    return json_or_text(Path(text[1:]).read_text() if text.startswith("@") else text)
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a setting is written, and what errors say that it must be."""
@@ -71,7 +78,7 @@ class Kind:
 
 _BYTES = Kind("a positive integer", "BYTES")
 _DELIVERY = Kind(" or ".join(get_args(Delivery)), "DELIVERY")
-_FIELDS = Kind("a JSON object with routing fields", "JSON")
+_FIELDS = Kind("a JSON object with routing fields", "JSON|@FILE", json_or_file)
 _PLACE = Kind(
     "a path, or a URL as text, such as s3://bucket/prefix (also gs://, az://; keys and the endpoint "
     "come from the environment)",
@@ -92,7 +99,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
     routed_experts_default: Annotated[
         dict[str, Any],
         _FIELDS,
-        "defaults of routing fields, for requests that omit them, for example '{\"return_routed_experts\": true}'",
+        "defaults of routing fields, for requests that omit them, for example '{\"return_routed_experts\": true}', or "
+        "@ and the name of a file that has them",
     ] = Field(default_factory=dict)
     routed_experts_delivery: Annotated[Delivery, _DELIVERY] = "inline"  # of engines in programs
     routed_experts_max_response_bytes: Annotated[
@@ -208,6 +216,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
     def _check_default(self) -> None:
         try:
             check_defaults(self.routed_experts_default)
+            said = self.input_default
         except FieldError as error:
             end = "" if str(error).endswith("?") else "."
             raise SettingsError(f"routed_experts_default: {error}{end}") from None
@@ -217,6 +226,22 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
             raise SettingsError(
                 f"routed_experts_default: {WEIGHTS} needs enable_return_routed_expert_weights."
             )
+        if said.says_nothing:
+            return
+        if not self.enable_routed_experts_input:
+            raise SettingsError(
+                f"routed_experts_default: {said.first_field} needs enable_routed_experts_input."
+            )
+        if self.routed_experts_record is not None:
+            raise SettingsError(
+                f"routed_experts_default: {said.first_field} holds for all requests, and routed_experts_record leaves "
+                "out requests whose experts are not the router's own choice: set one of them."
+            )
+
+    @cached_property
+    def input_default(self) -> FieldsOfInput:
+        """What requests that leave the fields out say of their tokens' experts."""
+        return parse_input(take_input(dict(self.routed_experts_default)))
 
     def _check_bucket(self) -> None:
         for name in ("routed_experts_store_bytes", "routed_experts_store_paths"):

@@ -14,13 +14,14 @@ class HeldInput:
     whether that can be done.
 
     vLLM sees only `header`. `put_input` moves the arrays into the message to the engine, which
-    refuses a header without.
+    refuses a header without. None: the request says that it says nothing, whatever the server's
+    default is.
     """
 
     header: bytes
 
-    def __init__(self, encoded: EncodedInput) -> None:
-        self.header = encoded.header
+    def __init__(self, encoded: EncodedInput | None) -> None:
+        self.header = b"" if encoded is None else encoded.header
         self._encoded = encoded
 
     def __repr__(self) -> str:
@@ -29,17 +30,29 @@ class HeldInput:
     def __deepcopy__(self, memo: Any) -> "HeldInput":
         return self
 
-    def take(self) -> EncodedInput:
+    def take(self) -> EncodedInput | None:
         """The input, which all choices share."""
         return self._encoded
 
 
-def put_input(request: EngineCoreRequest) -> None:
-    """Puts the routing input of a request into the message to the engine."""
+def put_input(request: EngineCoreRequest, default: EncodedInput | None = None) -> None:
+    """Puts the routing input of a request, or the server's default, into the message to the engine.
+
+    Here, because the requests of every route come here.
+    """
     sampling = request.sampling_params
-    if sampling is None or not sampling.extra_args:
+    if sampling is None:
         return
-    held = sampling.extra_args.get(INPUT_ARG)
+    extra_args = dict(sampling.extra_args or {})
+    held = extra_args.get(INPUT_ARG)
     if isinstance(held, HeldInput):
-        request.sampling_params = copy(sampling)  # all choices share the object
-        request.sampling_params.extra_args = {**sampling.extra_args, INPUT_ARG: held.take()}
+        said = held.take()
+    elif default is not None:
+        said = default
+    else:
+        return
+    extra_args.pop(INPUT_ARG, None)
+    if said is not None:
+        extra_args[INPUT_ARG] = said
+    request.sampling_params = copy(sampling)  # all choices share the object
+    request.sampling_params.extra_args = extra_args

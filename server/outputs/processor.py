@@ -20,7 +20,7 @@ from routed_experts.capture.wire.message import (
 )
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.codec import Rows
-from routed_experts.protocol.routing_input import INPUT_ARG
+from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput
 from routed_experts.server.outputs.held_input import put_input
 from routed_experts.server.outputs.prefill_param import put_rows
 from routed_experts.server.outputs.row_buffer import RowBuffer, owned_copy
@@ -166,6 +166,7 @@ class RowBuffers:
         # the `arrays.InProcessCapture`; None if requests opt in one by one
         self.every_request: Any = None
         self.recorder = NoRecorder()
+        self.default_input: EncodedInput | None = None  # of requests that do not say theirs
         self.num_failed_reports = 0  # counters and causes of unknown rows that could not be read
         self._processor = processor
         self._add: Callable[..., None] = processor.add_request
@@ -202,9 +203,9 @@ class RowBuffers:
     ) -> None:
         """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the
         engine."""
+        put_input(request, self.default_input)
         refuse_if_streamed_in(request)
         put_rows(request, request_index)
-        put_input(request)
         states = self._processor.request_states
         if request.request_id in states:  # more of its prompt, which is streamed in
             self._add(request, prompt, parent_req, request_index, *args, **kwargs)

@@ -38,10 +38,11 @@ from routed_experts.server.http.requests.request import MSGPACK
 from routed_experts.server.http.routes.unsupported_routes import INVOCATIONS
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
+from routed_experts.server.settings import SettingsError
 from tests.contract import served as around
 from tests.contract.engine import NUM_EXPERTS, K, L
 from tests.contract.served import DECODER_LAYERS, LAYER_IDS, SIZES, ServedExecutor, served, serving
-from tests.contract.test_api import CHAT, COMPLETIONS, GENERATE, post, refused
+from tests.contract.test_api import CHAT, CLOSED, COMPLETIONS, GENERATE, post, refused
 from tests.e2e.harness import Server, prompt_of, wait_until
 
 REPLAY, ACTIVATE, DEACTIVATE, BIAS = INPUT_FIELDS
@@ -575,6 +576,110 @@ def test_a_server_without_the_flag(tiny_model: Path) -> None:
 def test_the_server_says_that_it_takes_routing(api: Server) -> None:
     info = api.info()
     assert (info["input"], info["groups"]) == (True, list(GROUPS))
+
+
+# ---- the server's default ----
+
+MASK = {
+    DEACTIVATE: [[1, 0], [5, 2]],
+    BIAS: array_of(np.full((L, NUM_EXPERTS), 0.25, np.float32)),
+}
+
+
+@pytest.fixture(scope="module")
+def masked(tiny_model: Path) -> Iterator[Server]:
+    default = f"--routed-experts-default={json.dumps(MASK)}"
+    with served(tiny_model, TakesInput, *FLAGS, default) as server:
+        yield server
+
+
+def biases(deactivate: list[list[int]], bias: float = 0.25) -> RoutingInput:
+    of_all = np.full((L, NUM_EXPERTS), bias, np.float32)
+    for layer, expert in deactivate:
+        of_all[LAYER_IDS.index(layer), expert] = -np.inf
+    return RoutingInput(bias=of_all)
+
+
+BANNED = biases(MASK[DEACTIVATE])
+EVERY_ROUTE: list[tuple[str, dict[str, Any]]] = [
+    *((path, body_for(path)) for path in (COMPLETIONS, CHAT, GENERATE, INVOCATIONS)),
+    *CLOSED,
+    (COMPLETIONS, {**body_for(COMPLETIONS), "n": 3, "temperature": 1.0}),
+    (COMPLETIONS, {**body_for(COMPLETIONS), "return_routed_experts": True}),
+    (CHAT, {**body_for(CHAT), "stream": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), EVERY_ROUTE)
+def test_a_default_holds_on_every_route(
+    masked: Server,
+    arrived: Arrived,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    """It is decoded once, and takes no request's memory."""
+    for name in ("_encode", "_take_memory"):
+        monkeypatch.delattr(routing_input.InputReader, name)
+    response = post(masked, path, **body)
+    assert response.status_code == 200, response.text
+    assert arrived.requests
+    for said in arrived.inputs():
+        assert said is not None
+        same(RoutingInput.decode(said), BANNED)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, INVOCATIONS])
+def test_fields_of_a_request_win_one_by_one(masked: Server, arrived: Arrived, path: str) -> None:
+    own = [[9, 1]]
+    cases: list[tuple[dict[str, Any], RoutingInput | None]] = [
+        ({DEACTIVATE: own}, biases(own)),
+        ({BIAS: []}, biases(MASK[DEACTIVATE], 0)),
+        ({REPLAY: []}, BANNED),
+        ({DEACTIVATE: [], BIAS: []}, None),
+    ]
+    for fields, expected in cases:
+        arrived.requests.clear()
+        answered(masked, path, **body_for(path), **fields)
+        if expected is None:
+            assert arrived.inputs() == [None]
+        else:
+            same(arrived.input(), expected)
+
+
+def test_rows_beside_a_default(masked: Server, arrived: Arrived) -> None:
+    rows = np.broadcast_to(np.arange(3, 3 + K, dtype=np.int16), (5, L, K)).copy()
+    answered(masked, COMPLETIONS, **body_for(COMPLETIONS), **{REPLAY: array_of(rows)})
+    same(arrived.input(), RoutingInput(rows=rows, bias=BANNED.bias))
+    rows[2, 0, 0] = 0
+    body = {**body_for(COMPLETIONS), REPLAY: array_of(rows)}
+    assert "which is never to be chosen" in refused(masked, COMPLETIONS, REPLAY, **body)
+
+
+def test_the_server_says_its_defaults(masked: Server, api: Server) -> None:
+    assert masked.info()["defaults"] == MASK
+    assert api.info()["defaults"] == {}
+
+
+@pytest.mark.parametrize(
+    ("default", "message"),
+    [
+        ({DEACTIVATE: [[0, 1]]}, f"{DEACTIVATE} has decoder layer 0, which has no experts"),
+        ({ACTIVATE: [[1, NUM_EXPERTS]]}, f"{ACTIVATE} has expert {NUM_EXPERTS}"),
+        ({DEACTIVATE: all_but(range(K - 1))}, f"{DEACTIVATE} leaves {K - 1} experts"),
+        ({BIAS: array_of(np.zeros((L, 64), np.float32))}, f"{BIAS} must have the shape"),
+    ],
+    ids=["a dense layer", "no such expert", "too few", "another model's"],
+)
+def test_a_default_that_the_model_cannot_have(
+    tiny_model: Path, default: dict[str, Any], message: str
+) -> None:
+    flag = f"--routed-experts-default={json.dumps(default)}"
+    with (
+        pytest.raises(SettingsError, match=f"^routed_experts_default: {message}"),
+        served(tiny_model, TakesInput, *FLAGS, flag),
+    ):
+        pass
 
 
 # ---- memory, logs and records ----

@@ -1,5 +1,7 @@
 """Routing as an input at the HTTP door, with a real engine: the page's commands, scores and bans."""
 
+import base64
+import copy
 import json
 import runpy
 import subprocess
@@ -10,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from openai import OpenAI
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import ban
 from routed_experts.protocol.codec import decode, encode
@@ -238,6 +241,71 @@ def test_the_study_of_bans_measures_what_transformers_computes(
         logprobs = [reference.logprobs_with_bias(prompt, bias) for prompt in prompts[::2]]
         expected = np.exp(-np.concatenate(logprobs).mean())
         assert said[name] == pytest.approx(expected, rel=1e-3)
+
+
+def profile_of(server: Server) -> np.ndarray:
+    """[L, E]: how often each expert was chosen."""
+    with server.client() as client:
+        counts = client.get("/v1/routed_experts/profile").json()["counts"]
+    return np.frombuffer(base64.b64decode(counts["data"]), counts["dtype"]).reshape(counts["shape"])
+
+
+def cut_out(model: Path, banned: list[list[int]], folder: Path) -> Reference:
+    """transformers with a checkpoint of the same model without an expert of each layer."""
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = copy.deepcopy(whole.config)
+    config.num_experts -= 1
+    weights = whole.state_dict()
+    for layer, expert in banned:
+        of_experts = [name for name in weights if f".layers.{layer}.mlp." in name]
+        for name in of_experts:
+            assert len(weights[name]) == whole.config.num_experts
+            weights[name] = torch.cat([weights[name][:expert], weights[name][expert + 1 :]])
+    pruned = AutoModelForCausalLM.from_config(config)
+    pruned.load_state_dict(weights)
+    pruned.save_pretrained(folder)
+    return Reference(folder, [layer for layer, _ in banned])
+
+
+def test_a_mask_of_a_server_is_a_checkpoint_without_its_experts(
+    tiny_model: Path, documented: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a client that says nothing of it: OpenAI's, which asks as evaluation harnesses do."""
+    monkeypatch.chdir(tmp_path)
+    (program,) = documented
+    make_mask, serve, *_, ask_info, show = program.splitlines()
+    assert serve.startswith("make serve ARGS=")
+    flags = serve.split('"')[1].split()
+    subprocess.run(["bash", "-c", make_mask], check=True)
+    banned = json.loads(Path("mask.json").read_text())["routed_experts_deactivate"]
+    small = ("--kv-cache-memory-bytes", str(64 << 20))
+    with serving_quickly(tiny_model, tmp_path / "log", *FLOAT32, *small, *flags) as masked:
+        said = f"{ask_info}\n{show}".replace(ADDRESS, masked.url)
+        shown = subprocess.check_output(["bash", "-c", said], text=True)
+        assert json.loads(shown) == {"routed_experts_deactivate": banned}
+        openai = OpenAI(base_url=f"{masked.url}/v1", api_key="none", max_retries=0)
+        prompts = [prompt_of(length, length) for length in (1, 17, 60)]
+        harness: dict[str, Any] = {"echo": True, "logprobs": 1, "temperature": 0.0, "seed": 1234}
+        before = profile_of(masked)
+        answer = openai.completions.create(model="tiny", prompt=prompts, max_tokens=8, **harness)
+        beams = {"use_beam_search": True}
+        openai.completions.create(model="tiny", prompt=[1, 2], n=2, max_tokens=4, extra_body=beams)
+        scored = {"query": [1, 2], "items": [[3], [4]], "label_token_ids": [5, 6]}
+        masked.post("/generative_scoring", {"model": "tiny", **scored})
+        counts = profile_of(masked) - before
+        layer_ids = masked.info()["layer_ids"]
+    assert (counts.sum(axis=1) >= 4 * (sum(map(len, prompts)) + 3 * 7 + 5 + 6)).all()
+    assert [counts[layer_ids.index(layer), expert] for layer, expert in banned] == [0] * 5
+    pruned = cut_out(tiny_model, banned, tmp_path / "pruned")
+    unpruned = Reference(tiny_model, [])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        assert choice.logprobs is not None
+        generated = choice.logprobs.tokens[len(prompt) :]
+        tokens = [*prompt, *tokenizer.convert_tokens_to_ids(generated)]
+        logprobs = np.array(choice.logprobs.token_logprobs[1:], float)
+        assert np.abs(logprobs - pruned.logprobs(tokens)).max() < 2e-5
+        assert np.abs(logprobs - unpruned.logprobs(tokens)).max() > 0.01
 
 
 @pytest.mark.long

@@ -44,7 +44,6 @@ def test_fields_are_taken_out_of_a_body() -> None:
 
 def test_an_array_as_a_response_has_it() -> None:
     parsed = parse_input({REPLAY: {**ARRAY, "missing": 0}})
-    assert parsed is not None
     (array,) = parsed.replay
     assert array == ReplayedArray(data="AAA=", shape=[1, 1, 1], dtype="int16", start=3)
     assert parsed.first_field == REPLAY
@@ -54,25 +53,32 @@ def test_an_array_as_a_response_has_it() -> None:
 def test_a_list_of_an_array_and_a_reference() -> None:
     reference = {"id": "0" * 40, "url": "routed_experts/rows/x", "start": 7, "dtype": "int16"}
     parsed = parse_input({REPLAY: [ARRAY, reference]})
-    assert parsed is not None
     assert parsed.replay[1] == ReplayedReference(id="0" * 40, start=7)
 
 
 def test_experts_and_biases() -> None:
     parsed = parse_input({ACTIVATE: [[1, 2]], DEACTIVATE: [[1, 3], [2, 0]], BIAS: [[4, 5, -1]]})
-    assert parsed is not None
     assert parsed.activate == ((1, 2),)
     assert parsed.deactivate == ((1, 3), (2, 0))
     assert parsed.bias == ((4, 5, -1.0),)
     assert parsed.has_bias
     of_all = parse_input({BIAS: BIASES})
-    assert of_all is not None
     assert isinstance(of_all.bias, BiasArray)
 
 
 def test_what_says_nothing() -> None:
-    assert parse_input({}) is None
-    assert parse_input({name: [] for name in INPUT_FIELDS}) is None
+    assert parse_input({}).says_nothing
+    assert parse_input({name: [] for name in INPUT_FIELDS}).says_nothing
+    for name in INPUT_FIELDS:
+        value = ARRAY if name == REPLAY else [[1, 2, 3.0]] if name == BIAS else [[1, 2]]
+        assert not parse_input({name: value}).says_nothing
+
+
+def test_a_field_of_a_request_wins_over_its_default() -> None:
+    default = parse_input({ACTIVATE: [[1, 2]], DEACTIVATE: [[1, 3]], BIAS: [[1, 4, 0.5]]})
+    said = {REPLAY: ARRAY, DEACTIVATE: [], BIAS: [[2, 0, 1.0]]}
+    whole = parse_input(said).with_defaults(default, said)
+    assert vars(whole) == vars(parse_input({**said, ACTIVATE: [[1, 2]]}))
 
 
 @pytest.mark.parametrize("name", INPUT_FIELDS)
@@ -152,10 +158,15 @@ def test_an_error_repeats_no_data() -> None:
 
 
 @pytest.mark.parametrize("name", INPUT_FIELDS)
-def test_the_names_are_known_but_have_no_default(name: str) -> None:
+def test_the_names_are_known(name: str) -> None:
     check_names([name])
     assert parse_options({name: "anything"}) is None  # which says nothing of what is returned
-    with pytest.raises(FieldError, match="cannot have a default"):
+    if name != REPLAY:
         check_defaults({name: []})
     with pytest.raises(FieldError, match=f"did you mean {name}?"):
         check_names([f"{name}s"])
+
+
+def test_rows_have_no_default() -> None:
+    with pytest.raises(FieldError, match=f"{REPLAY} cannot have a default"):
+        check_defaults({REPLAY: ARRAY})

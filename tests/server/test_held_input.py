@@ -37,6 +37,23 @@ def test_each_choice_of_a_prompt_gets_the_same_arrays() -> None:
         assert EncodedInput.of(request.sampling_params) is ENCODED
 
 
+def test_the_server_has_a_default_for_requests_that_do_not_say_theirs() -> None:
+    other = RoutingInput(rows=np.ones((1, 4, 1), np.int16)).encode()
+    theirs: dict[str, tuple[Any, Any]] = {
+        "nothing": (None, other),
+        "other arguments": ({"other": 1}, other),
+        "a client's own value": ({INPUT_ARG: "text"}, other),
+        "an input": ({INPUT_ARG: HeldInput(ENCODED)}, ENCODED),
+        "that they say nothing": ({INPUT_ARG: HeldInput(None)}, None),
+    }
+    for extra_args, expected in theirs.values():
+        request = request_with(extra_args)
+        put_input(request, other)
+        assert request.sampling_params is not None
+        assert (request.sampling_params.extra_args or {}).get(INPUT_ARG) is expected
+        assert EncodedInput.of(request.sampling_params) is expected
+
+
 def test_other_requests_stay_as_they_are() -> None:
     for extra_args in (None, {"other": 1}, {INPUT_ARG: ENCODED}):
         request = request_with(extra_args)

@@ -3,12 +3,14 @@ same."""
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY, WEIGHTS_KEY
 from routed_experts.server.cli import serve
+from routed_experts.server.cli.console import CommandError
 from routed_experts.server.settings import (
     DEFAULT_LIFETIME_S,
     HELP,
@@ -21,8 +23,10 @@ from tests.documentation import ROOT
 FOR_THE_ENGINE = (WEIGHTS_KEY, INPUT_KEY, RECOMPUTE_KEY)
 """Settings that each process of the engine reads."""
 RECORD = {"routed_experts_record": "folder"}
+MASK = {"routed_experts_deactivate": [[1, 2]]}
 VALID = [
     {"routed_experts_default": {"return_routed_experts": True}},
+    {"routed_experts_default": MASK, INPUT_KEY: True},
     {"routed_experts_delivery": "reference"},
     {"routed_experts_max_response_bytes": 1},
     {"routed_experts_page": False},
@@ -69,6 +73,16 @@ def test_numbers_that_are_not_json() -> None:
     flags = ["--routed-experts-store-seconds", ".5", "--routed-experts-store-bytes", "1_000"]
     settings = serve.configure(serve.parse(["model", *flags]))
     assert settings == Settings(routed_experts_store_seconds=0.5, routed_experts_store_bytes=1000)
+
+
+def test_defaults_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mask.json").write_text(json.dumps(MASK))
+    flags = ["--enable-routed-experts-input", "--routed-experts-default"]
+    settings = serve.configure(serve.parse(["model", *flags, f"@{tmp_path}/mask.json"]))
+    assert settings is not None
+    assert settings.routed_experts_default == MASK
+    with pytest.raises(CommandError, match="No such file"):
+        serve.parse(["model", *flags, f"@{tmp_path}/other.json"])
 
 
 def test_every_setting_is_tried() -> None:
@@ -140,6 +154,18 @@ def test_a_value_that_a_setting_cannot_have(
         (
             {"routed_experts_default": {"return_routed_expert_weights": True}},
             f"weights needs {WEIGHTS_KEY}",
+        ),
+        (
+            {"routed_experts_default": {"routed_experts_deactivate": [[1, 2, 3]]}},
+            r"routed_experts_default: routed_experts_deactivate\[0\]",
+        ),
+        (
+            {"routed_experts_default": MASK},
+            f"routed_experts_default: routed_experts_deactivate needs {INPUT_KEY}",
+        ),
+        (
+            {**RECORD, "routed_experts_default": MASK, INPUT_KEY: True},
+            "routed_experts_deactivate holds for all requests, and routed_experts_record",
         ),
         ({**BUCKET, "routed_experts_store_bytes": 100}, "store_bytes is for a folder"),
         ({**BUCKET, "routed_experts_store_paths": True}, "store_paths is for a folder"),

@@ -47,6 +47,7 @@ from routed_experts.server.http.vllm_http import (
     ServingTokens,
 )
 from routed_experts.server.outputs.array_store import StoreError
+from routed_experts.server.outputs.held_input import HeldInput
 from routed_experts.server.outputs.prefill_param import (
     FIELD,
     PrefillRowsError,
@@ -230,7 +231,7 @@ class RoutedServing:
     def _check_input(self, request: Any) -> None:
         """Raises `VLLMValidationError` for routing as an input where none can be."""
         fields = input_fields_of(request)
-        if fields is None:
+        if fields is None or fields.says_nothing:
             return
         name = fields.first_field
         if field_of(request, "use_beam_search"):
@@ -244,15 +245,17 @@ class RoutedServing:
         fields = input_fields_of(request)
         if fields is None:
             return
+        request._input_fields = None  # which has the text of the arrays
+        if fields.says_nothing:
+            request._input = HeldInput(None)
+            return
         assert self.captured is not None
         reader = InputReader(self.captured, self.server.store, self.server.input_memory)
         try:
-            request._input = await reader.encode(
-                fields, prompt_lens, num_choices, request._connection
-            )
+            encoded = await reader.encode(fields, prompt_lens, num_choices, request._connection)
         except FieldError as error:
             _reject(str(error), error.param)
-        request._input_fields = None  # which has the text of the arrays
+        request._input = HeldInput(encoded)
 
     async def check_prefill_rows(self, request: Any, prompt_lens: list[int]) -> None:
         """Raises `VLLMValidationError` for rows from a prefill instance that do not fit the

@@ -29,8 +29,13 @@ from routed_experts.server.http.errors import format_framework_errors
 from routed_experts.server.http.metrics import show_buffers, show_store
 from routed_experts.server.http.process.selftest import probe
 from routed_experts.server.http.recording.recording import start_recording
-from routed_experts.server.http.requests.defaults import ModelLimits, check_defaults_of_model
+from routed_experts.server.http.requests.defaults import (
+    ModelLimits,
+    check_defaults_of_model,
+    encoded_default,
+)
 from routed_experts.server.http.requests.request import api_keys
+from routed_experts.server.http.requests.routing_input import InputReader
 from routed_experts.server.http.routes import unsupported_routes
 from routed_experts.server.http.routes.routes import generate_router, router
 from routed_experts.server.http.seams import replace_routes, scales_out
@@ -120,6 +125,8 @@ class RoutedExpertsPlugin:
         settings = Settings.of(config.additional_config, args)
         limits = ModelLimits(captured.num_experts, config.model_config.max_model_len)
         check_defaults_of_model(settings.routed_experts_default, limits)
+        reader = InputReader(captured, ours.store, ours.input_memory)
+        input_default = encoded_default(settings.input_default, reader)
         default = default_folder(str(args.port))
         ours.store = store_with(settings, default)
         if ours.store.folder == default:
@@ -128,6 +135,8 @@ class RoutedExpertsPlugin:
             ours.store.open()
         await probe(self._app, captured, model)
         ours.settings = settings
+        captured.info.defaults = settings.routed_experts_default
+        captured.buffers.default_input = input_default
         ours.generate_returns_rows = asks_for_every_request(config)
         ours.input_memory.max_bytes = settings.routed_experts_input_bytes
         seconds = min(

@@ -4,6 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from routed_experts.protocol.codec import CodecError, resolve_dtype
+from routed_experts.protocol.input_fields import FieldsOfInput
+from routed_experts.protocol.models import FieldError
+from routed_experts.protocol.routing_input import EncodedInput
+from routed_experts.server.http.requests.routing_input import InputReader
 from routed_experts.server.settings import SettingsError
 
 
@@ -46,14 +50,26 @@ CHECKS: dict[str, Check | None] = {
     "routed_experts_delivery": None,
     "routed_experts_stream": None,
 }
-"""Of every field of requests. None: each value that `Settings` accepts fits each model."""
+"""Of every field of what is returned. None: each value that `Settings` accepts fits each model."""
 
 
 def check_defaults_of_model(defaults: Mapping[str, Any], limits: ModelLimits) -> None:
     """Raises `SettingsError` for defaults of requests that no request to this model could have.
     What the model does not decide, `Settings` has checked."""
-    for name, value in defaults.items():
-        check = CHECKS[name]
-        problem = None if check is None else check(name, value, limits)
+    for name, check in CHECKS.items():
+        if name not in defaults or check is None:
+            continue
+        problem = check(name, defaults[name], limits)
         if problem is not None:
             raise SettingsError(f"routed_experts_default: {problem}")
+
+
+def encoded_default(fields: FieldsOfInput, reader: InputReader) -> EncodedInput | None:
+    """What the engine is told for requests that do not say which experts their tokens take; None if
+    nothing. Raises `SettingsError` as above."""
+    if fields.says_nothing:
+        return None
+    try:
+        return reader.encode_default(fields)
+    except FieldError as error:
+        raise SettingsError(f"routed_experts_default: {error}.") from None

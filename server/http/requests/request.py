@@ -37,7 +37,7 @@ from routed_experts.protocol.models import (
     check_names,
     parse_options,
 )
-from routed_experts.protocol.routing_input import INPUT_ARG, EncodedInput
+from routed_experts.protocol.routing_input import INPUT_ARG
 from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.vllm_http import (
     ChatCompletionRequest,
@@ -183,7 +183,7 @@ class RoutedRequest(RoutingFields, InputFields):
     _routing: RoutingOptions | None = PrivateAttr(default=None)
     # None if the request says nothing of its tokens' experts
     _input_fields: FieldsOfInput | None = PrivateAttr(default=None)
-    _input: EncodedInput | None = PrivateAttr(default=None)  # the same for the engine
+    _input: HeldInput | None = PrivateAttr(default=None)  # the same for the engine
     _connection: Connection = PrivateAttr()  # of a request for routing
     _client_request_id: str = PrivateAttr("")  # of the same; a part of the response's `id`
     # in a choice, where the client does not limit them
@@ -227,7 +227,7 @@ class RoutedRequest(RoutingFields, InputFields):
             if self._most_tokens is not None and params.max_tokens is not None:
                 params.max_tokens = min(params.max_tokens, self._most_tokens)
         if self._input is not None:
-            params.extra_args = {**(params.extra_args or {}), INPUT_ARG: HeldInput(self._input)}
+            params.extra_args = {**(params.extra_args or {}), INPUT_ARG: self._input}
         # Not used here. vLLM checks its own field of this name too late, after a stream has begun.
         params.routed_experts_prompt_start = 0
         return params

@@ -40,7 +40,7 @@ from routed_experts.protocol.routing_input import (
 )
 from routed_experts.server.http.arrays.stored_arrays import run_in_thread
 from routed_experts.server.http.connection import Connection
-from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.input_memory import INPUT_BYTES_FLAG, InputMemory
 from routed_experts.server.http.requests.request import MSGPACK, PackedRequest, body_of
 from routed_experts.server.outputs.array_store import (
@@ -73,7 +73,8 @@ _DECODER = Threads(1, "routed-experts-input")
 
 
 async def input_of(raw_request: Request) -> FieldsOfInput | None:
-    """What the request says of its routing. Takes the fields out of the body, before vLLM
+    """What the request says of its routing, with the server's defaults of the fields that it
+    leaves out; None if it says nothing itself. Takes the fields out of the body, before vLLM
     validates it: no error or log can repeat them.
 
     `/invocations` asks twice, so the answer is kept.
@@ -81,8 +82,8 @@ async def input_of(raw_request: Request) -> FieldsOfInput | None:
     body = await body_of(raw_request)
     fields = take_input(body) if body is not None else {}
     if fields:
-        captured: CapturedEngine | None = raw_request.app.state.routed_experts.captured
-        if captured is None or not captured.info.input:
+        ours: ServerState = raw_request.app.state.routed_experts
+        if ours.captured is None or not ours.captured.info.input:
             raise VLLMValidationError(
                 f"This server takes no routing as an input: start it with {INPUT_FLAG}.",
                 parameter=next(iter(fields)),
@@ -91,16 +92,16 @@ async def input_of(raw_request: Request) -> FieldsOfInput | None:
             parsed = parse_input(fields)
         except FieldError as error:
             raise VLLMValidationError(str(error), parameter=error.param) from None
-        if parsed is not None:
-            if parsed.text_bytes > JSON_BYTES and not isinstance(raw_request, PackedRequest):
-                raise HTTPException(
-                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                    f"{parsed.first_field}: the arrays of a JSON body have at most {JSON_BYTES} bytes "
-                    f"of base64, and these have {parsed.text_bytes}: send the body as MessagePack "
-                    f"(Content-Type: {MSGPACK}), or the arrays by reference.",
-                )
-            body_bytes = len(await raw_request.body())
-            raw_request.scope[_SCOPE_KEY] = replace(parsed, body_bytes=body_bytes)
+        if parsed.text_bytes > JSON_BYTES and not isinstance(raw_request, PackedRequest):
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"{parsed.first_field}: the arrays of a JSON body have at most {JSON_BYTES} bytes "
+                f"of base64, and these have {parsed.text_bytes}: send the body as MessagePack "
+                f"(Content-Type: {MSGPACK}), or the arrays by reference.",
+            )
+        whole = parsed.with_defaults(ours.settings.input_default, fields)
+        body_bytes = len(await raw_request.body())
+        raw_request.scope[_SCOPE_KEY] = replace(whole, body_bytes=body_bytes)
     said: FieldsOfInput | None = raw_request.scope.get(_SCOPE_KEY)
     return said
 
@@ -136,6 +137,11 @@ class InputReader:
             if piece.key is not None
         }
         return await _DECODER.run(self._encode, fields, pieces, stored)
+
+    def encode_default(self, fields: FieldsOfInput) -> EncodedInput:
+        """The same for the server's default, which is no array of rows. Raises `FieldError`."""
+        self._check_bias_shape(fields)
+        return self._encode(fields, [], {})
 
     def _check_prompts(self, fields: FieldsOfInput, prompt_lens: list[int]) -> None:
         if fields.replay and len(prompt_lens) != 1:

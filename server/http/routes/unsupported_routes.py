@@ -164,7 +164,7 @@ def _dispatching(vllms: Any) -> Any:
                 )
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
-        if routing_input is not None:
+        if routing_input is not None and not routing_input.says_nothing:
             name = routing_input.first_field
             raise VLLMValidationError(f"{name} is for {ENDPOINTS}", parameter=name)
         if routing is not None and not routing.by_default:
