@@ -256,8 +256,8 @@ def _read_raw(value: str | bytes, unsaid: _Unsaid) -> NDArray[Any]:
     flat_bytes = _binary(value)
     if num_layers is None or top_k is None:
         raise CodecError(
-            "the raw form does not carry its shape: pass num_layers and top_k; for files, set --num-layers, --top-k "
-            "and --rows-dtype"
+            "the raw form does not carry its shape: pass num_layers and top_k; in files, routed_experts_info says "
+            "both, and rows_dtype"
         )
     return np.frombuffer(flat_bytes, dtype=NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
 

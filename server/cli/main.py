@@ -21,7 +21,7 @@ COMMANDS = {
     "compare": "compare the experts in responses with a Hugging Face forward pass of the same checkpoint; exit status: "
     "0 if equal or near-ties only, 1 if different, 2 on error",
     "view": "show saved responses in a browser, with the page that a running server has at /routed_experts",
-    "export": "write the experts in responses as Parquet, CSV, JSONL or npz",
+    "export": "write the experts in responses as Parquet or npz",
 }
 WITHOUT_VLLM = ("view", "export")
 EPILOG = (
@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
         answer_without_command(argv)
     command = argv[0]
     rest = argv[1:]  # which the command's module reads
-    if needs_vllm(command, rest) and find_spec("vllm") is None:
+    if command not in WITHOUT_VLLM and find_spec("vllm") is None:
         raise CommandError(NO_VLLM)
     if command == "serve":  # its errors need their traceback
         return serve(rest)
@@ -92,12 +92,6 @@ def answer_without_command(argv: list[str]) -> NoReturn:
         commands.add_parser(name, help=purpose)
     parser.parse_args(argv or ["--help"])  # exits unless a command comes later
     parser.error("the command must come first")
-
-
-def needs_vllm(command: str, rest: list[str]) -> bool:
-    if command == "compare":  # a file in the model's place is compared without one
-        return not (rest and os.path.isfile(rest[0]))
-    return command not in WITHOUT_VLLM
 
 
 def run_tool(command: str, rest: list[str]) -> int:

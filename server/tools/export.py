@@ -1,22 +1,18 @@
-"""`routed-experts export`: the rows of responses as Parquet, CSV, JSON lines or `.npz`.
+"""`routed-experts export`: the rows of responses as Parquet or `.npz`.
 
-Reads and writes part by part, so that memory does not grow with the number of responses.
+Reads part by part, and writes Parquet so: its memory does not grow with the number of responses.
 """
 
 import argparse
 import json
-import shutil
-import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from itertools import chain
-from math import isnan
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -27,17 +23,15 @@ from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
 from routed_experts.server.cli.console import CommandError, Parser, progress
 from routed_experts.server.tools.running import RunningServer, add_server_flags, bodies_of
-from routed_experts.server.tools.saved import add_flags, atomic_file, info_of, opened
+from routed_experts.server.tools.saved import atomic_file, opened
 
-FORMATS = ("parquet", "csv", "jsonl", "npz")
+SUFFIXES = (".parquet", ".npz")
 NO_PYARROW = (
-    "Parquet, CSV and JSON lines need pyarrow: pip install 'routed-experts-server[export]', "
-    "or choose --format npz."
+    "Parquet needs pyarrow: pip install 'routed-experts-server[export]', or choose an .npz file."
 )
 _LISTS = ("experts", "weights")
 """The columns with a value for each of the K experts."""
 _CUT = 1 << 16  # rows of a table that are converted at once
-_LINES = 1 << 12  # rows of a table that are lines of JSON at once
 _GROUP = 1 << 18  # rows of a table in a row group of Parquet
 
 Values = dict[str, Any]
@@ -130,7 +124,7 @@ class Column(NamedTuple):
 
     Attributes:
         values: the values of a choice, one for each of its rows; None where unknown.
-        arrow: its type in Parquet and CSV, by its name in pyarrow.
+        arrow: its type in Parquet, by its name in pyarrow.
         npz: its type in `.npz`, where -1 is for None; None if it is left out there.
     """
 
@@ -217,34 +211,22 @@ def _writable(text: str) -> str:
 # ---- files ----
 
 
-def write_table(path: Path, parts: Iterator[Values], exported: Exported, form: str) -> None:
-    """A table with a row per token and layer; per token if `form` is `token`.
-
-    As `csv` it has a column for each of K experts, and weights; otherwise columns of lists.
-    As `jsonl` it has a line of JSON for each row.
-    """
+def write_parquet(path: Path, parts: Iterator[Values], exported: Exported) -> None:
+    """A table with a row per token and layer."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
-        from pyarrow import csv
     except ImportError as error:
         raise CommandError(NO_PYARROW) from error
 
-    batches = (_batch(pa, part, exported.model.layer_ids, form) for part in parts)
+    batches = (_batch(pa, part, exported.model.layer_ids) for part in parts)
     first = next(batches)
     metadata = {
         name: getattr(exported.model, name)
         for name in ("num_layers", "top_k", "num_experts", "layer_ids")
     }
     schema = first.schema.with_metadata({"routed_experts": json.dumps(metadata)})
-    open_writer: Any
-    if form == "csv":
-        open_writer = csv.CSVWriter(path, schema)
-    elif form == "jsonl":
-        open_writer = _JsonLines(path)
-    else:
-        open_writer = pq.ParquetWriter(path, schema, compression="zstd")
-    with open_writer as writer:
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         waiting: list[Any] = []
         for batch in chain([first], batches):
             waiting.append(batch.replace_schema_metadata(schema.metadata))
@@ -254,58 +236,20 @@ def write_table(path: Path, parts: Iterator[Values], exported: Exported, form: s
         writer.write_table(pa.Table.from_batches(waiting, schema))
 
 
-class _JsonLines:
-    """Writes a table as lines of JSON, as pyarrow's writers do. JSON has no NaN: an unknown weight
-    is null."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
-
-    def __enter__(self) -> "_JsonLines":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def write_table(self, table: Any) -> None:
-        for batch in table.to_batches(max_chunksize=_LINES):
-            for row in batch.to_pylist():
-                if "weights" in row:
-                    row["weights"] = [
-                        None if isnan(weight) else weight for weight in row["weights"]
-                    ]
-                self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _batch(pa: Any, part: Values, layer_ids: Sequence[int | None] | None, form: str) -> Any:
-    count, layers, _ = part["experts"].shape
-    repeats = pa.array(np.repeat(np.arange(count), 1 if form == "token" else layers))
+def _batch(pa: Any, part: Values, layer_ids: Sequence[int | None] | None) -> Any:
+    count, layers, top_k = part["experts"].shape
+    repeats = pa.array(np.repeat(np.arange(count), layers))
     columns = {
         name: pa.array(part[name], getattr(pa, column.arrow)()).take(repeats)
         for name, column in COLUMNS.items()
     }
-    if form != "token":
-        columns["layer"] = pa.array(np.tile(np.arange(layers, dtype=np.int16), count))
-        columns["layer_id"] = pa.array(list(layer_ids or [None] * layers) * count, pa.int16())
+    columns["layer"] = pa.array(np.tile(np.arange(layers, dtype=np.int16), count))
+    columns["layer_id"] = pa.array(list(layer_ids or [None] * layers) * count, pa.int16())
+    offsets = np.arange(0, (count * layers + 1) * top_k, top_k, dtype=np.int32)
     for name in _LISTS:
         if name in part:
-            columns |= _columns_of_lists(pa, name, np.asarray(part[name]), form)
+            columns[name] = pa.ListArray.from_arrays(offsets, np.asarray(part[name]).ravel())
     return pa.RecordBatch.from_pydict(columns)
-
-
-def _columns_of_lists(pa: Any, name: str, values: NDArray[Any], form: str) -> dict[str, Any]:
-    """The experts or weights [n, L, K], in a row for each token and layer, or for each token."""
-    _, layers, top_k = values.shape
-    if form == "csv":
-        slots = range(top_k)
-        return {f"{name[:-1]}_{slot}": pa.array(values[:, :, slot].ravel()) for slot in slots}
-    lists = _lists(pa, values.ravel(), top_k)
-    return {name: _lists(pa, lists, layers) if form == "token" else lists}
-
-
-def _lists(pa: Any, values: Any, size: int) -> Any:
-    """Lists of `size` of the values each."""
-    return pa.ListArray.from_arrays(np.arange(0, len(values) + 1, size, dtype=np.int32), values)
 
 
 def write_npz(path: Path, parts: Iterator[Values], exported: Exported) -> None:
@@ -317,36 +261,22 @@ def write_npz(path: Path, parts: Iterator[Values], exported: Exported) -> None:
     types = {name: column.npz for name, column in COLUMNS.items() if column.npz is not None}
     types |= {"experts": "<i2", "weights": "<f4"}
     sources: dict[Any, int] = {}
-    num_tokens = 0
-    row_shape: tuple[int, ...] = (0, 0)
-    with ExitStack() as stack:
-        # The number of tokens is in front of each array, and known at the end.
-        files: dict[str, IO[bytes]] = {}
-        for part in parts:
-            row_shape = np.shape(part["experts"])[1:]
-            num_tokens += len(part["experts"])
-            part["source"] = [sources.setdefault(name, len(sources)) for name in part["source"]]
-            for name in types.keys() & part.keys():
-                if name not in files:
-                    files[name] = stack.enter_context(TemporaryFile(dir=path.parent))
-                files[name].write(_npz_values(name, part[name], types[name]).tobytes())
-        archive = stack.enter_context(zipfile.ZipFile(path, "w"))
-        for name, file in files.items():
-            shape = (num_tokens, *row_shape) if name in _LISTS else (num_tokens,)
-            header = {"descr": types[name], "fortran_order": False, "shape": shape}
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
-                file.seek(0)
-                shutil.copyfileobj(file, member)
-        of_all_tokens = {
-            "num_experts": exported.model.num_experts,
-            "layer_ids": exported.model.layer_ids,
-            "sources": [*sources],
-        }
-        for name, value in of_all_tokens.items():
-            if value is not None:
-                with archive.open(f"{name}.npy", "w") as member:
-                    np.save(member, np.asarray(value))
+    columns = defaultdict[str, list[NDArray[Any]]](list)
+    for part in parts:
+        part["source"] = [sources.setdefault(name, len(sources)) for name in part["source"]]
+        for name in types.keys() & part.keys():
+            columns[name].append(_npz_values(name, part[name], types[name]))
+    arrays = {name: np.concatenate(columns.pop(name)) for name in [*columns]}
+    of_all_tokens = {
+        "num_experts": exported.model.num_experts,
+        "layer_ids": exported.model.layer_ids,
+        "sources": [*sources],
+    }
+    for name, value in of_all_tokens.items():
+        if value is not None:
+            arrays[name] = np.asarray(value)
+    with path.open("wb") as file:  # of a name without `.npz`, which numpy would add
+        np.savez(file, **arrays)
 
 
 def _npz_values(name: str, values: Any, dtype: str) -> NDArray[Any]:
@@ -372,31 +302,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--url", help="URL of a running server; sends the requests of --prompts to it"
     )
     add_server_flags(parser)
-    parser.add_argument("--output", "-o", type=Path, required=True, help="file to write")
     parser.add_argument(
-        "--format", choices=FORMATS, help="format of the file (default: as its name ends)"
-    )
-    parser.add_argument(
-        "--per",
-        choices=("layer", "token"),
-        default="layer",
-        help="with parquet: one row per token and layer (default), or per token",
+        "--output", "-o", type=Path, required=True, help="file to write, *.parquet or *.npz"
     )
     parser.add_argument(
         "--weights",
         action="store_true",
         help="also write the router's weights; needs return_routed_expert_weights in the requests",
     )
-    add_flags(parser)
     args = parser.parse_args(argv)
-    args.format = args.format or args.output.suffix[1:]
-    if args.format not in FORMATS:
-        formats = ", ".join(f".{name}" for name in FORMATS)
-        parser.error(
-            f"--output {args.output} names no format: let it end in one of {formats}, or set --format"
-        )
-    if args.per == "token" and args.format != "parquet":
-        parser.error("--per token is for parquet")
+    if args.output.suffix not in SUFFIXES:
+        parser.error(f"--output {args.output} must end in {' or '.join(SUFFIXES)}")
     if bool(args.file) == bool(args.url) or bool(args.url) != bool(args.prompts):
         parser.error("give files, or --url and --prompts")
     return args
@@ -412,11 +328,10 @@ def main(argv: Sequence[str]) -> int:
     )
     answers: Answers
     if bodies is None:
-        saved_answers = shown(read(opened(args.file), info_of(args)))
+        saved_answers = shown(read(opened(args.file), ModelInfo()))
         answers = ((answer, answer.each_routing()) for answer in saved_answers)
     else:
         server = RunningServer(args.url, args.api_key)
-        server.check_prompts(bodies)
         new_answers = shown(server.ask_all(bodies, args.weights))
         answers = ((answer, server.with_texts(answer.routings())) for answer in new_answers)
     with atomic_file(args.output, "--output") as path:
@@ -424,20 +339,10 @@ def main(argv: Sequence[str]) -> int:
         first = next(parts, None)
         if first is None:
             raise CommandError("Nothing to export: the responses have no rows.")
-        form = args.format if args.per == "layer" else args.per
-        write: Any = write_npz if form == "npz" else partial(write_table, form=form)
+        write = write_npz if args.output.suffix == ".npz" else write_parquet
         write(path, chain([first], parts), exported)
     print(
-        f"Wrote {args.output}: {exported.answers} responses, {_what_was_written(exported, form)}."
+        f"Wrote {args.output}: {exported.answers} responses, {exported.rows} tokens with experts, "
+        f"{exported.missing} of them unknown."
     )
     return 0
-
-
-def _what_was_written(exported: Exported, form: str) -> str:
-    tokens = f"{exported.rows} tokens with experts, {exported.missing} of them unknown"
-    if form == "npz":
-        return f"{tokens}; arrays of {exported.rows}"
-    if form == "token":
-        return f"{tokens}; {exported.rows} rows, one for each token"
-    num_rows = exported.rows * (exported.model.num_layers or 0)
-    return f"{tokens}; {num_rows} rows, one for each token and layer"

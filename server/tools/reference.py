@@ -1,30 +1,23 @@
 """Runs a checkpoint in transformers and records the experts and scores of its routers.
 
-Comparing files imports this module without torch.
+The command imports torch and transformers only when it runs.
 """
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.protocol.routing import Routing
 from routed_experts.server.cli.console import (
     CommandError,
     hide_transformers_progress,
     sentence_of,
 )
-from routed_experts.server.tools.differences import Ids, unmatched
-
-Scores = NDArray[np.float32]
-
-_SLICE = 1024
-"""Tokens whose log-probabilities are computed at once."""
+from routed_experts.server.tools.differences import Ids, Scores, unmatched
 
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -44,7 +37,6 @@ class Reference:
         self.layer_ids: list[int] = []  # decoder layer of each of the L routers
         self.top_k = 0
         self.num_experts = 0
-        self.has_weights = False  # whether the routers return weights
         self._on_router: Callable[..., None] = self._learn  # called for each router that is run
         for name, module in self._model.named_modules():
             if hasattr(module, "top_k"):
@@ -55,75 +47,52 @@ class Reference:
                 f"{model} cannot be compared: its routers in transformers do not return the experts that they chose."
             )
 
-    def run(self, ours: Routing, with_logprobs: bool = False) -> tuple[Routing, Scores]:
+    def run(self, ours: Routing) -> tuple[Rows, Scores]:
         """Runs the tokens of a response.
 
         Returns:
-            The checkpoint's rows of them and, of the tokens for which the response has them,
-            log-probabilities; and gaps [positions, L] of the response's rows, as `score_gaps` has
-            them.
+            The checkpoint's rows of them, [positions, L, K]; and gaps [positions, L] of the
+            response's rows, as `score_gaps` has them.
         """
         tokens = ours.all_token_ids
         our_rows = np.full((len(tokens) - 1, len(self.layer_ids), self.top_k), UNKNOWN, np.int16)
         our_rows[ours.start : ours.end] = ours.rows
         rows: list[Ids] = []
-        weights: list[Scores] = []
         gaps: list[Scores] = []
 
-        def take(_: str, chosen: Ids, scores: Scores, of_layer: Scores | None) -> None:
+        def take(_: str, chosen: Ids, scores: Scores) -> None:
             gaps.append(score_gaps(our_rows[:, len(rows)], chosen, scores))
             rows.append(chosen.astype(np.int16))
-            if of_layer is not None:
-                weights.append(of_layer)
 
         self._on_router = take
-        num_scored = len(ours.logprobs) if with_logprobs and ours.logprobs is not None else 0
-        first = max(len(tokens) - num_scored, 1)  # nothing says how probable the first token is
-        logprobs = np.full(len(tokens), np.nan)
-        logprobs[first:] = self._forward(tokens[:-1], tokens[first:])
-        theirs = replace(
-            ours,
-            rows=np.stack(rows, axis=1),
-            start=0,
-            weights=np.stack(weights, axis=1) if weights else None,
-            logprobs=logprobs,
-        )
-        return theirs, np.stack(gaps, axis=1)
+        self._forward(tokens[:-1])
+        return np.stack(rows, axis=1), np.stack(gaps, axis=1)
 
-    def _forward(self, tokens: Sequence[int], following: Sequence[int] = ()) -> Scores:
+    def _forward(self, tokens: Sequence[int]) -> None:
         import torch
 
         device = self._model.get_input_embeddings().weight.device
-        inputs = {"input_ids": torch.tensor([list(tokens)], device=device), "use_cache": False}
         try:
             with torch.no_grad():
-                if not len(following):  # without the head, because its logits are large
-                    self._model.base_model(**inputs)
-                    return np.empty(0, dtype=np.float32)
-                logits = self._model(**inputs, logits_to_keep=len(following)).logits[0]
-                targets = torch.tensor(list(following), device=logits.device)[:, None]
-                parts = [slice(at, at + _SLICE) for at in range(0, len(following), _SLICE)]
-                logprobs = [
-                    logits[part].float().log_softmax(dim=1).gather(1, targets[part])[:, 0]
-                    for part in parts
-                ]
-                return torch.cat(logprobs).cpu().numpy()
+                # without the head, because its logits are large
+                self._model.base_model(
+                    input_ids=torch.tensor([list(tokens)], device=device), use_cache=False
+                )
         # out of memory, or a token outside the vocabulary
         except (RuntimeError, IndexError) as error:
             raise CommandError(
                 f"{len(tokens)} tokens cannot be scored: {_first_line(error)}"
             ) from error
 
-    def _learn(self, name: str, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
-        self.has_weights = weights is not None
+    def _learn(self, name: str, chosen: Ids, scores: Scores) -> None:
         numbers = _LAYER_NUMBER.findall(f".{name}.")
         self.layer_ids.append(int(numbers[0]) if numbers else len(self.layer_ids))
         self.top_k = chosen.shape[1]
         self.num_experts = scores.shape[1]
 
     def _watch(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Finds logits, choice and weights in a router's output, in any order. Ignores other
-        modules with `top_k`."""
+        """Finds logits and choice in a router's output, in any order. Ignores other modules with
+        `top_k`."""
         if not isinstance(output, tuple):
             return
         floats, integers = _by_kind(output)
@@ -132,9 +101,9 @@ class Reference:
         ids = integers[0]
         top_k = ids.shape[-1]
         logits = max(floats, key=lambda part: part.shape[-1])
-        scores = _scores(logits, (_bias_of(module), *args[1:], *kwargs.values()))
-        weights = _weights([part for part in floats if part is not logits], top_k)
-        self._on_router(name, ids.reshape(-1, top_k).cpu().numpy(), scores.cpu().numpy(), weights)
+        bias = getattr(module, "e_score_correction_bias", None)
+        scores = _scores(logits, (bias, *args[1:], *kwargs.values()))
+        self._on_router(name, ids.reshape(-1, top_k).cpu().numpy(), scores.cpu().numpy())
 
 
 def score_gaps(ours: Ids, theirs: Ids, scores: Scores) -> Scores:
@@ -165,26 +134,6 @@ def _scores(logits: Any, others: Iterable[Any]) -> Any:
         if getattr(bias, "shape", None) == scores.shape[1:]:
             scores = scores.sigmoid() + bias.float()
     return scores
-
-
-def _weights(tensors: Iterable[Any], top_k: int) -> Scores | None:
-    """The weights of the chosen experts, [tokens, K], if they are among `tensors`."""
-    for tensor in tensors:
-        if tensor.shape[-1] == top_k:
-            return tensor.float().reshape(-1, top_k).cpu().numpy()
-    return None
-
-
-def _bias_of(router: Any) -> Any:
-    """What a router adds to scores before it chooses, if it has that itself."""
-    bias = getattr(router, "e_score_correction_bias", None)
-    if bias is None or not bias.is_meta:
-        return bias
-    from accelerate.utils import align_module_device  # without it, nothing is offloaded
-
-    # weights that are offloaded are there in a forward pass only, which is over
-    with align_module_device(router):
-        return router.e_score_correction_bias
 
 
 def _check_device(device: str) -> None:

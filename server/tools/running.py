@@ -99,30 +99,6 @@ class RunningServer:
         answer = self._call(path, request, where=str(source))
         return SavedAnswer(source.file, source.line, [answer], info)
 
-    def check_prompts(self, bodies: Iterable[tuple[Source, Body]]) -> None:
-        """Raises `CommandError` for text that a server without a tokenizer would refuse."""
-        of_text = (source for source, body in bodies if _has_text(body))
-        source = next(of_text, None)
-        if source is None or self._has_tokenizer:
-            return
-        raise CommandError(
-            f"{self.url} has no tokenizer (--skip-tokenizer-init), and the prompt of {source} is "
-            'text: give --prompts a file *.jsonl with token ids, such as {"prompt": [40, 50]}.'
-        )
-
-    @cached_property
-    def _has_tokenizer(self) -> bool:
-        """Also of a server that cannot say so."""
-        try:
-            self._call(_TEXTS, {"token_ids": []})
-        except CommandError as error:
-            return getattr(error.__cause__, "code", None) != HTTPStatus.NOT_IMPLEMENTED
-        return True
-
-    def complete(self, where: str, body: Body) -> dict[str, Any]:
-        """The response to a completion request, as it came."""
-        return self._call("/v1/completions", {"model": self.document["model"], **body}, where)
-
     def ask_all(
         self, bodies: Iterable[tuple[Source, Body]], with_weights: bool
     ) -> Iterator[SavedAnswer]:
@@ -189,13 +165,6 @@ class RunningServer:
         )
 
 
-def _has_text(body: Body) -> bool:
-    """Whether a request has messages, or a prompt (or one of several) that is not of token ids."""
-    prompt = body.get("prompt")
-    prompts = prompt if isinstance(prompt, list) else [prompt]
-    return "messages" in body or any(isinstance(part, str) for part in prompts)
-
-
 def _in_background(call: Callable[..., SavedAnswer], *args: Any) -> Future[SavedAnswer]:
     """Runs a call in a thread that nobody waits for: the interpreter's end waits for those of an
     executor, and a request may take ten minutes."""
@@ -223,23 +192,13 @@ def bodies_of(args: argparse.Namespace, default: Sequence[str] = ()) -> list[tup
     ]
     if args.prompts:
         prompts = chain.from_iterable(map(_prompts_in, _prompt_files(args.prompts)))
-    flags = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
-    sampling = {name: value for name, value in flags.items() if value is not None}
     bodies: list[tuple[Source, Body]] = []
     for source, prompt in prompts:
-        body = _body_of(prompt, is_chat=args.chat)
+        body = {"prompt": prompt} if isinstance(prompt, str) else prompt
         # vLLM: not for several choices
-        default_temperature = {"temperature": 0.0} if body.get("n", 1) == 1 else {}
-        bodies.append((source, {**default_temperature, **sampling, **body}))
+        greedy = {"temperature": 0.0} if body.get("n", 1) == 1 else {}
+        bodies.append((source, {**greedy, "max_tokens": args.max_tokens, **body}))
     return bodies
-
-
-def _body_of(prompt: str | Body, *, is_chat: bool) -> Body:
-    if not isinstance(prompt, str):
-        return prompt
-    if is_chat:
-        return {"messages": [{"role": "user", "content": prompt}]}
-    return {"prompt": prompt}
 
 
 def _prompt_files(paths: Iterable[Path]) -> Iterator[Path]:
@@ -297,20 +256,9 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "or the body of a request",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="with --url: send prompts as messages of a user"
-    )
-    parser.add_argument(
         "--max-tokens",
         type=int,
         default=64,
         help="with --url: maximum tokens per response (default 64)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help="with --url: 0 takes the likeliest tokens (default, but for requests of several choices)",
-    )
-    parser.add_argument(
-        "--seed", type=int, help="with --url: seed of the sampling at a higher temperature"
     )
     parser.add_argument("--api-key", help="with --url: API key of the server")

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.files import open_file
 from routed_experts.server.cli.console import CommandError, Parser
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
@@ -179,12 +178,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def viewed_files(paths: Sequence[str], stack: ExitStack) -> list[ViewedFile]:
-    """The files, which exist and are of no kind that the page cannot read. `stack` keeps a copy of
-    standard input."""
+    """The files, which exist. `stack` keeps a copy of standard input."""
     viewed: list[ViewedFile] = []
-    for path in paths:
-        if is_bucket(path):
-            raise CommandError(f"{path}: view shows files of this machine; copy it to one first.")
     for path in files_in(paths):
         name = "standard input" if path == STDIN else path
         file = _copy_of_stdin(stack) if path == STDIN else Path(path)

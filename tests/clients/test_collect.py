@@ -2,12 +2,12 @@
 written."""
 
 import asyncio
-import csv
 import re
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow.parquet as pq
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
@@ -56,22 +56,14 @@ def test_the_openai_clients_asynchronous_stream(server: Server, oracle: Oracle) 
 
 def test_the_same_export_twice(server: Server, tmp_path: Path) -> None:
     """The same rows of the same tokens."""
-    (tmp_path / "prompts.txt").write_text("Which experts?\nAnd why?\n")
-    texts = []
-    for name in ("one.csv", "other.csv"):
-        command = [
-            "export",
-            "--url",
-            server.url,
-            "--prompts",
-            str(tmp_path / "prompts.txt"),
-            "--max-tokens",
-            "12",
-        ]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Which experts?\nAnd why?\n")
+    tables = []
+    for name in ("one.parquet", "other.parquet"):
+        command = ["export", "--url", server.url, "--prompts", str(prompts), "--max-tokens", "12"]
         assert main([*command, "-o", str(tmp_path / name)]) == 0
-        rows = csv.DictReader((tmp_path / name).open(newline="", encoding="utf-8"))
-        texts.append([{name: value for name, value in row.items() if name != "id"} for row in rows])
-    assert texts[0] == texts[1]
+        tables.append(pq.read_table(tmp_path / name).drop_columns("id"))
+    assert tables[0].equals(tables[1])
 
 
 def run_example(name: str, *args: str) -> str:

@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from routed_experts.protocol.routing import Routing
 from routed_experts.server.cli.main import main
 from routed_experts.server.tools import running
 from routed_experts.server.tools.reference import Reference, score_gaps
 from tests import programs
-from tests.clients.test_replay import last_layer_on_disk
-from tests.e2e.harness import OURS, Oracle, Server, free_port, prompt_of
+from tests.e2e.harness import OURS, Oracle, Server, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
 from tests.protocol.forms import encode
 
@@ -30,29 +27,18 @@ def rows_of(oracle: Oracle, tokens: list[int]) -> np.ndarray:
     return np.argsort(-oracle.logits(tokens), axis=2)[:, :, : oracle.top_k].astype(np.int16)
 
 
-def answer_of(
-    rows: np.ndarray,
-    tokens: list[int] = TOKENS,
-    start: int = 0,
-    weights: np.ndarray | None = None,
-    **form: Any,
-) -> dict[str, Any]:
-    def arrays(prefix: str, first: int, end: int) -> dict[str, Any]:
-        ids = encode(rows[first:end], start=first, **form)
-        beside = (
-            {} if weights is None else {"expert_weights": encode(weights[first:end], start=first)}
-        )
-        return {
-            f"{prefix}routed_{name}": value for name, value in {"experts": ids, **beside}.items()
-        }
-
+def answer_of(rows: np.ndarray, start: int = 0, **form: Any) -> dict[str, Any]:
     choice = {
         "index": 0,
         "finish_reason": "length",
-        "prompt_token_ids": tokens[:P],
-        "token_ids": tokens[P:],
+        "prompt_token_ids": TOKENS[:P],
+        "token_ids": TOKENS[P:],
+        "routed_experts": encode(rows[P : P + G - 1], start=P, **form),
     }
-    return {**arrays("prompt_", start, P), "choices": [choice | arrays("", P, len(tokens) - 1)]}
+    return {
+        "prompt_routed_experts": encode(rows[start:P], start=start, **form),
+        "choices": [choice],
+    }
 
 
 @pytest.fixture
@@ -90,9 +76,12 @@ def test_the_same_experts(
         answer_of(rows),
         answer_of(rows, start=13),
         answer_of(every),
-        answer_of(rows, fmt="raw", dtype="int32"),
+        {
+            **answer_of(rows, fmt="raw", dtype="int32"),
+            "routed_experts_info": {"rows_dtype": "int32"},
+        },
     )
-    run = compared(*answers, flags="--rows-dtype int32")
+    run = compared(*answers)
     assert run.status == 0
     count = 3 * (P + G - 1) + (P + G - 1 - 13)
     assert (run.total["rows"], run.total["equal_rows"], run.total["differing_slots"]) == (
@@ -184,160 +173,6 @@ def test_answers_that_cannot_be_compared(
     assert not (tmp_path / "findings.json").exists()
 
 
-def test_weights(
-    compared: Compare, rows: np.ndarray, oracle: Oracle, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of experts in any order; the server's are multiplied by the scale that it says."""
-    rows = rows[:, :, [2, 0, 3, 1]]
-    scores = np.take_along_axis(oracle.logits(TOKENS), rows.astype(np.int64), 2)
-    weights = torch.from_numpy(scores).softmax(2).numpy()
-    run = compared(answer_of(rows, weights=weights), flags="--weights")
-    count = (P + G - 1) * K
-    assert [layer["weights"] for layer in run.findings["layers"]] == [count] * L
-    assert (run.status, run.total["weights"]) == (0, L * count)
-    assert 0 < run.total["weight_difference_max"] < 1e-5
-    assert "max Δ weight" in capsys.readouterr().out
-    assert "weights" not in compared(answer_of(rows, weights=weights)).total
-    weights[3, 2, 1] += 0.25
-    layers = compared(answer_of(rows, weights=weights), flags="--weights").findings["layers"]
-    assert [layer["weight_difference_max"] > 0.1 for layer in layers] == [
-        layer == 2 for layer in range(L)
-    ]
-    assert layers[2]["weight_difference_max"] == pytest.approx(0.25, abs=1e-4)
-    assert layers[2]["weight_difference_mean"] == pytest.approx(0.25 / count, rel=0.01)
-    weights[3, 2, 1] -= 0.25
-    weights[:, 2] /= 2
-    info = {
-        "num_layers": L,
-        "layer_ids": [1, 2, 3, 4, 5],
-        "weights_scale": [1.0, 1.0, 2.0, 1.0, 1.0],
-    }
-    scaled = {**answer_of(rows, weights=weights), "routed_experts_info": info}
-    assert compared(scaled, flags="--weights").total["weight_difference_max"] < 1e-5
-    assert compared(answer_of(rows), flags="--weights").status == 2
-    assert "set return_routed_expert_weights" in capsys.readouterr().err
-
-
-DELTAS = np.array([0.5, -0.01, 0.25, 0.0, -1.0, 0.02, 0.125])
-"""Of the G generated tokens: how far their log-probabilities are from those of the checkpoint."""
-
-
-def test_log_probabilities(
-    compared: Compare,
-    rows: np.ndarray,
-    tiny_model: Path,
-    oracle: Oracle,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Those of tokens P + 1 and P + 3 come from rows that differ, that of P + 4 from one that is
-    not known."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([TOKENS])).logits[0].double().numpy()
-    every = (logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))[
-        range(P + G - 1), TOKENS[1:]
-    ]
-    for at in (P, P + 2):
-        rows[at, 1, 3] = np.argsort(-oracle.logits(TOKENS)[at, 1])[4]
-    rows[P + 3] = -1
-    values = [*every[: P - 1], *(every[P - 1 :] + DELTAS)]
-    with_echo = {"token_logprobs": [None, *values]}
-    for logprobs, of_prompt in (
-        ({"token_logprobs": values[P - 1 :]}, []),
-        ({"content": [{"logprob": value} for value in values[P - 1 :]]}, []),
-        (with_echo, [0] * (P - 1)),
-    ):
-        answer = answer_of(rows)
-        answer["choices"][0]["logprobs"] = logprobs
-        run = compared(answer, flags="--logprobs")
-        assert (run.status, run.total["other_rows"]) == (1, 2)
-        check_distances(run, np.abs([*of_prompt, *DELTAS]))
-    assert "different" in capsys.readouterr().out.splitlines()[-2]
-
-
-def check_distances(run: Run, distances: np.ndarray) -> None:
-    """Of log-probabilities, those of the generated tokens last: the second and the fourth come from
-    other rows, the fifth from an unknown one."""
-    first = len(distances) - G
-    different, unknown = [first + 1, first + 3], [first + 4]
-    parts = {
-        "all": distances,
-        "different_rows": distances[different],
-        "unknown_rows": distances[unknown],
-        "equal_rows": np.delete(distances, [*different, *unknown]),
-    }
-    for name, part in parts.items():
-        tails = {"tokens": len(part), "mean": part.mean(), "max": part.max()}
-        tails |= {f"p{q}": np.percentile(part, q) for q in (50, 90, 99)}
-        assert run.findings["logprobs"][name] == pytest.approx(tails, abs=1e-5)
-
-
-def test_two_responses(
-    compared: Compare, rows: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of which the other generated another token at P + 4, and has another row at P + 1 and an
-    unknown one before."""
-    other, tokens = rows.copy(), list(TOKENS)
-    other[P + 1, 2, 0], other[P, 1], tokens[P + 4] = 15 - rows[P + 1, 2, 0], -1, TOKENS[P + 4] ^ 1
-    other[P + 1, 2] = [expert for expert in range(16) if expert not in rows[P + 1, 2]][:K]
-    ours, theirs = answer_of(rows), answer_of(other, tokens, start=3)
-    ours["choices"][0]["logprobs"] = {"token_logprobs": [-1.0] * G}
-    theirs["choices"][0]["logprobs"] = {"token_logprobs": (-1.0 + DELTAS).tolist()}
-    file = tmp_path / "theirs.json"
-    file.write_text(json.dumps({"layer_ids": [1, 2, 3, 4, 5]}) + json.dumps(theirs))
-    run = Run(file, tmp_path, (ours,), "--logprobs")
-    count = P + 4 - 3 - 1  # from the later start to the last common token, without the unknown row
-    assert (run.status, run.findings["missing_rows"]) == (1, 1)
-    assert [layer["rows"] for layer in run.findings["layers"]] == [count] * L
-    assert [(layer["layer_id"], layer["equal_rows"]) for layer in run.findings["layers"]] == [
-        (at, count - (at == 3)) for at in range(1, 6)
-    ]
-    assert (run.total["differing_slots"], run.total["other_rows"]) == (K, 1)
-    far = {
-        name: (finding["tokens"], finding["max"])
-        for name, finding in run.findings["logprobs"].items()
-    }
-    expected = {
-        "all": (4, 0.5),
-        "equal_rows": (2, 0.5),
-        "different_rows": (1, 0.25),
-        "unknown_rows": (1, 0.01),
-    }
-    assert far == {name: (tokens, pytest.approx(most)) for name, (tokens, most) in expected.items()}
-    assert "near-tie" not in capsys.readouterr().out
-    file.write_text(json.dumps(ours))
-    run = Run(file, tmp_path, (ours,), "--logprobs")
-    assert (run.status, run.findings["logprobs"]["all"]["max"]) == (0, 0)
-
-
-def test_responses_that_are_no_pairs(
-    rows: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole, few = answer_of(rows), answer_of(rows)
-    few["choices"][0]["logprobs"] = {"token_logprobs": [-1.0] * (G - 1)}
-    twice = {**whole, "choices": [*whole["choices"], {**whole["choices"][0], "index": 1}]}
-    file = tmp_path / "theirs.json"
-    for theirs, message, *flags in (
-        (
-            [answer_of(rows, [TOKENS[0] ^ 1, *TOKENS[1:]])],
-            "have different prompts, from position 0 on",
-        ),
-        ([answer_of(rows[:, :4])], "rows of shapes (5, 4) and (4, 4)"),
-        ([{"layer_ids": [0, 1, 2, 3, 4]}, whole], "decoder layers", {"layer_ids": [1, 2, 3, 4, 5]}),
-        ([whole, whole], "--answers has 1 responses, but"),
-        ([twice], "1 choices, but 2 in"),
-        ([whole], "no log-probabilities: set logprobs in the request"),
-        ([few], "no log-probabilities: set logprobs in the request"),
-    ):
-        file.write_text("\n".join(map(json.dumps, theirs)))
-        assert Run(file, tmp_path, (*flags, whole), "--logprobs").status == 2
-        assert message in capsys.readouterr().err
-    assert Run(file, tmp_path, (few,), "--logprobs").status == 2
-    assert f"a response of {P + G} tokens has {G - 1} log-probabilities" in capsys.readouterr().err
-    assert main(["compare", str(file), "--url", f"localhost:{free_port()}"]) == 2
-    assert "compare it with --answers" in capsys.readouterr().err
-
-
 def test_addresses_as_people_write_them() -> None:
     for url in (
         "host:8000",
@@ -362,26 +197,13 @@ def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
     assert reference.num_experts == shape.num_experts
     theirs, _ = reference.run(response_without_rows(reference, tokens))
     expected = HookOracle(tmp_path, shape).rows(tokens[:-1])
-    assert np.array_equal(np.sort(theirs.rows, axis=2), expected)
+    assert np.array_equal(np.sort(theirs, axis=2), expected)
 
 
 def response_without_rows(reference: Reference, tokens: list[int]) -> Routing:
     shape = (0, len(reference.layer_ids), reference.top_k)
     ids = tuple(tokens)
     return Routing(np.empty(shape, np.int16), prompt_token_ids=ids[:-1], token_ids=ids[-1:])
-
-
-def test_offloaded_weights(tmp_path: Path) -> None:
-    """As with `--device auto`, when memory is short: a router's bias is there in its own forward
-    pass only."""
-    make_model(shape_named("deepseek-v3, plain"), tmp_path)
-    reference = Reference(str(tmp_path), "float32", "cpu")
-    ours = response_without_rows(reference, prompt_of(30, seed=2))
-    expected, gaps = reference.run(ours)
-    last_layer_on_disk(reference._model, tmp_path)
-    offloaded, gaps_of_offloaded = reference.run(ours)
-    assert np.array_equal(offloaded.rows, expected.rows)
-    assert np.allclose(gaps_of_offloaded, gaps)
 
 
 def test_a_model_whose_routers_say_nothing(
@@ -398,16 +220,12 @@ def test_a_running_server(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Which experts?\n\nAnd why?\n")
     command = ["-m", OURS, "compare", str(server.model), "--url", server.url]
-    command += ["--prompts", str(prompts), "--max-tokens", "10", "--logprobs", "--json", "-"]
+    command += ["--prompts", str(prompts), "--max-tokens", "10", "--json", "-"]
     done = programs.run(command, check=True)
     findings = json.loads(done.stdout)
     assert (findings["answers"], findings["missing_rows"]) == (2, 0)
     assert findings["total"]["other_rows"] == 0
     assert findings["total"]["rows"] >= 5 * (14 + 8 + 2 * 2)
-    assert (
-        findings["logprobs"]["equal_rows"]["tokens"] == findings["logprobs"]["all"]["tokens"] >= 2
-    )
-    assert findings["logprobs"]["all"]["max"] < 1e-3
 
 
 def test_a_gap_is_between_the_experts_that_one_side_chose_alone() -> None:

@@ -1,7 +1,6 @@
 """`routed-experts export` from a running server, and its files in vLLM's own code."""
 
 import base64
-import csv
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
@@ -52,17 +52,15 @@ def server(tiny_model: Path) -> Iterator[Server]:
 
 
 def exported(server: Server, folder: Path, prompts: str, name: str, *flags: str) -> Path:
-    command = [
-        "export",
-        "--url",
-        server.url,
-        "--prompts",
-        str(folder / prompts),
-        "--max-tokens",
-        "4",
-    ]
-    assert main([*command, "-o", str(folder / name), *flags]) == 0
+    prompts_of = ["--url", server.url, "--prompts", str(folder / prompts), "--max-tokens", "4"]
+    assert main(["export", *prompts_of, "-o", str(folder / name), *flags]) == 0
     return folder / name
+
+
+def table_of(server: Server, folder: Path, prompts: str) -> list[dict[str, Any]]:
+    table = pq.read_table(exported(server, folder, prompts, "out.parquet"))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
 
 
 def check_choice(arrays: dict[str, np.ndarray], request: int, choice: int, generated: int) -> None:
@@ -100,10 +98,7 @@ def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path
         arrays["weights"].view(np.int32), weights_for(arrays["experts"]).view(np.int32)
     )
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    with exported(server, tmp_path, "prompts.jsonl", "out.csv").open(
-        newline="", encoding="utf-8"
-    ) as file:
-        texts = {int(row["token_id"]): row["token"] for row in csv.DictReader(file)}
+    texts = {row["token_id"]: row["token"] for row in table_of(server, tmp_path, "prompts.jsonl")}
     assert texts == {token: tokenizer.decode([token]) for token in texts}
 
 
@@ -145,10 +140,7 @@ def test_texts_come_with_one_request_for_many(
     monkeypatch.setattr(RunningServer, "_call", noted)
     monkeypatch.setattr(running, "TEXTS_AT_ONCE", 20)
     (tmp_path / "prompts.txt").write_text(f"{''.join(map(chr, range(33, 100)))}\nExperts\n")
-    with exported(server, tmp_path, "prompts.txt", "out.csv").open(
-        newline="", encoding="utf-8"
-    ) as file:
-        assert all(row["token"] for row in csv.DictReader(file))
+    assert all(row["token"] for row in table_of(server, tmp_path, "prompts.txt"))
     assert {path for path, _ in requests if not path.startswith("/v1/")} == set()
     ids = [body["token_ids"] for path, body in requests if path == "/v1/routed_experts/texts"]
     assert 4 <= len(ids) <= 6
@@ -159,24 +151,8 @@ def test_a_server_without_texts(tiny_model: Path, tmp_path: Path) -> None:
     """The rows are there all the same."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [40, 50, 60]}')
     with serving(tiny_model, "--skip-tokenizer-init") as server:
-        path = exported(server, tmp_path, "prompts.jsonl", "out.csv")
-    with path.open(newline="", encoding="utf-8") as file:
-        assert {row["token"] for row in csv.DictReader(file)} == {""}
-
-
-@pytest.mark.parametrize("command", ["compare", "export"])
-def test_text_for_a_server_without_a_tokenizer(
-    command: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Neither the prompts of `compare` itself, nor those of a file."""
-    (tmp_path / "prompts.txt").write_text("a")
-    prompts = [] if command == "compare" else ["--prompts", str(tmp_path / "prompts.txt")]
-    output = [str(tiny_model)] if command == "compare" else ["-o", str(tmp_path / "out.npz")]
-    with serving(tiny_model, "--skip-tokenizer-init") as server:
-        assert main([command, *output, "--url", server.url, *prompts]) == 2
-    said = capsys.readouterr().err
-    assert "has no tokenizer (--skip-tokenizer-init)" in said
-    assert 'token ids, such as {"prompt": [40, 50]}.' in said
+        rows = table_of(server, tmp_path, "prompts.jsonl")
+    assert {row["token"] for row in rows} == {None}
 
 
 def test_weights_of_a_server_that_captures_none(
@@ -223,34 +199,22 @@ def test_plain_prompts_and_a_server_that_refuses_one(
     assert not (tmp_path / "none.npz").exists()
 
 
-def test_folders_of_prompts_and_chats(server: Server, tmp_path: Path) -> None:
-    """Each row says which file and folder its prompt came from; with `--chat` prompts are
-    messages of a user."""
+def test_folders_of_prompts(server: Server, tmp_path: Path) -> None:
+    """Each row says which file and folder its prompt came from."""
     for name, text in {
         "code/a.txt": "def f(x):",
         "code/b.jsonl": '"x = 1"',
+        "code/notes.md": "no prompt",
         "prose/a.txt": "Once upon a time",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / "code/notes.md").write_text("no prompt")
-    command = [
-        "export",
-        "--url",
-        server.url,
-        "--prompts",
-        *(str(tmp_path / folder) for folder in ("code", "prose")),
-    ]
-    lengths = []
-    for flags in ([], ["--chat"]):
-        assert main([*command, "--max-tokens", "2", "-o", str(tmp_path / "out.csv"), *flags]) == 0
-        with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        places = dict.fromkeys((row["source"], row["group"]) for row in rows)
-        names = [("code/a.txt", "code"), ("code/b.jsonl", "code"), ("prose/a.txt", "prose")]
-        assert [*places] == [
-            (str(tmp_path / source), str(tmp_path / group)) for source, group in names
-        ]
-        assert all(row["token"] for row in rows)
-        lengths.append(len(rows))
-    assert lengths[1] > lengths[0], "a chat template adds tokens"
+    folders = [str(tmp_path / folder) for folder in ("code", "prose")]
+    out = tmp_path / "out.parquet"
+    prompts = ["--url", server.url, "--prompts", *folders, "--max-tokens", "2"]
+    assert main(["export", *prompts, "-o", str(out)]) == 0
+    rows = pq.read_table(out).to_pylist()
+    names = [("code/a.txt", "code"), ("code/b.jsonl", "code"), ("prose/a.txt", "prose")]
+    places = dict.fromkeys((row["source"], row["group"]) for row in rows)
+    assert [*places] == [(str(tmp_path / source), str(tmp_path / group)) for source, group in names]
+    assert all(row["token"] for row in rows)

@@ -21,7 +21,6 @@ from routed_experts.protocol.codec import decode, encode
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.expert_load import count_experts
 from routed_experts.protocol.score import score
-from routed_experts.server.cli.main import main
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import FLOAT32, ROOT, Oracle, Server, prompt_of
 from tests.e2e.steered import Reference
@@ -177,39 +176,6 @@ def test_the_page_splits_a_difference(
     exec(program, names)
     assert np.array_equal(names["whole"], names["because_of_routing"] + names["rest"])
     assert not names["because_of_routing"].any()
-
-
-def test_compare_splits_a_file_of_responses(server: Server, client: OpenAI, tmp_path: Path) -> None:
-    """The second response was made with other experts than the server's own."""
-    rows = random_rows(server, 40)
-    own = ask(client, max_tokens=12, logprobs=0)
-    other = ask(client, max_tokens=12, logprobs=0, routed_experts_replay=encode(rows, 0))
-    reports = []
-    for name, answer in (("own", own), ("other", other)):
-        file, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.json"
-        file.write_text(json.dumps(answer))
-        assert (
-            main(["compare", server.url, "--force", "--answers", str(file), "--json", str(out)])
-            == 0
-        )
-        reports.append(json.loads(out.read_text()))
-    of_own, of_other = reports
-    assert of_own["tokens"] == of_other["tokens"] == 12
-    assert of_own["tokens_with_other_experts"] == 0
-    assert of_own["differences"]["routing"]["max"] == 0
-    assert of_own["differences"]["whole"]["max"] < NOISE
-    assert of_other["tokens_with_other_experts"] > 0
-    assert of_other["differences"]["routing"]["max"] > 0.01
-    assert of_other["differences"]["rest"]["max"] < NOISE
-
-
-def test_compare_needs_a_server_that_takes_routing(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", "http://127.0.0.1:9", "--force", "--answers", "nothing"]) == 2
-    assert "cannot be reached" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["compare", server.url, "--force", "--url", server.url])
 
 
 def test_the_study_of_bans_measures_what_transformers_computes(

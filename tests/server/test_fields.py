@@ -13,7 +13,6 @@ from routed_experts.server.http.requests.defaults import (
     check_defaults_of_model,
 )
 from routed_experts.server.settings import SettingsError
-from routed_experts.server.tools import forced
 from routed_experts.server.tools.running import FIELDS_FOR_SAVED
 
 FIELDS = set(RoutingFields.model_fields)
@@ -65,11 +64,6 @@ def test_tools_ask_for_one_form_whatever_the_defaults_of_the_server_are() -> Non
         "what is returned, else to the table above"
     )
     assert not fixed & LEFT_TO_REQUESTS_OF_TOOLS
-
-
-def test_rows_of_a_server_that_are_compared_have_that_form_and_begin_with_the_first() -> None:
-    assert forced._OWN.items() >= FIELDS_FOR_SAVED.items()
-    assert forced._OWN["routed_experts_prompt_start"] == 0
 
 
 def test_the_page_asks_for_one_form_whatever_the_defaults_of_the_server_are() -> None:

@@ -155,12 +155,11 @@ def check_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes) 
     file.write_bytes(text)
     exports = (
         ["export", str(file), "-o", str(tmp_path / f"out.{ending}")]
-        for ending in ("parquet", "csv", "npz")
+        for ending in ("parquet", "npz")
     )
     for command in (
         *exports,
         ["export", str(file), "--weights", "-o", str(tmp_path / "weights.npz")],
-        ["compare", str(file), "--answers", str(file), "--weights", "--logprobs"],
     ):
         status, lines = main(command), capsys.readouterr().err.splitlines()
         assert status in (0, 1, 2), command
@@ -207,24 +206,6 @@ def test_what_a_shell_has_opened_is_read(
     finally:
         os.close(read)
     assert "1 responses" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("begin", "kind"),
-    [
-        (b"PAR1", "a Parquet file"),
-        (b"PK\x03\x04", "an .npz or another zip file"),
-        (b"\x1f\x8b", "compressed with gzip"),
-    ],
-)
-def test_files_of_other_kinds_are_called_what_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], begin: bytes, kind: str
-) -> None:
-    file = tmp_path / "e.parquet"
-    file.write_bytes(begin + bytes(100))
-    assert main(["view", str(file), "--no-browser"]) == 2
-    reads = "give responses as the server sends them, which are JSON or streams of events"
-    assert capsys.readouterr().err == f"routed-experts: {file} is {kind}: {reads}.\n"
 
 
 # ---- requests to `view` ----

@@ -169,7 +169,7 @@ def test_rows_of_another_model_or_of_no_shape(tmp_path: Path) -> None:
     for routed in (ONE, RoutedPrompt(rows_of(9, layers=2), [rows_of(3, layers=2)])):
         with pytest.raises(ValueError, match="the model has"):
             routing_of(tmp_path, {**answer(routed), "routed_experts_info": info})
-    with pytest.raises(ValueError, match="--num-layers, --top-k and --rows-dtype"):
+    with pytest.raises(ValueError, match="routed_experts_info says both, and rows_dtype"):
         routing_of(tmp_path, answer(RoutedPrompt(rows_of(9), [rows_of(3)], fmt="raw")))
 
 
