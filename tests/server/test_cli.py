@@ -73,7 +73,6 @@ def words_for(tiny_model: Path, folder: Path) -> Words:
     (folder / "unknown").write_text(json.dumps(answer_of(np.full_like(rows, -1))))
     (folder / "empty").touch()
     (folder / "latin").write_bytes(b"\xe9\xff")
-    (folder / "binary").write_bytes(b"\x93NUMPY\x00\xff")
     names = {"FILES": str(folder), "MODEL": str(tiny_model), "PORT": str(free_port())}
     return lambda command: [
         re.sub("|".join(names), lambda name: names[name[0]], word) for word in command.split()
@@ -225,19 +224,15 @@ SERVE = "serve MODEL --port PORT"
         (f"{SERVE} --grpc", "--grpc chooses a front end of vLLM that cannot return routed experts"),
         ("export FILES/empty -o FILES/out.npz", "empty has no responses"),
         ("export FILES/answer - -o FILES/out.npz", "standard input has no responses"),
-        (
-            "export FILES/binary -o FILES/out.npz",
-            "binary is a NumPy file: give responses as the server sends them",
-        ),
         ("export FILES/latin -o FILES/out.npz", "latin cannot be read: it is not UTF-8 text"),
         ("view FILES/none --no-browser", "none cannot be read: No such file"),
         ("view FILES/answer --port 99999 --no-browser", "Port 99999 cannot be used"),
         (
-            "export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/empty",
+            "export -o FILES/out.npz --url 127.0.0.1:PORT --prompts FILES/empty",
             "empty has no prompts: write one per",
         ),
         (
-            "export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/none",
+            "export -o FILES/out.npz --url 127.0.0.1:PORT --prompts FILES/none",
             "none cannot be read: No such file",
         ),
         ("tiny-model FILES/empty", "File exists"),
@@ -291,7 +286,7 @@ def test_another_server_is_told_from_ours(
         (tmp_path / "prompts.txt").write_text("Hi")
         url = f"http://127.0.0.1:{other.server_port}"
         command = ["export", "--url", url, "--prompts", str(tmp_path / "prompts.txt")]
-        said = refused(capsys, *command, "-o", str(tmp_path / "out.csv"))
+        said = refused(capsys, *command, "-o", str(tmp_path / "out.npz"))
         other.shutdown()
         thread.join()
     assert said.startswith(f"{url}: the server returned status 404: ")
@@ -301,7 +296,7 @@ def test_another_server_is_told_from_ours(
 @pytest.mark.parametrize(
     ("command", "meant"),
     [
-        ("export answers -o out.csv --wieghts", "(--wieghts: did you mean --weights?)"),
+        ("export answers -o out.npz --wieghts", "(--wieghts: did you mean --weights?)"),
         ("view --no-browsr answers", "(--no-browsr: did you mean --no-browser?)"),
         (
             "compare MODEL --answer FILES/answer --near_tie 1",
