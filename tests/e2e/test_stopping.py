@@ -1,10 +1,12 @@
 """A server that is told to stop: responses under way are finished, or end with an error, and no
 process is left.
 
-The servers are no forks: which processes there are, and who hears of whose end, is what is tested.
+In releases, the servers are no forks: which processes there are, and who hears of whose end, is what
+is tested.
 """
 
 import os
+import re
 import signal
 import threading
 import time
@@ -40,7 +42,7 @@ from tests.e2e.harness import (
 pytestmark = pytest.mark.e2e
 
 LIMIT_S = 240
-MAX_TOKENS = 1000  # seconds for 6 requests at once, and not LIMIT_S on a busy machine
+MAX_TOKENS = 500  # seconds for 6 requests at once, and not LIMIT_S on a busy machine
 SEVERAL = ("--api-server-count", "2")
 FLAGS = (*SMALL_KV, "--max-model-len", "8192", "--kv-cache-memory-bytes", str(64 << 20))
 
@@ -133,9 +135,16 @@ def check_end(server: Server, status: int = 0) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(SEVERAL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("flags", "as_users_do"),
+    [
+        ((), False),
+        pytest.param((), True, marks=pytest.mark.release),
+        pytest.param(SEVERAL, True, marks=pytest.mark.slow),
+    ],
+)
 def test_responses_under_way_are_finished(
-    tiny_model: Path, tmp_path: Path, flags: tuple[str, ...]
+    tiny_model: Path, tmp_path: Path, flags: tuple[str, ...], as_users_do: bool
 ) -> None:
     """On SIGTERM to the first process, as container engines send it; after a disk that was full for
     a while.
@@ -143,7 +152,7 @@ def test_responses_under_way_are_finished(
     New clients get 503 until nothing is under way; the store's folder goes.
     """
     every = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
-    with serving(tiny_model, tmp_path / "log", *every, as_users_do=True) as server:
+    with serving(tiny_model, tmp_path / "log", *every, as_users_do=as_users_do) as server:
         # several processes keep vLLM's metrics in files, which nobody can read if the disk was full
         if not flags:
             check_full_disk(server)
@@ -152,16 +161,17 @@ def test_responses_under_way_are_finished(
         server.complete(prompt="abc", max_tokens=2, **ASK, routed_experts_delivery="reference")
         assert [*folder.iterdir()]
         with under_way(server, 6, max_tokens=MAX_TOKENS) as requests:
-            os.kill(server.process.pid, signal.SIGTERM)
-            wait_until_draining(server)
-            with server.client() as client:
-                refused(client.get("/health"))
-                refused(client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a"}))
-                refused(client.post(CHAT, json={"nothing": "that is read"}))
-                assert client.get("/metrics").status_code == 200
-            assert any(request.is_alive() for request in requests), (
-                "they ended before anything was tried"
-            )
+            with suspended_engine(server):
+                os.kill(server.process.pid, signal.SIGTERM)
+                wait_until_draining(server)
+                with server.client() as client:
+                    refused(client.get("/health"))
+                    refused(client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a"}))
+                    refused(client.post(CHAT, json={"nothing": "that is read"}))
+                    assert client.get("/metrics").status_code == 200
+                assert any(request.is_alive() for request in requests), (
+                    "they ended before anything was tried"
+                )
         check_end(server)
         assert not folder.exists()
     oracle = Oracle(tiny_model)
@@ -193,6 +203,16 @@ def check_full_disk(server: Server) -> None:
     assert server.log.stat().st_size == full
     for process in processes:
         process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+
+
+@contextmanager
+def suspended_engine(server: Server) -> Iterator[None]:
+    """Nothing that is under way ends meanwhile."""
+    (pid,) = set(re.findall(r"\(EngineCore pid=(\d+)\)", server.log.read_text()))
+    engine = psutil.Process(int(pid))
+    engine.suspend()
+    yield
+    engine.resume()
 
 
 def processes_of(server: Server) -> list[psutil.Process]:
