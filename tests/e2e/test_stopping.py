@@ -160,18 +160,17 @@ def test_responses_under_way_are_finished(
         folder = default_folder(str(urlsplit(server.url).port))
         server.complete(prompt="abc", max_tokens=2, **ASK, routed_experts_delivery="reference")
         assert [*folder.iterdir()]
-        with under_way(server, 6, max_tokens=MAX_TOKENS) as requests:
-            with suspended_engine(server):
-                os.kill(server.process.pid, signal.SIGTERM)
-                wait_until_draining(server)
-                with server.client() as client:
-                    refused(client.get("/health"))
-                    refused(client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a"}))
-                    refused(client.post(CHAT, json={"nothing": "that is read"}))
-                    assert client.get("/metrics").status_code == 200
-                assert any(request.is_alive() for request in requests), (
-                    "they ended before anything was tried"
-                )
+        with under_way(server, 6, max_tokens=MAX_TOKENS) as requests, suspended_engine(server):
+            os.kill(server.process.pid, signal.SIGTERM)
+            wait_until_draining(server)
+            with server.client() as client:
+                refused(client.get("/health"))
+                refused(client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a"}))
+                refused(client.post(CHAT, json={"nothing": "that is read"}))
+                assert client.get("/metrics").status_code == 200
+            assert any(request.is_alive() for request in requests), (
+                "they ended before anything was tried"
+            )
         check_end(server)
         assert not folder.exists()
     oracle = Oracle(tiny_model)
