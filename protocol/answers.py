@@ -11,7 +11,14 @@ import numpy as np
 from msgspec import Meta, Struct, ValidationError, convert
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import count_missing, decode, decode_weights
+from routed_experts.protocol.codec import (
+    UNKNOWN_STEP,
+    Steps,
+    count_missing,
+    decode,
+    decode_steps,
+    decode_weights,
+)
 from routed_experts.protocol.routing import RoutingError
 
 LARGEST = (1 << 31) - 1
@@ -65,6 +72,7 @@ class Choice(Struct):
     logprobs: Logprobs | None = None
     routed_experts: Any = None
     routed_expert_weights: Any = None
+    routed_experts_steps: Any = None
     provider_specific_fields: Any = None
 
 
@@ -78,6 +86,7 @@ class Answer(Struct):
     prompt_token_ids: TokenIds | None = None
     prompt_routed_experts: Any = None
     prompt_routed_expert_weights: Any = None
+    prompt_routed_experts_steps: Any = None
     error: Any = None
     provider_specific_fields: Any = None
 
@@ -153,12 +162,14 @@ class RowsArray:
     Attributes:
         rows: [n, L, K] ids, in their type on the wire.
         weights: [n, L, K], if there are any.
+        steps: [n], likewise.
         start: position of the first row; None in the forms without positions.
     """
 
     rows: NDArray[np.integer[Any]]
     weights: NDArray[np.float32] | None
     start: int | None
+    steps: Steps | None = None
 
 
 class _Place(Struct):
@@ -169,21 +180,26 @@ class _Place(Struct):
 
 
 def read_array(
-    json: Any, weights_json: Any, dtype: str, shape: Mapping[str, int | None]
+    json: Any,
+    weights_json: Any,
+    dtype: str,
+    shape: Mapping[str, int | None],
+    steps_json: Any = None,
 ) -> RowsArray:
-    """The array in `json`, with its weights, which may be None.
+    """The array in `json`, with its weights and steps, which may be None.
 
     Args:
         dtype: of an array in the form `raw`.
         shape: `num_layers` and `top_k` of an array in the form `raw`, if they are known.
 
     Raises:
-        ValueError: it is not an array of expert ids, or its weights are not of these ids.
+        ValueError: it is not an array of expert ids, or its weights or steps are not of these ids.
     """
     rows = decode(json, dtype=dtype, **shape)
     start = _start_of(json, rows)
+    steps = None if steps_json is None else _steps_of(steps_json, rows, start)
     if weights_json is None:
-        return RowsArray(rows, None, start)
+        return RowsArray(rows, None, start, steps)
     weights = decode_weights(weights_json, **shape)
     are_both_empty = len(weights) + len(rows) == 0  # an empty list has no shape
     if weights.shape != rows.shape and not are_both_empty:
@@ -192,7 +208,20 @@ def read_array(
         place = read_fields(weights_json, _Place)
         if place.start != start or place.missing != count_missing(weights):
             raise RoutingError("weights that are not of the ids beside them")
-    return RowsArray(rows, weights, start)
+    return RowsArray(rows, weights, start, steps)
+
+
+def _steps_of(json: Any, rows: NDArray[Any], start: int | None) -> Steps:
+    steps = decode_steps(json)
+    place = read_fields(json, _Place)
+    is_unknown = steps == UNKNOWN_STEP
+    if (
+        len(steps) != len(rows)
+        or start not in (None, place.start)
+        or place.missing != np.count_nonzero(is_unknown)
+    ):
+        raise RoutingError("steps that are not of the ids beside them")
+    return steps
 
 
 def _start_of(json: Any, rows: NDArray[Any]) -> int | None:

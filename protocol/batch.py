@@ -128,6 +128,7 @@ def shared_prefix(
         before,
         rows=before.rows[:num_rows],
         weights=None if before.weights is None else before.weights[:num_rows],
+        steps=None,
     )
     if new_media is not None:
         return replace(prefix, media=new_media)
@@ -215,6 +216,7 @@ def _continued(before: Routing, turn: Routing) -> Routing:
         turn,
         rows=rows,
         weights=weights,
+        steps=None,
         start=before.start,
         **_values_of_both(before, turn),
     )

@@ -29,6 +29,12 @@ tokens."""
 UNKNOWN = -1
 """Fills unknown rows. Never a valid expert id."""
 
+Steps = NDArray[np.uint32]
+"""[n]: the engine's step that computed each of n rows."""
+
+UNKNOWN_STEP = 0xFFFFFFFF
+"""Fills the steps of rows that are unknown, or came from another engine."""
+
 UNKNOWN_WEIGHT = np.array(UNKNOWN, dtype=np.int32).view(np.float32)
 """Fills unknown weights: NaN with all bits set, as -1 has them."""
 
@@ -199,6 +205,21 @@ def decode_weights(
     if weights.dtype != np.float32 or weights.ndim != 3:
         raise CodecError(f"not an array of weights: {weights.dtype} in {weights.ndim} dimensions")
     return weights
+
+
+def decode_steps(value: Mapping[str, Any]) -> Steps:
+    """The array of steps [n] beside an array of ids; `UNKNOWN_STEP` where one is unknown.
+
+    Raises:
+        CodecError: `value` is no such array.
+    """
+    with _reading("steps", "int32", None, None):
+        if not isinstance(value, Mapping) or value["dtype"] != "uint32":
+            raise CodecError("not an array of steps")
+        steps = np.frombuffer(_binary(value["data"]), np.dtype("<u4"))
+        if list(value["shape"]) != [len(steps)]:
+            raise CodecError(f"{len(steps)} steps, said to be {value['shape']}")
+        return steps
 
 
 @contextmanager

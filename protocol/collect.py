@@ -38,6 +38,7 @@ from routed_experts.protocol.answers import (
     read_answer,
     read_array,
 )
+from routed_experts.protocol.codec import Steps
 from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.sse import EventError, EventReader
 
@@ -197,14 +198,11 @@ class Collector:
     def _take_prompt_rows(self, answer: Answer) -> None:
         self._prompts_have_rows = True
         rows = arrays_of_prompts(answer.prompt_routed_experts)
-        weights: list[Any] = [None] * len(rows)
-        if answer.prompt_routed_expert_weights is not None:
-            weights = arrays_of_prompts(answer.prompt_routed_expert_weights)
-        if len(weights) != len(rows):
-            raise RoutingError(f"rows of {len(rows)} prompts, but weights of {len(weights)}")
+        weights = _beside(rows, answer.prompt_routed_expert_weights, "weights")
+        steps = _beside(rows, answer.prompt_routed_experts_steps, "steps")
         prompts = self._prompts_of(answer, len(rows))
-        for prompt, of_rows, of_weights in zip(prompts, rows, weights, strict=True):
-            self._append(prompt, of_rows, of_weights)
+        for prompt, *arrays in zip(prompts, rows, weights, steps, strict=True):
+            self._append(prompt, *arrays)
 
     def _take_choice(self, part: Choice) -> None:
         index = part.index or 0
@@ -222,7 +220,9 @@ class Collector:
         # several tokens, a chunk has the text of other tokens.
         choice.texts += texts or [None] * len(part.token_ids or ())
         if part.routed_experts is not None:
-            self._append(choice, part.routed_experts, part.routed_expert_weights)
+            self._append(
+                choice, part.routed_experts, part.routed_expert_weights, part.routed_experts_steps
+            )
 
     def _prompts_of(self, answer: Answer, num_prompts: int) -> list["_Prompt"]:
         """The prompts that a chunk has rows of, each beside the first of its choices."""
@@ -243,10 +243,10 @@ class Collector:
             )
         return prompt
 
-    def _append(self, segment: "_Segment", rows: Any, weights: Any) -> None:
-        """Appends an array of rows, and the one of their weights if there is one."""
+    def _append(self, segment: "_Segment", rows: Any, weights: Any, steps: Any) -> None:
+        """Appends an array of rows, and those of their weights and steps if there are any."""
         try:
-            array = read_array(rows, weights, self._raw_dtype, self._raw_shape)
+            array = read_array(rows, weights, self._raw_dtype, self._raw_shape, steps)
             if len(array.rows):  # an empty list has no shape
                 self._check_shape(array.rows.shape[1:])
             segment.append(array)
@@ -330,6 +330,7 @@ class Collector:
             token_ids=None if choice.token_ids is None else tuple(choice.token_ids),
             finish_reason=choice.finish_reason,
             weights=_weights_of(index, arrays, shape),
+            steps=_steps_of(index, arrays),
             logprobs=np.array(choice.logprobs, dtype=np.float64) if choice.logprobs else None,
             texts=choice.texts_of_all(prompt_len, start + len(rows) + 1),
             media=self._media,
@@ -450,6 +451,26 @@ def _check_none_expected(choice: _Choice, start: int, prompt_len: int | None) ->
         raise RoutingError(
             f"choice {choice.index} has no routed_experts: the request must ask with return_routed_experts"
         )
+
+
+def _beside(rows: Sequence[Any], json: Any, what: str) -> Sequence[Any]:
+    """The arrays of weights or steps beside the arrays of rows of as many prompts; None for each if
+    there are none."""
+    if json is None:
+        return [None] * len(rows)
+    beside = arrays_of_prompts(json)
+    if len(beside) != len(rows):
+        raise RoutingError(f"rows of {len(rows)} prompts, but {what} of {len(beside)}")
+    return beside
+
+
+def _steps_of(index: int, arrays: Sequence[RowsArray]) -> Steps | None:
+    steps = [array.steps for array in arrays if array.steps is not None]
+    if not steps:
+        return None
+    if len(steps) < len(arrays):
+        raise RoutingError(f"choice {index}: steps of some of its rows only")
+    return np.concatenate(steps)
 
 
 def _weights_of(

@@ -30,6 +30,7 @@ HISTOGRAM = "routed_experts_histogram"
 FORMAT = "routed_experts_format"
 LAYERS = "routed_experts_layers"
 WEIGHTS = "return_routed_expert_weights"
+STEPS = "routed_experts_steps"
 DELIVERY = "routed_experts_delivery"
 _START_LEN = "routed_experts_start_len"
 PROMPT_STARTS = (PROMPT_START, _START_LEN)
@@ -102,6 +103,11 @@ class RoutingFields(BaseModel):
         description="Return the router's weight of each id too, in arrays of float32 beside those of ids. The server "
         "needs `--enable-return-routed-expert-weights`.",
     )
+    routed_experts_steps: StrictBool = Field(
+        default=False,
+        description="Return the engine's step that computed each row too, in arrays beside those of ids; not with "
+        "references.",
+    )
     routed_experts_delivery: Delivery = Field(
         default="inline",
         description="`reference`: instead of an array, return where it is: see `GET /v1/routed_experts/rows/{id}`. "
@@ -127,6 +133,7 @@ class RoutingOptions:
     rows: bool = True
     histogram: bool = False
     weights: bool = False  # of the routers, beside the rows
+    steps: bool = False  # of the engine, beside the rows
     prompt_start: int = 0
     prompt_start_param: str = PROMPT_START  # the name that the client used
     format: RequestFormat = "object"
@@ -190,6 +197,7 @@ def parse_options(
         rows=fields.return_routed_experts,
         histogram=fields.routed_experts_histogram,
         weights=fields.return_routed_expert_weights,
+        steps=fields.routed_experts_steps,
         prompt_start=start,
         prompt_start_param=start_param,
         format=fields.routed_experts_format,
@@ -223,11 +231,14 @@ def _with_defaults(
 def _is_by_reference(of_request: Mapping[str, Any], fields: RoutingFields) -> bool:
     if fields.routed_experts_delivery != "reference" or not fields.return_routed_experts:
         return False
-    if of_request.get(FORMAT, "object") in ("object", "paired"):
+    has_format = of_request.get(FORMAT, "object") in ("object", "paired")
+    if has_format and not fields.routed_experts_steps:
         return True
+    if DELIVERY in of_request and has_format:
+        raise FieldError(STEPS, f"{STEPS} cannot be delivered by reference")
     if DELIVERY in of_request:
         raise FieldError(FORMAT, f"{FORMAT}: only object and paired can be delivered by reference")
-    return False  # the request's format wins over the default's delivery
+    return False  # the request's format or steps win over the default's delivery
 
 
 def _paired(options: RoutingOptions) -> RoutingOptions:
@@ -350,6 +361,16 @@ class RoutedExpertWeightsArray(BaseModel):
     dtype: Literal["float32"]
     start: Start
     missing: int = Field(description="number of rows with unknown weights; they are NaN", ge=0)
+
+
+class RoutedExpertsStepsArray(BaseModel):
+    """The engine's steps beside an array of rows."""
+
+    data: str = Field(description="base64 of the little-endian array")
+    shape: Annotated[list[int], Field(description="[rows]", min_length=1, max_length=1)]
+    dtype: Literal["uint32"]
+    start: Start
+    missing: int = Field(description="number of rows whose step is unknown: 4294967295", ge=0)
 
 
 class RoutedExpertsReference(BaseModel):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from routed_experts.protocol import arguments
-from routed_experts.protocol.codec import Rows, count_missing
+from routed_experts.protocol.codec import Rows, Steps, count_missing
 
 PROMPT_END_UNKNOWN = (
     "where the prompt ends is not known: give prompt_len, or ask with return_token_ids, "
@@ -57,6 +57,8 @@ class Routing:
             has none, None if nobody said.
         generated: [P + G], the tokens that were generated, of joined turns (`batch.generated_mask`
             has those of all responses).
+        steps: uint32 [n], the engine's step that computed each row, if the response has them;
+            `codec.UNKNOWN_STEP` where unknown. None of joined turns.
 
     Raises:
         TypeError: an argument has another type, or an array another kind of elements.
@@ -75,6 +77,7 @@ class Routing:
     texts: tuple[str | None, ...] | None = None
     media: tuple[str, ...] | None = None
     generated: NDArray[np.bool_] | None = None
+    steps: Steps | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", arguments.array("rows", self.rows, "iu", "nLK"))

@@ -55,6 +55,7 @@ class RowDistributor:
         # by `prompt_id`, those with several requests, oldest first
         self._sent_prompts: dict[object, None] = {}
         self._weights_epoch = 0  # raised when weights may have changed
+        self._has_steps = False  # whether a request has asked for steps so far
 
     # ---- what happens to requests ----
 
@@ -63,6 +64,7 @@ class RowDistributor:
         self.requests.forget_ended()  # one of them may have had this id
         if opt_in is None:
             return
+        self._has_steps |= opt_in.steps
         state = RequestRows(
             request.request_id,
             request.client_index,
@@ -218,21 +220,30 @@ class RowDistributor:
                 starts[chosen],
                 rows,
                 first_index[chosen],
+                number,
             )
-            for rows, chosen in self._as_asked(step, states, is_single)
+            for rows, number, chosen in self._as_asked(step, states, is_single)
             if chosen.any()
         ]
 
     def _as_asked(
         self, step: Step, states: Sequence[RequestRows], is_single: NDArray[np.bool_]
-    ) -> list[tuple[Rows, NDArray[np.bool_]]]:
-        """The step's rows in each form, and which of `states` ([n]) that have single rows get
-        that."""
+    ) -> list[tuple[Rows, int | None, NDArray[np.bool_]]]:
+        """The step's rows in each form, its number if that has steps, and which of `states` ([n])
+        that have single rows get that."""
         rows = step.captured.rows
-        if not self.source.cache.has_weights:
-            return [(rows, is_single)]
-        weights = np.fromiter([state.opt_in.weights for state in states], np.bool_, len(states))
-        return [(ids_of(rows), is_single & ~weights), (rows, is_single & weights)]
+        forms = [(rows, is_single)]
+        if self.source.cache.has_weights:
+            weights = np.fromiter([state.opt_in.weights for state in states], np.bool_, len(states))
+            forms = [(ids_of(rows), is_single & ~weights), (rows, is_single & weights)]
+        if not self._has_steps:
+            return [(rows, None, chosen) for rows, chosen in forms]
+        steps = np.fromiter([state.opt_in.steps for state in states], np.bool_, len(states))
+        return [
+            (rows, number, chosen & has_number)
+            for rows, chosen in forms
+            for number, has_number in ((None, ~steps), (step.number, steps))
+        ]
 
     def _take_alone(self, step: Step, outputs: Sequence[EngineCoreOutput]) -> list[RequestRows]:
         """Takes the outputs of requests that are looked at one by one; gives those requests."""
@@ -264,6 +275,8 @@ class RowDistributor:
         ).take()
         if state.rows_at_end:
             state.unsent.append(rows.rows.copy())
+            if rows.steps is not None:
+                state.unsent_steps.append(rows.steps)
         else:
             output.routed_experts = rows
 
@@ -332,13 +345,19 @@ class RowDistributor:
         table = self.source.block_table(state.request_id) if num_parked else ()
         pieces = [*state.unsent, num_parked]
         return self.source.pending(
-            state, state.first_unsent, pieces, table, as_captured=as_captured
+            state,
+            state.first_unsent,
+            pieces,
+            table,
+            steps=state.unsent_steps,
+            as_captured=as_captured,
         )
 
     def _rescue(self, request: Request, state: RequestRows) -> None:
         """Reads the rows of a request that is parked, while it has its blocks."""
-        rows = self._parked_rows(request, state, as_captured=True).take().rows
-        state.unsent = [rows]
+        rows = self._parked_rows(request, state, as_captured=True).take()
+        state.unsent = [rows.rows]
+        state.unsent_steps = [] if rows.steps is None else [rows.steps]
         state.next_row = max(request.num_tokens - 1, state.next_row)
 
     def _pop_last_rows(self, state: RequestRows) -> PendingRows | None:
@@ -347,5 +366,7 @@ class RowDistributor:
         # They refer to it: so no cycle keeps them until it is collected.
         state.last_rows = None
         if rows is None and state.unsent:
-            rows = self.source.pending(state, state.first_unsent, [*state.unsent])
+            rows = self.source.pending(
+                state, state.first_unsent, [*state.unsent], steps=state.unsent_steps
+            )
         return rows or None

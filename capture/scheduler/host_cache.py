@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from routed_experts.capture.wire.message import Cause
 from routed_experts.capture.wire.rows import ids_of, missing_weights
-from routed_experts.protocol.codec import UNKNOWN, Rows
+from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_STEP, Rows, Steps
 
 Slots = NDArray[np.int64]
 """[n], KV slots: block id x block size + index in the block."""
@@ -54,6 +54,8 @@ class HostCache:
         # np.empty holds garbage that looks like ids, so which slots were written is kept beside it.
         self._written: Mask = np.zeros((num_blocks, block_size), dtype=np.bool_)
         self._written_by_slot = self._written.reshape(-1)
+        # of written slots
+        self._steps: Steps = np.empty(num_blocks * block_size, dtype=np.uint32)
         # of unwritten slots
         self._causes: NDArray[np.uint8] = np.zeros((num_blocks, block_size), dtype=np.uint8)
 
@@ -80,8 +82,8 @@ class HostCache:
         num_rows = int(np.count_nonzero(self._written))
         return num_rows * height * top_k * self._rows.itemsize
 
-    def write(self, slots: Slots, rows: Rows) -> None:
-        """Stores `rows` ([n, L, K]) at `slots` ([n])."""
+    def write(self, slots: Slots, rows: Rows, step: int = UNKNOWN_STEP) -> None:
+        """Stores `rows` ([n, L, K]), which a step of this engine computed, at `slots` ([n])."""
         self._allocate(rows.shape[1:])
         inside = within(slots, self._written.size)
         if not inside.all():
@@ -90,6 +92,7 @@ class HostCache:
         self._before_write(slots)
         height, top_k = self.row_shape
         self._by_slot[slots] = rows.reshape(-1, height * top_k).view(self._row_type)[:, 0]
+        self._steps[slots] = step
         self._written_by_slot[slots] = True
 
     def wait(self, reader: Reader, blocks: NDArray[np.int64]) -> None:
@@ -117,11 +120,22 @@ class HostCache:
     def causes(self, block_ids: BlockIds, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
         """The `Cause` [n] of unknown rows at `positions` ([n]) of a sequence with this block
         table."""
-        blocks = block_ids[positions // self.block_size]
-        slots = blocks * self.block_size + positions % self.block_size
+        slots = self._slots(block_ids, positions)
         causes = self._causes.reshape(-1)[slots]
         causes[self._written_by_slot[slots]] = Cause.FAULT
         return causes
+
+    def steps(self, block_ids: BlockIds, first: int, count: int) -> Steps:
+        """The steps of the `count` rows from position `first` on of a sequence with this block
+        table."""
+        slots = self._slots(block_ids, np.arange(first, first + count))
+        steps = self._steps[slots]
+        steps[~self._written_by_slot[slots]] = UNKNOWN_STEP
+        return steps
+
+    def _slots(self, block_ids: BlockIds, positions: NDArray[np.int64]) -> Slots:
+        blocks = block_ids[positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
 
     def are_written(self, slots: Slots) -> Mask:
         """Which of `slots` ([n]) have a row."""
@@ -157,6 +171,7 @@ class HostCache:
         if written.any():
             self._allocate(other.row_shape)
             self._by_slot[slots[written]] = other._by_slot[sources[written]]
+            self._steps[slots[written]] = other._steps[sources[written]]
         self._written_by_slot[slots] = written
         self._causes.reshape(-1)[slots] = causes
 

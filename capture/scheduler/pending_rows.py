@@ -7,7 +7,7 @@ import numpy as np
 
 from routed_experts.capture.scheduler.host_cache import BlockIds, HostCache, Mask
 from routed_experts.capture.wire.message import PlacedRows
-from routed_experts.protocol.codec import UNKNOWN, Rows
+from routed_experts.protocol.codec import UNKNOWN, Rows, Steps
 
 Piece = Rows | int
 """Rows at hand, or a number of rows to read from the host cache."""
@@ -30,6 +30,7 @@ class PendingRows:
         report_unknown: ReportUnknown,
         *,
         ids_only: bool = False,  # whether rows of a cache with weights are given without them
+        steps: Steps | None = None,  # of all these rows, if they are given with their steps
     ) -> None:
         self.start = start
         self._cache = cache
@@ -37,6 +38,7 @@ class PendingRows:
         self._block_ids = block_ids
         self._report_unknown = report_unknown
         self._ids_only = ids_only
+        self._steps = steps
         self._end = start + sum(map(_size, self._pieces))
         # in the host cache
         self.row_bytes = cache.row_shape[0] * cache.row_shape[1] * np.dtype(np.int16).itemsize
@@ -59,7 +61,11 @@ class PendingRows:
         rows = self._joined(self._pop(count), start, count)
         if self._ids_only:
             rows = np.ascontiguousarray(self._cache.ids(rows))
-        return PlacedRows(start, rows)
+        if self._steps is None:
+            return PlacedRows(start, rows)
+        steps = self._steps[:count]
+        self._steps = self._steps[count:]
+        return PlacedRows(start, rows, steps)
 
     def _pop(self, count: int) -> list[Piece]:
         """Takes off the first `count` rows."""

@@ -31,7 +31,7 @@ from enum import Enum, auto
 
 from routed_experts.capture.scheduler.pending_rows import PendingRows
 from routed_experts.capture.wire.message import OptIn
-from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.codec import Rows, Steps
 
 
 class Phase(Enum):
@@ -96,6 +96,7 @@ class RequestRows:
     is_prompt_due: bool = True  # until the first token
     # The last rows before `next_row`, in order; empty if rows are sent with their tokens.
     unsent: list[Rows] = field(default_factory=list)
+    unsent_steps: list[Steps] = field(default_factory=list)  # of each, if it asks for them
     # Set when it ends, if it was parked: what is to be sent with its last output.
     last_rows: PendingRows | None = None
 

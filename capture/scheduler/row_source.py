@@ -1,5 +1,6 @@
 """Where rows come from: steps and the host cache."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from routed_experts.capture.scheduler.request_rows import RequestRows
 from routed_experts.capture.scheduler.step import BlockTable, Step
 from routed_experts.capture.wire.message import Cause, UnknownRows
 from routed_experts.capture.wire.vllm_rows import sends_bare_rows
-from routed_experts.protocol.codec import UNKNOWN, Rows
+from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_STEP, Rows, Steps
 
 # `__name__` begins with "routed_experts". A child of vLLM's logger, which is configured.
 logger = init_logger(f"vllm.{__name__}")
@@ -60,11 +61,16 @@ class RowSource:
         num_before = split - first
         num_behind = end - split - len(own)
         pieces: list[Piece] = [num_before, own]
+        steps = [step.number]
         if table is None and num_before:
             pieces[0] = _unknown(num_before, own)
+            steps.insert(0, UNKNOWN_STEP)
         if num_behind:
             pieces.append(_unknown(num_behind, own))
-        return self.pending(request, first, pieces, table or (), as_captured=as_captured)
+            steps.append(UNKNOWN_STEP)
+        return self.pending(
+            request, first, pieces, table or (), steps=steps, as_captured=as_captured
+        )
 
     def pending(
         self,
@@ -73,11 +79,13 @@ class RowSource:
         pieces: list[Piece],
         table: BlockTable = (),
         *,
+        steps: Sequence[int | Steps] = (),
         as_captured: bool = False,
     ) -> PendingRows:
         """Rows from position `first` on. `table` is the sequence's block table, if some are in the
         host cache. They have weights if the request asks for them, or if rows of this engine have
-        them and they are wanted `as_captured`."""
+        them and they are wanted `as_captured`. `steps` has those of each piece that is at hand: one
+        of all its rows, or one of each."""
         wants_weights = request.opt_in.weights or as_captured
         # Only what is needed: a long table takes longer than its rows.
         ids = block_ids(table, first // self.cache.block_size)
@@ -88,7 +96,26 @@ class RowSource:
             ids,
             partial(self._report_unknown, request),
             ids_only=self.cache.has_weights and not wants_weights,
+            steps=self._steps(first, pieces, ids, steps) if request.opt_in.steps else None,
         )
+
+    def _steps(
+        self,
+        first: int,
+        pieces: Sequence[Piece],
+        block_table: NDArray[np.int64],
+        of_rows_at_hand: Sequence[int | Steps],
+    ) -> Steps:
+        """The steps of all rows in `pieces`, the first of which is that of position `first`."""
+        at_hand = iter(of_rows_at_hand)
+        steps: list[Steps] = []
+        for piece in pieces:
+            if isinstance(piece, int):
+                steps.append(self.cache.steps(block_table, first, piece))
+            else:
+                steps.append(np.full(len(piece), next(at_hand), dtype=np.uint32))
+            first += len(steps[-1])
+        return np.concatenate(steps)
 
     def _report_unknown(
         self, request: RequestRows, blocks: NDArray[np.int64], first: int, rows: Rows

@@ -37,6 +37,7 @@ from routed_experts.capture.wire.stats import StatsRecorder
 from routed_experts.capture.wire.step_tag import StepTag, tag_of
 from routed_experts.capture.wire.transport import TOLD_NOTHING, StepRows, detach
 from routed_experts.capture.wire.vllm_rows import sends_bare_rows
+from routed_experts.protocol.codec import UNKNOWN_STEP
 
 # `__name__` begins with "routed_experts". A child of vLLM's logger, which is configured.
 logger = init_logger(f"vllm.{__name__}")
@@ -67,6 +68,7 @@ class SchedulerHooks(AuxOutputHooks):
         self._stats = StatsRecorder(config.parallel_config.data_parallel_index)
         self._steps: dict[int, Step] = {}  # in flight
         self._num_steps = 0
+        self._parallel = config.parallel_config
         self.external_kv: ExternalKVTracker | NoExternalKV = NoExternalKV()
         if config.kv_transfer_config is not None:
             self.external_kv = ExternalKVTracker(
@@ -120,7 +122,12 @@ class SchedulerHooks(AuxOutputHooks):
         """Called when a step has been scheduled, before its requests are advanced. Its tag comes
         with its output."""
         recomputing = self.distributor.recomputed.schedule(scheduler_output, requests)
-        step = Step(scheduler_output, self.distributor.schedule(scheduler_output, requests))
+        self._num_steps += 1
+        number = step_number(
+            self._num_steps, self._parallel.data_parallel_index, self._parallel.data_parallel_size
+        )
+        tables = self.distributor.schedule(scheduler_output, requests)
+        step = Step(number, scheduler_output, tables)
         step.loads = self.external_kv.pop_loads(scheduler_output, requests)
         step.stores = self.external_kv.pop_stores(scheduler_output)
         self.router_inputs.complete(recomputing.rows)
@@ -129,7 +136,6 @@ class SchedulerHooks(AuxOutputHooks):
             scheduler_output.num_scheduled_tokens, recomputing.rows
         )
         self._stats.count_recomputed(recomputing.rows, self.distributor.num_again)
-        self._num_steps += 1
         self._steps[self._num_steps] = step
         return StepTag(self._num_steps, recomputing.rows)
 
@@ -173,7 +179,7 @@ class SchedulerHooks(AuxOutputHooks):
     ) -> None:
         """Takes what the step's forward pass routed. `batch_index` has the index of each request in
         its batch."""
-        self.cache.write(captured.slots, captured.rows)
+        self.cache.write(captured.slots, captured.rows, step.number)
         step.arrive(captured, batch_index)
         if self.bare_rows is not None:
             self.bare_rows.learn(captured)
@@ -233,6 +239,12 @@ class SchedulerHooks(AuxOutputHooks):
         if stats is not None:
             notes[0].stats = stats  # for one process, because metrics are summed over processes
         return notes
+
+
+def step_number(count: int, rank: int, num_ranks: int) -> int:
+    """Of the step `count` of an engine: the steps of data-parallel engines take turns, so that each
+    number is of one engine. Counts anew before it would be `UNKNOWN_STEP`."""
+    return count % (UNKNOWN_STEP // num_ranks) * num_ranks + rank
 
 
 def _detach_rows(scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepRows | None:

@@ -48,6 +48,7 @@ class Recomputing:
 class Step:
     """A step, and what happens to rows with it."""
 
+    number: int  # which no other step of any data-parallel engine has
     scheduled: SchedulerOutput
     # of requests whose rows before the step's are needed, by their ids
     block_tables: Mapping[str, BlockTable]

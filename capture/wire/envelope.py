@@ -1,7 +1,7 @@
 """The envelope: a message's first output, with the rows of the others, causes of unknown rows, and
 statistics."""
 
-import math
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby, repeat
 from operator import is_, itemgetter
@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.wire.message import Output, PlacedRows, UnknownRows
+from routed_experts.capture.wire.rows import with_steps
 from routed_experts.capture.wire.stats import EngineStats
-from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.codec import Rows, Steps
 
 ENVELOPE_ID = "routed_experts"
 """Request id of the envelope, and its `stop_reason`: a client may choose the same request id, but
@@ -49,15 +50,16 @@ class _Run(NamedTuple):
     """Some outputs beside each other in an envelope, of whose rows each array has one shape."""
 
     num_outputs: int
-    num_rows: int  # of each output; or _ON_OUTPUT
-    # shape of a row
+    num_rows: int  # of each output
+    # shape of a row; (0, 0) if the rows are on the output itself, of which there is one
     height: int
     top_k: int
+    has_steps: bool
 
+    @property
+    def num_words(self) -> int:
+        return self.num_outputs * self.num_rows * self.height * self.top_k
 
-_ON_OUTPUT = -1
-"""Number of rows in a run whose rows are on the output itself, of which there is one; its rows have
-the shape (0, 0) then."""
 
 # columns of the places of outputs, int32 [n, 2]
 _INDEX = 0  # of the output in the message
@@ -77,10 +79,11 @@ class SingleRows(NamedTuple):
     starts: Sequence[int] | NDArray[np.int64]  # position of each row
     step_rows: Rows  # of the step, without weights if those are not asked for
     indexes: Sequence[int] | NDArray[np.int64]  # of each row in `step_rows`
+    step: int | None = None  # which computed them, if steps are asked for
 
     def run(self) -> _Run:
         _, height, top_k = self.step_rows.shape
-        return _Run(len(self.outputs), 1, height, top_k)
+        return _Run(len(self.outputs), 1, height, top_k, self.step is not None)
 
     def places(self, outputs: Sequence[Output]) -> NDArray[np.int32]:
         """The place [n, 2] of each of these rows in a message of `outputs`."""
@@ -107,13 +110,20 @@ def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArr
     `outputs`, which are taken off. None if there are none. Large arrays stay on their outputs, and
     are not copied.
 
-    Two int32 are the number of runs and of outputs with rows. Then come the runs, four int32 each,
-    the places of the outputs, run by run, two int32 each, and in this order the rows.
+    Two int32 are the number of runs and of outputs with rows. Then come the runs, five int32 each,
+    the places of the outputs, run by run, two int32 each, and in this order the rows, and the steps
+    of the runs that have some.
     """
-    runs, places, arrays = _take_off(outputs)
+    runs, places, arrays, steps = _take_off(outputs)
     if not runs and not singles:
         return None
     runs = [*(single.run() for single in singles), *runs]
+    of_singles = [
+        np.full(len(single.outputs), single.step, np.uint32)
+        for single in singles
+        if single.step is not None
+    ]
+    packed_steps = _pack_steps([*of_singles, *steps])
     all_runs = np.array(runs, dtype=_INT32)
     all_places = np.concatenate(
         [
@@ -121,29 +131,48 @@ def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArr
             np.array(places, dtype=_INT32).reshape(-1, _PLACE_COLUMNS),
         ]
     )
-    num_words = sum(map(math.prod, runs))  # of rows on an output: 0
+    num_words = sum(run.num_words for run in runs)
     runs_end = _HEADER_WORDS + _INT32_WORDS * all_runs.size
     places_end = runs_end + _INT32_WORDS * all_places.size
-    packed = np.empty(places_end + num_words, dtype=np.int16)
+    rows_end = places_end + num_words
+    packed = np.empty(rows_end + len(packed_steps), dtype=np.int16)
     packed[:_HEADER_WORDS].view(_INT32)[:] = len(all_runs), len(all_places)
     packed[_HEADER_WORDS:runs_end].view(_INT32)[:] = all_runs.reshape(-1)
     packed[runs_end:places_end].view(_INT32)[:] = all_places.reshape(-1)
-    body = packed[places_end:]
+    body = packed[places_end:rows_end]
     for single in singles:
         body = single.write(body)
     if arrays:
         np.concatenate([rows.reshape(-1) for rows in arrays], out=body)
+    packed[rows_end:] = packed_steps
     return packed
+
+
+def _pack_steps(steps: Sequence[Steps]) -> NDArray[np.int16]:
+    """Rows of one step, and of steps that follow each other, take next to nothing this way."""
+    if not steps:
+        return np.empty(0, dtype=np.int16)
+    differences = np.diff(np.concatenate(steps), prepend=np.uint32(0))
+    compressed = zlib.compress(differences.tobytes(), level=1)
+    return np.frombuffer(compressed + bytes(len(compressed) % 2), dtype=np.int16)
+
+
+def _unpack_steps(packed: NDArray[np.int16]) -> Steps:
+    if not len(packed):
+        return np.empty(0, dtype=np.uint32)
+    differences = zlib.decompressobj().decompress(packed.tobytes())
+    return np.cumsum(np.frombuffer(differences, np.uint32), dtype=np.uint32)
 
 
 def _take_off(
     outputs: Sequence[Output],
-) -> tuple[list[_Run], list[tuple[int, int]], list[Rows]]:
-    """The runs and places of rows that are on `outputs`, and the small arrays, which are taken off.
-    Arrays of one shape are a run."""
+) -> tuple[list[_Run], list[tuple[int, int]], list[Rows], list[Steps]]:
+    """The runs and places of rows that are on `outputs`, the small arrays, which are taken off, and
+    the steps of all. Arrays of one shape are a run, apart from those with steps."""
     runs = []
     places = []
     small = []
+    steps = []
     for index, output in enumerate(outputs):
         placed = output.routed_experts
         if placed is None:
@@ -152,20 +181,24 @@ def _take_off(
             f"request {output.request_id!r}: expected rows with their position on its output, "
             f"actually {type(placed).__name__}"
         )
-        start, rows = placed
+        start, rows, of_rows = placed
+        has_steps = of_rows is not None
         if rows.nbytes > SMALL_ARRAY_BYTES:
             output.routed_experts = np.ascontiguousarray(rows)
-            runs.append(_Run(1, _ON_OUTPUT, 0, 0))
+            runs.append(_Run(1, len(rows), 0, 0, has_steps))
             places.append((index, start))
+            if of_rows is not None:
+                steps.append(of_rows)
         else:
             output.routed_experts = None
-            small.append((rows.shape, (index, start), rows))
+            small.append(((*rows.shape, has_steps), (index, start), placed))
     small.sort(key=itemgetter(0))
-    for shape, alike in groupby(small, key=itemgetter(0)):
+    for form, alike in groupby(small, key=itemgetter(0)):
         begin = len(places)
         places += [place for _, place, _ in alike]
-        runs.append(_Run(len(places) - begin, *shape))
-    return runs, places, [rows for _, _, rows in small]
+        runs.append(_Run(len(places) - begin, *form))
+    steps += [placed.steps for _, _, placed in small if placed.steps is not None]
+    return runs, places, [placed.rows for _, _, placed in small], steps
 
 
 class RunRows:
@@ -189,9 +222,9 @@ class RunRows:
         return rows
 
 
-_Entry = tuple[int, RunRows | None, int]
+_Entry = tuple[int, RunRows | None, int, Steps | None]
 """Of an output: the position of its first row, its run, and its place in that. The run is None if
-the rows are on the output itself."""
+the rows are on the output itself; their steps are the last, if they have some."""
 
 
 class Unpacker:
@@ -220,7 +253,7 @@ class Unpacker:
 
     def rows(self, outputs: Sequence[Output]) -> Iterator[tuple[Output, int, RunRows, int]]:
         """Takes the rows off the slice's outputs: each output that has some, the position of its
-        first row, and where its rows are, which have weights if they are [n, 3L, K]. Rows without
+        first row, and where its rows are, which have weights and steps as `rows` says. Rows without
         an envelope have no position and are dropped."""
         first = self._num_outputs
         self._num_outputs += len(outputs)
@@ -230,8 +263,9 @@ class Unpacker:
             entry = self._entries.pop(index, None)
             if entry is None:
                 continue
-            start, run, place = entry
+            start, run, place, steps = entry
             if run is None and isinstance(on_output, np.ndarray):
+                on_output = on_output if steps is None else with_steps(on_output, steps)
                 run = RunRows(on_output[np.newaxis])
             if run is not None:
                 yield output, start, run, place
@@ -242,22 +276,31 @@ def _unpack(packed: NDArray[np.int16]) -> dict[int, _Entry]:
     num_runs, num_places = packed[:_HEADER_WORDS].view(_INT32).tolist()
     runs_end = _HEADER_WORDS + _INT32_WORDS * len(_Run._fields) * num_runs
     places_end = runs_end + _INT32_WORDS * _PLACE_COLUMNS * num_places
-    runs = packed[_HEADER_WORDS:runs_end].view(_INT32).reshape(-1, len(_Run._fields)).tolist()
+    columns = packed[_HEADER_WORDS:runs_end].view(_INT32).reshape(-1, len(_Run._fields))
+    runs = [_Run(*run) for run in columns.tolist()]
     places = packed[runs_end:places_end].view(_INT32).reshape(-1, _PLACE_COLUMNS)
     indexes = places[:, _INDEX].tolist()
     starts = places[:, _START].tolist()
     body = packed[places_end:]
+    all_steps = _unpack_steps(body[sum(run.num_words for run in runs) :])
     unpacked: dict[int, _Entry] = {}
     begin = 0  # of the run's outputs among all
-    for num_outputs, num_rows, height, top_k in runs:
-        run = None
-        if num_rows != _ON_OUTPUT:
-            shape = num_outputs, num_rows, height, top_k
-            size = math.prod(shape)
-            run = RunRows(body[:size].reshape(shape))
-            body = body[size:]
-        end = begin + num_outputs
-        entries = zip(starts[begin:end], repeat(run), range(num_outputs), strict=False)
+    for run in runs:
+        rows = body[: run.num_words].reshape(run[:4])
+        body = body[run.num_words :]
+        steps = None
+        if run.has_steps:
+            steps = all_steps[: run.num_outputs * run.num_rows]
+            all_steps = all_steps[len(steps) :]
+        run_rows = None
+        if run.height:
+            if steps is not None:
+                rows = with_steps(rows, steps.reshape(run.num_outputs, run.num_rows))
+            run_rows = RunRows(rows)
+        end = begin + run.num_outputs
+        entries = zip(
+            starts[begin:end], repeat(run_rows), range(run.num_outputs), repeat(steps), strict=False
+        )
         unpacked.update(zip(indexes[begin:end], entries, strict=True))
         begin = end
     return unpacked

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.codec import Rows, Steps
 
 OPT_IN_ARG = "routed_experts.opt_in"
 """Key in `SamplingParams.extra_args` that opts a request in; its value is `OptIn.encode()`."""
@@ -18,6 +18,7 @@ _WEIGHTS = 2
 _FINAL_ONLY = 4
 _ALLOW_MISSING = 8
 _OWN_PROMPT = 16
+_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class OptIn:
     # Whether the rows of its prompt are to be those of its own KV. Of several requests, each
     # computes the part of the prompt for which there is no prefix hit.
     own_prompt: bool = False
+    steps: bool = False  # whether rows are to have their steps
 
     # the start, the id and the flags
     _FORM: ClassVar[struct.Struct] = struct.Struct("<q16sB")
@@ -50,6 +52,7 @@ class OptIn:
         flags |= self.final_only * _FINAL_ONLY
         flags |= self.allow_missing * _ALLOW_MISSING
         flags |= self.own_prompt * _OWN_PROMPT
+        flags |= self.steps * _STEPS
         return self._FORM.pack(self.prompt_start, self.prompt_id, flags)
 
     @classmethod
@@ -66,6 +69,7 @@ class OptIn:
             final_only=bool(flags & _FINAL_ONLY),
             allow_missing=bool(flags & _ALLOW_MISSING),
             own_prompt=bool(flags & _OWN_PROMPT),
+            steps=bool(flags & _STEPS),
         )
 
     @classmethod
@@ -81,6 +85,7 @@ class PlacedRows(NamedTuple):
 
     start: int  # absolute position of the first row
     rows: Rows  # [n, L, K], with weights [n, 3L, K]
+    steps: Steps | None = None  # if the request asks for them
 
 
 class Output(Protocol):

@@ -59,9 +59,9 @@ class CapturedEngine:
         """(L, K)"""
         return self.info.num_layers, self.info.top_k
 
-    def row_shape(self, with_weights: bool) -> tuple[int, int]:
-        """Shape of the rows of a request: (L, K), or (3L, K) if it asks for weights."""
-        return row_shape(*self.shape, with_weights)
+    def row_shape(self, with_weights: bool, with_steps: bool) -> tuple[int, int]:
+        """Shape of the rows of a request: (L, K), higher if it asks for weights or steps."""
+        return row_shape(*self.shape, with_weights, with_steps)
 
     @property
     def decoder_layers(self) -> tuple[list[int], int] | None:

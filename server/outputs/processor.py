@@ -70,13 +70,14 @@ def opt_in(
     prompt_start: int,
     *,
     weights: bool = False,
+    steps: bool = False,
     at_end: bool = False,  # whether rows are needed at the end only
     own_prompt: bool = False,  # whether each choice's prompt rows are to be its own
     prompt_id: bytes | None = None,  # of a request that is one of the prompt's
     budget: TokenBudget | None = None,
 ) -> None:
     """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with
-    their weights."""
+    their weights and steps."""
     is_one_of_several = prompt_id is not None
     prompt_id = prompt_id or os.urandom(16)
     if budget is not None:
@@ -89,6 +90,7 @@ def opt_in(
         # where a stop string ends a request, the engine does not know in time
         final_only=at_end and not params.stop,
         own_prompt=own_prompt,
+        steps=steps,
     )
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: message.encode()}
 

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import UNKNOWN, Rows, count_missing
+from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_STEP, Rows, count_missing
 from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
 from routed_experts.server.cli.console import CommandError, Parser, progress
@@ -111,6 +111,11 @@ class _Choice:
         texts = self.routing.texts[self.routing.start : self.routing.end]
         return [None if text is None else _writable(text) for text in texts] or self._unknown()
 
+    def steps(self) -> Sequence[int | None]:
+        if self.routing.steps is None:
+            return self._unknown()
+        return [None if step == UNKNOWN_STEP else step for step in self.routing.steps.tolist()]
+
     def same(self, value: Any) -> list[Any]:
         """`value` in each row."""
         return [value] * len(self.routing.rows)
@@ -144,6 +149,7 @@ COLUMNS: dict[str, Column] = {
     "is_prompt": Column(_Choice.is_prompt, "bool_", "|i1"),
     "token_id": Column(_Choice.token_ids, "int32", "<i4"),
     "token": Column(_Choice.tokens, "string"),
+    "step": Column(_Choice.steps, "int64", "<i8"),
 }
 """By their names, in their order. A new column is a line here and one in docs/study.md."""
 
@@ -192,8 +198,10 @@ def _without_repeated_prompts(routings: Iterable[Routing]) -> Iterator[Routing]:
             yield routing
             continue
         weights = None if routing.weights is None else routing.weights[num_prompt_rows:]
+        steps = None if routing.steps is None else routing.steps[num_prompt_rows:]
         start = routing.start + num_prompt_rows
-        yield replace(routing, rows=routing.generated_rows, weights=weights, start=start)
+        rows = routing.generated_rows
+        yield replace(routing, rows=rows, weights=weights, steps=steps, start=start)
 
 
 def _prompt_of(routing: Routing) -> tuple[Any, ...]:

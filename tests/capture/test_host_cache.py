@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.scheduler.pending_rows import PendingRows
-from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_STEP
 from tests.protocol.answers import peak_of
 
 BLOCKS, BLOCK, L, K = 8, 4, 2, 3
@@ -54,7 +54,7 @@ class Cache:
         self.known: dict[int, int] = {}
 
     def write(self, slots: list[int], values: list[int]) -> None:
-        self.cache.write(array(slots), rows_of(values))
+        self.cache.write(array(slots), rows_of(values), step=values[0] // 100 if values else 0)
         self._put(zip(slots, values, strict=True))
 
     def forget(self, slots: list[int]) -> None:
@@ -96,6 +96,8 @@ class Cache:
         expected = rows_in(self.known, blocks, first, end)
         assert read(self.cache, blocks, first, end) == expected
         assert read(self.cache, blocks, first, end) == expected
+        steps = [UNKNOWN_STEP if value == UNKNOWN else value // 100 for value in expected]
+        assert self.cache.steps(array(blocks), first, end - first).tolist() == steps
 
 
 class Waiting:
@@ -124,7 +126,7 @@ class Waiting:
         ]
         taken: list[int] = []
         while len(self._pending):
-            start, rows = self._pending.take(limits())
+            start, rows, _ = self._pending.take(limits())
             assert start + len(rows) == self._pending.start
             taken += rows[:, 0, 0].tolist()
         assert taken == self._values

@@ -27,7 +27,7 @@ from routed_experts.capture.wire.message import (
     RowsOutput,
     UnknownRows,
 )
-from routed_experts.capture.wire.rows import combined, ids_of
+from routed_experts.capture.wire.rows import combined, ids_of, with_steps
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.codec import Rows
 
@@ -52,13 +52,20 @@ def rows_of(count: int, seed: int, has_weights: bool = False) -> Rows:
     return combined(ids, ids.astype(np.float32) * 1.1) if has_weights else ids
 
 
-def message(*specs: int | None, weights: Sequence[bool] = ()) -> tuple[list[Output], list[Any]]:
-    """Outputs with so many rows each, None for none at all, some with weights; and their rows."""
+def message(
+    *specs: int | None, weights: Sequence[bool] = (), steps: Sequence[bool] = ()
+) -> tuple[list[Output], list[Any]]:
+    """Outputs with so many rows each, None for none at all, some with weights, some with steps; and
+    their rows."""
     outputs = []
-    for seed, (count, has_weights) in enumerate(zip_longest(specs, weights, fillvalue=False)):
-        rows = (
-            None if count is None else PlacedRows(70_000 * seed, rows_of(count, seed, has_weights))
-        )
+    has = zip_longest(specs, weights, steps, fillvalue=False)
+    for seed, (count, has_weights, has_steps) in enumerate(has):
+        rows = None
+        if count is not None:
+            rows = PlacedRows(70_000 * seed, rows_of(count, seed, has_weights))
+        if rows is not None and has_steps:
+            of_rows = np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
+            rows = rows._replace(steps=of_rows)
         outputs.append(Output(rows))
     return outputs, [output.routed_experts for output in outputs]
 
@@ -86,7 +93,8 @@ def check(got: list[PlacedRows | None], expected: list[PlacedRows | None]) -> No
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             assert (a.start, a.rows.dtype, a.rows.flags.c_contiguous) == (b.start, np.int16, True)
-            assert np.array_equal(a.rows, b.rows)
+            rows = b.rows if b.steps is None else with_steps(b.rows, b.steps)
+            assert np.array_equal(a.rows, rows)
 
 
 COUNT = st.sampled_from([None, 0, 1, 1, 2, 4, LARGE])
@@ -95,18 +103,18 @@ COUNT = st.sampled_from([None, 0, 1, 1, 2, 4, LARGE])
 @settings(max_examples=150, deadline=None, database=None, derandomize=True)
 @given(st.data(), st.integers(1, 4))
 def test_messages_in_slices(data: st.DataObject, slice_size: int) -> None:
-    """Rows of any number, with and without weights; single ones from any place of a step, in any
-    order of outputs."""
+    """Rows of any number, with and without weights and steps; single ones from any place of a step,
+    in any order of outputs."""
     unpacker = Unpacker()
     for number in range(data.draw(st.integers(1, 4))):
         counts = data.draw(st.lists(COUNT, max_size=6))
-        outputs, expected = message(
-            *counts, weights=data.draw(st.lists(st.booleans(), max_size=len(counts)))
-        )
+        flags = st.lists(st.booleans(), max_size=len(counts))
+        outputs, expected = message(*counts, weights=data.draw(flags), steps=data.draw(flags))
         chosen = data.draw(
             st.permutations([at for at, count in enumerate(counts) if count is None])
         )
         step, singles = rows_of(7, 9, data.draw(st.booleans())), []
+        step_number = data.draw(st.none() | st.integers(0, (1 << 32) - 1))
         if chosen:
             places = data.draw(
                 st.lists(st.integers(0, 6), min_size=len(chosen), max_size=len(chosen))
@@ -117,10 +125,12 @@ def test_messages_in_slices(data: st.DataObject, slice_size: int) -> None:
                     [7 * at for at in chosen],
                     step,
                     np.array(places),
+                    step_number,
                 )
             ]
+            steps = None if step_number is None else np.array([step_number], np.uint32)
             for at, start in zip(chosen, places, strict=True):
-                expected[at] = PlacedRows(7 * at, step[start : start + 1])
+                expected[at] = PlacedRows(7 * at, step[start : start + 1], steps)
         arriving, got = sent(outputs, singles), []
         for first in range(0, len(arriving), slice_size):
             got += received(unpacker, arriving[first : first + slice_size], number)
@@ -202,7 +212,7 @@ def test_an_array_at_an_odd_address() -> None:
 @settings(database=None, derandomize=True)
 @given(
     st.builds(
-        OptIn, st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), *[st.booleans()] * 5
+        OptIn, st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), *[st.booleans()] * 6
     )
 )
 def test_opt_in(opt_in: OptIn) -> None:

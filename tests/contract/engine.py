@@ -74,7 +74,9 @@ from routed_experts.capture.wire.rows import (
     captures_weights,
     combined,
     ids_of,
+    steps_of,
     weights_of,
+    without_steps,
 )
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.capture.wire.transport import StepRows, attach
@@ -225,6 +227,7 @@ class ArithmeticExecutor(Executor):
     alone."""
 
     vocab = VOCAB
+    counts_steps = False  # whether requests ask for steps too
     received: type[Received] = Received  # what checks the outputs of its requests
 
     def _init_executor(self) -> None:
@@ -574,6 +577,8 @@ class Client:
         self.index = index
         self._unpackers = [Unpacker() for _ in engines]
         self._weighed: set[str] = set()  # requests that ask for weights
+        # of requests that ask for them: the step of each row that came, by its position
+        self.steps_of_rows: dict[str, dict[int, int]] = {}
         # rows that came with theirs, or should have
         self.num_weights = self.num_without_weights = 0
 
@@ -589,11 +594,12 @@ class Client:
         at_end: bool = False,
         allow_missing: bool = False,
         own_prompt: bool = False,
+        steps: bool = False,
     ) -> list[str]:
         """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives
         their ids. The first prompt row to send is `start`; None for no opt-in."""
         opt_in = OptIn(
-            start or 0, os.urandom(16), n > 1, weights, at_end, allow_missing, own_prompt
+            start or 0, os.urandom(16), n > 1, weights, at_end, allow_missing, own_prompt, steps
         )
         self.starts[opt_in.prompt_id] = start or 0
         extra_args: dict[str, Any] = {}
@@ -613,6 +619,8 @@ class Client:
         request_ids = [child.request_id for child in children]
         if weights:
             self._weighed.update(request_ids)
+        if steps:
+            self.steps_of_rows.update((request_id, {}) for request_id in request_ids)
         for index, child in enumerate(children):
             core = self.engines[index % len(self.engines)]
             sender = child.request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt)
@@ -718,10 +726,13 @@ class Client:
         unpacked = list(unpacker.rows(message.outputs))
         for output, start, run, place in unpacked:
             brings = RowsOutput.of(output)
-            output.routed_experts = (
-                start,
-                self._ids(brings.request_id if brings else output.request_id, run.of(place)),
-            )
+            request_id = brings.request_id if brings else output.request_id
+            rows = run.of(place)
+            if request_id in self.steps_of_rows:
+                came = zip(range(start, start + len(rows)), steps_of(rows).tolist(), strict=True)
+                self.steps_of_rows[request_id].update(came)
+                rows = without_steps(rows)
+            output.routed_experts = start, self._ids(request_id, rows)
         self.messages.append([_said(output) for output in message.outputs])
         for output in message.outputs:
             if (brings := RowsOutput.of(output)) is None:
@@ -819,6 +830,7 @@ def requests_at_random(
     """Shared prefixes, with and without the opt-in, starts within prompts, weights where there are
     some, aborts; gives those that were aborted."""
     has_weights = client.engines[0].capture.cache.has_weights
+    asks_for_steps = client.engines[0].model_executor.counts_steps
     stems = [tokens(length, seed=100 + stem) for stem in range(3)]
     gone: set[str] = set()
     for turn in range(turns):
@@ -829,6 +841,7 @@ def requests_at_random(
             start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
             n = dice.choice(ns) if ns else 1
             forms = {"at_end": turn % 3 == 0, "weights": has_weights and turn % 2 == 0}
+            forms["steps"] = asks_for_steps and turn % 4 != 0
             client.add(f"r{turn}", prompt, start, n=n, max_tokens=dice.randrange(1, 30), **forms)
         if client.received and dice.random() < chances[1]:
             gone.add(one := dice.choice(list(client.received)))

@@ -73,6 +73,7 @@ class Form:
         )
         self.has_dense = fields.get("routed_experts_layers", "all" if own else "moe") == "all"
         self.has_weights = fields.get("return_routed_expert_weights", False)
+        self.has_steps = fields.get("routed_experts_steps", False)
         self.start = fields.get("routed_experts_prompt_start", 0)
 
     def arrays(self, prefix: str, tokens: list[int], first: int) -> dict[str, np.ndarray]:
@@ -104,10 +105,26 @@ class Form:
         return np.concatenate([codec.decode(piece, dtype=self.dtype, **shape) for piece in pieces])
 
     def routing_in(self, holder: dict[str, Any]) -> dict[str, Any]:
-        """The routing fields of an answer or a part of it, with arrays in place of references."""
-        return {
-            name: self._resolved(value) for name, value in holder.items() if "routed_expert" in name
-        }
+        """The routing fields of an answer or a part of it, with arrays in place of references, but
+        for steps, which are looked at here."""
+        routing = {name: value for name, value in holder.items() if "routed_expert" in name}
+        for name in [*routing]:
+            if name.endswith("routed_experts") and self.has_steps:
+                self._check_steps(name, routing[name], routing.pop(f"{name}_steps"))
+        return {name: self._resolved(value) for name, value in routing.items()}
+
+    def _check_steps(self, name: str, rows: Any, steps: dict[str, Any]) -> None:
+        """One for each row, of the same start. Prompts have no more than 64 tokens a step, and
+        what is generated begins with another step each."""
+        count = len(self.decoded(name, [rows]))
+        numbers = codec.decode_steps(steps)
+        assert (steps["shape"], steps["dtype"], steps["missing"]) == ([count], "uint32", 0)
+        assert list(steps) == ["data", "shape", "dtype", "start", "missing"]
+        if self.fmt == "object":
+            assert steps["start"] == rows["start"]
+        assert np.all(np.diff(numbers.astype(np.int64)) >= 0)
+        if not name.startswith("prompt_") and not self.is_joined:
+            assert len(set(numbers.tolist())) == count
 
     def _resolved(self, value: Any) -> Any:
         if isinstance(value, list) and self.is_referred:
@@ -215,6 +232,7 @@ AXES: dict[str, list[Any]] = {
     "routed_experts_layout": ["split", "joined"],
     "routed_experts_layers": ["moe", "all"],
     "return_routed_expert_weights": [False, True],
+    "routed_experts_steps": [False, True],
     "routed_experts_prompt_start": [0, 7, 9],
     "routed_experts_stream": ["with_tokens", "at_end"],
     "length": [9, 150],  # of the prompt; the rows of the longer need more than a line
@@ -262,6 +280,7 @@ def request_of(case: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any
     if fields.get("routed_experts_format") == "reference":
         del fields["routed_experts_format"]
         fields |= {"routed_experts_delivery": "reference", "routed_experts_stream": "at_end"}
+        fields["routed_experts_steps"] = False  # which cannot be delivered so
     path, n, length = case["path"], case["n"], case["length"]
     sampling = {
         "max_tokens": case["max_tokens"],

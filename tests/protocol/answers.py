@@ -1,5 +1,6 @@
 """Answers as the server sends them, made from rows that are known beforehand."""
 
+import base64
 import json
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from routed_experts.protocol.codec import UNKNOWN_WEIGHT, Format, count_missing
+from routed_experts.protocol.codec import UNKNOWN_STEP, UNKNOWN_WEIGHT, Format, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts
 from tests.protocol.forms import encode
 
@@ -79,6 +80,16 @@ def weights_of(rows: Any) -> np.ndarray:
     return np.where(ids < 0, UNKNOWN_WEIGHT, ids.astype(np.float32) / 64)
 
 
+def steps_object(rows: np.ndarray, start: int) -> dict[str, Any]:
+    """The steps beside rows: unknown where they are."""
+    steps = np.arange(start + 7, start + 7 + len(rows), dtype="<u4")
+    is_unknown = (rows < 0).any(axis=(1, 2))
+    steps[is_unknown] = UNKNOWN_STEP
+    data = base64.b64encode(steps.tobytes()).decode()
+    fields = {"shape": [len(rows)], "dtype": "uint32", "start": start}
+    return {"data": data, **fields, "missing": int(is_unknown.sum())}
+
+
 @dataclass
 class RoutedPrompt:
     """One prompt and its choices, from which every form of an answer is made.
@@ -97,6 +108,7 @@ class RoutedPrompt:
     dtype: str = "int16"
     layout: str = "split"
     weights: bool = False
+    steps: bool = False  # 7 at position 0, and one more at each
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -114,12 +126,12 @@ class RoutedPrompt:
 
     def arrays(self, rows: np.ndarray, start: int, prefix: str = "") -> dict[str, Any]:
         """The fields of some rows."""
-        ids = {f"{prefix}routed_experts": self.encode(rows, start)}
-        return ids | (
-            {f"{prefix}routed_expert_weights": self.encode(weights_of(rows), start)}
-            if self.weights
-            else {}
-        )
+        arrays = {f"{prefix}routed_experts": self.encode(rows, start)}
+        if self.weights:
+            arrays[f"{prefix}routed_expert_weights"] = self.encode(weights_of(rows), start)
+        if self.steps:
+            arrays[f"{prefix}routed_experts_steps"] = steps_object(rows, start)
+        return arrays
 
 
 def answer(*prompts: RoutedPrompt, is_list: bool = False) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routed_experts.protocol.codec import Format
+from routed_experts.protocol.codec import UNKNOWN_STEP, Format
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
 from tests.protocol.answers import (
     JSON,
@@ -56,6 +56,12 @@ def check(routing: Routing, expected: RoutedPrompt, choice: int = 0) -> None:
         assert (routing.weights is not None) == expected.weights
     if routing.weights is not None:
         check_weights(routing.weights, weights_of(whole), is_list=expected.fmt == "list")
+    if len(whole):
+        assert (routing.steps is not None) == expected.steps
+    if routing.steps is not None:
+        is_unknown = (whole < 0).any(axis=(1, 2))
+        steps = np.where(is_unknown, UNKNOWN_STEP, np.arange(len(whole)) + routing.start + 7)
+        assert np.array_equal(routing.steps, steps)
 
 
 def check_weights(weights: np.ndarray, expected: np.ndarray, is_list: bool) -> None:
@@ -92,6 +98,7 @@ def responses(draw: Any) -> list[RoutedPrompt]:
         "dtype": dtype,
         "start": start,
         "weights": draw(st.booleans()),
+        "steps": draw(st.booleans()),
     }
     prompts = [routed(p, g, n, first_token=500 * i, **options) for i, p in enumerate(lengths)]
     if dtype != "uint8":
@@ -294,6 +301,19 @@ def test_weights_that_are_not_of_the_ids_beside_them() -> None:
     body = answer(expected, routed(weights=True, first_token=500))
     body["prompt_routed_expert_weights"].pop()
     refused("rows of 2 prompts, but weights of 1", body)
+
+
+def test_steps_that_are_not_of_the_ids_beside_them() -> None:
+    expected = routed(steps=True)
+    for change in ({"start": 1}, {"missing": 1}, {"shape": [2]}, {"dtype": "int32"}, {"data": ""}):
+        for prefix in ("prompt_", ""):
+            body = answer(expected)
+            holder = body if prefix else body["choices"][0]
+            holder[f"{prefix}routed_experts_steps"] |= change
+            refused("steps", body)
+    body = answer(expected)
+    del body["prompt_routed_experts_steps"]
+    refused("steps of some of its rows", body)
 
 
 def test_streams_that_are_not_whole() -> None:

@@ -24,6 +24,7 @@ VALID: dict[str, Any] = {
     "routed_experts_layout": "joined",
     "routed_experts_layers": "all",
     "return_routed_expert_weights": True,
+    "routed_experts_steps": True,
     "routed_experts_delivery": "reference",
     "routed_experts_stream": "at_end",
 }
@@ -44,6 +45,7 @@ INVALID = {
     "routed_experts_layers": [None, "", "ALL", "dense", 1, True, ["all"]],
     "routed_experts_histogram": [None, 0, 1, "true", "", [], {}],
     "return_routed_expert_weights": [None, 0, 1, "true", "", [], {}],
+    "routed_experts_steps": [None, 0, 1, "true", "", [], {}],
     "routed_experts_delivery": [None, "", "Reference", "url", 1, True],
     "routed_experts_stream": [None, "", "at end", True, False, 1],
 }
@@ -126,9 +128,15 @@ def test_histograms() -> None:
 
 def test_a_request_overrides_the_servers_defaults() -> None:
     defaults = {**OPT_IN, "routed_experts_format": "npy", "routed_experts_start_len": 4}
-    valid = {**OPT_IN, **VALID, "routed_experts_format": "object"}
+    valid = {
+        **OPT_IN,
+        **VALID,
+        "routed_experts_format": "object",
+        "routed_experts_steps": False,
+    }
     assert check_defaults(valid) == valid
-    refuse("routed_experts_format", "by reference", check_defaults, {**OPT_IN, **VALID})
+    for name in ("routed_experts_format", "routed_experts_steps"):
+        refuse(name, "by reference", check_defaults, {**valid, name: VALID[name]})
     start: Any = {"prompt_start": 4, "prompt_start_param": "routed_experts_start_len"}
     for body, expected, by_default in (
         ({}, RoutingOptions(format="npy", **start), True),
@@ -191,3 +199,10 @@ def test_field_names_of_others_and_names_that_cannot_be_encoded() -> None:
     )
     said = refuse("return_routed_?", ".", parse_options, {"return_routed_\ud800": True})
     assert said.encode().count(b"return_routed_?") == 1
+
+
+def test_steps_win_over_the_defaults_delivery_by_reference() -> None:
+    by_reference = {"routed_experts_delivery": "reference"}
+    steps = {**OPT_IN, "routed_experts_steps": True}
+    assert not parse(steps, by_reference).by_reference
+    refuse("routed_experts_steps", "by reference", parse, {**OPT_IN, **by_reference}, steps)

@@ -38,7 +38,7 @@ LAYER_IDS = [1, 3, 4]
 INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": LAYER_IDS}
 FORMATS = ("out.parquet", "out.npz")
 
-SEVERAL = RoutedPrompt(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], weights=True)
+SEVERAL = RoutedPrompt(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], weights=True, steps=True)
 SEVERAL.prompt[3] = -1
 STREAMED = RoutedPrompt(rows_of(7, 4), [rows_of(3, 5)], start=2, first_token=500, weights=True)
 JOINED = RoutedPrompt(
@@ -83,6 +83,7 @@ def expected(folder: Path) -> Iterator[dict[str, Any]]:
                     "is_prompt": position < len(routed.prompt) if is_known else None,
                     "token_id": tokens[position] if is_known else None,
                     "token": texts[position],
+                    "step": position + 7 if routed.steps and (rows[position] >= 0).all() else None,
                     "experts": rows[position].tolist(),
                     "weights": weights_of(rows[position]).tolist(),
                 }

@@ -24,11 +24,13 @@ LEFT_TO_REQUESTS_OF_TOOLS = {
     "routed_experts_start_len",
     "routed_experts_histogram",  # stands beside the rows, and is not read
     "return_routed_expert_weights",
+    "routed_experts_steps",  # stand beside the rows
     "routed_experts_stream",  # these requests are not streamed
 }
 LEFT_OUT_BY_THE_PAGE = {
     "routed_experts_start_len",  # another name of a field that it has
     "routed_experts_histogram",
+    "routed_experts_steps",  # which it does not read
 }
 
 

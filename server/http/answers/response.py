@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from routed_experts.capture.wire.rows import ids_of
+from routed_experts.capture.wire.rows import ids_of, without_steps
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
@@ -66,7 +66,7 @@ class CollectedRows:
     """The rows of one response."""
 
     options: RoutingOptions
-    shape: tuple[int, int]  # of a row: (L, K), or (3L, K) with weights
+    shape: tuple[int, int]  # of a row: (L, K), higher with weights and steps
     prompts: list[list[Rows]] = field(default_factory=list)  # P - start rows for each prompt
     # of each choice: new weights may have come in between
     own_prompts: list[list[Rows]] = field(default_factory=list)
@@ -115,6 +115,8 @@ class CollectedRows:
 
     def count_missing(self, rows: Rows) -> int:
         """Number of unknown rows in an array of them."""
+        if self.options.steps:
+            rows = without_steps(rows)
         return count_missing(ids_of(rows) if self.options.weights else rows)
 
     async def collect_from(

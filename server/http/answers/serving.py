@@ -452,6 +452,7 @@ class RoutedServing:
                 num_experts=captured.num_experts,
                 decoder_layers=decoder_layers,
                 scale=captured.info.weights_scale,
+                has_steps=options.steps,
             )
         return WireForm(
             format=options.format,
@@ -460,6 +461,7 @@ class RoutedServing:
             num_experts=captured.num_experts,
             decoder_layers=decoder_layers,
             has_weights=options.weights,
+            has_steps=options.steps,
         )
 
     def stream(
@@ -506,7 +508,7 @@ class RoutedServing:
 
     def rows_of(self, options: RoutingOptions) -> CollectedRows:
         assert self.captured is not None
-        return CollectedRows(options, self.captured.row_shape(options.weights))
+        return CollectedRows(options, self.captured.row_shape(options.weights, options.steps))
 
     def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
         """`response` with its rows; without them if only a server-wide default asks and they are

@@ -27,7 +27,6 @@ LINE_BYTES = 64 << 10
 
 OWN = "routed_experts"
 """The name of a choice's array."""
-_WEIGHTS = "routed_expert_weights"
 
 _MAP_OF_FIVE = b"\x85"  # the heads of values in MessagePack
 _KEY_DATA = b"\xa4data"
@@ -59,8 +58,8 @@ class _ArrayText:
         self._form = form
         self._is_object = form.format == "object"
         self._before = '{"data":"' if self._is_object else '"'
-        num_layers, num_columns = form.wire_shape
-        self._rest_of_shape = f',{num_layers},{num_columns}],"dtype":"{form.dtype}","start":'
+        more = "".join(f",{size}" for size in form.wire_shape)
+        self._rest_of_shape = f'{more}],"dtype":"{form.dtype}","start":'
         # Of a single row: the header's last bytes may share a group of three, as base64 takes them,
         # with the row's first.
         header = self._header(1)
@@ -82,7 +81,7 @@ class _ArrayText:
         return f'","shape":[{num_rows}{self._rest_of_shape}{start},"missing":{missing}}}'
 
     def whole(self, array: NDArray[Any], start: int, missing: int) -> str:
-        """`array` [n, layers, columns] of the type on the wire, as JSON."""
+        """`array` [n, layers, columns] (steps: [n]) of the type on the wire, as JSON."""
         if self._form.format == "list":
             return b"".join(_json_list(array)).decode()
         base64 = pybase64.b64encode_as_string(self._header(len(array)) + array.tobytes())
@@ -155,34 +154,32 @@ class Encoder:
 
     def __init__(self, form: WireForm) -> None:
         self.form = form
-        self.weights = None if form.weights is None else Encoder(form.weights)
+        # those of the arrays beside the one of ids
+        self._beside: tuple[Encoder, ...] = tuple(map(Encoder, form.forms[1:]))
         self.counts = ResponseCounts()
         self._has_single_rows = form.has_single_rows
         self._array_text = _shared_text(form) if self._has_single_rows else _ArrayText(form)
 
     @property
     def num_bytes(self) -> int:
-        """Of the arrays so far, and of their weights."""
-        of_weights = 0 if self.weights is None else self.weights.counts.num_bytes
-        return self.counts.num_bytes + of_weights
+        """Of all arrays so far."""
+        return sum(encoder.counts.num_bytes for encoder in (self, *self._beside))
 
     def count(self, num_rows: int, missing: int) -> None:
         self.counts.rows += num_rows
         self.counts.missing += missing
 
     def named_encoders(self, name: str = OWN) -> dict[str, "Encoder"]:
-        """The encoders of the arrays of a choice, or of those called `name`, by the arrays'
-        names."""
-        if self.weights is None:
-            return {name: self}
-        return {name: self, _weights_name(name): self.weights}
+        """The encoders of the arrays of a choice, or of the array of ids called `name` and those
+        beside it, by the arrays' names."""
+        return {encoder.form.name(name): encoder for encoder in (self, *self._beside)}
 
     def fields(self, name: str, rows: Rows, start: int) -> str:
         """`rows` as fields of a JSON object, each with a comma behind it: an array called `name`,
-        and their weights."""
+        and those beside it."""
         fields = f'"{name}":{self._text(rows, start)},'
-        if self.weights is not None:
-            fields += f'"{_weights_name(name)}":{self.weights._text(rows, start)},'
+        for encoder in self._beside:
+            fields += encoder.fields(encoder.form.name(name), rows, start)
         return fields
 
     def single_row(self, run: RunRows, place: int, start: int, name: str = OWN) -> str | None:
@@ -191,15 +188,15 @@ class Encoder:
         text = self._array_text.row(run, place, start) if self._has_single_rows else None
         if text is None:
             return None
-        of_weights = ""
-        if self.weights is not None:
-            known = self.weights.single_row(run, place, start, _WEIGHTS)
+        beside = ""
+        for encoder in self._beside:
+            known = encoder.single_row(run, place, start, encoder.form.name(name))
             if known is None:
                 return None
-            of_weights = known
+            beside += known
         self.counts.rows += 1
         self.counts.num_bytes += len(text)
-        return f'"{name}":{text},{of_weights}'
+        return f'"{name}":{text},{beside}'
 
     def _text(self, rows: Rows, start: int) -> str:
         """An array as JSON, at once."""
@@ -233,7 +230,7 @@ class Encoder:
         """Counts how often each expert of each layer was chosen, and adds up weights. Dense layers
         count as zero."""
         form = self.form
-        has_weights = form.captured_shape != form.ids_shape
+        has_weights = form.captures_weights
         counts = np.zeros((form.ids_shape[0], form.num_experts), dtype=np.int64)
         sums = np.zeros(counts.shape)
         missing = 0
@@ -293,8 +290,3 @@ def joined(arrays: Sequence[Rows], shape: tuple[int, int]) -> Rows:
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate(arrays) if arrays else np.empty((0, *shape), dtype=np.int16)
-
-
-def _weights_name(name: str) -> str:
-    """Of the array beside an array of ids, `routed_experts` or `prompt_routed_experts`."""
-    return f"{name[:-1]}_weights"

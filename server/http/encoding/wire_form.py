@@ -6,16 +6,18 @@ Nothing here changes once it is made. `encoding.py` makes the bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.wire.rows import row_shape, weights_of
+from routed_experts.capture.wire.rows import row_shape, steps_of, weights_of
 from routed_experts.protocol.batch import spread_unchecked
 from routed_experts.protocol.codec import (
     NUMPY_DTYPES,
     UNKNOWN,
+    UNKNOWN_STEP,
     CodecError,
     Format,
     Rows,
@@ -40,7 +42,8 @@ class LostRowsError(CodecError):
 
 @dataclass(frozen=True, kw_only=True)
 class WireForm:
-    """The form of arrays of ids, and of the weights beside them if a request asks for those."""
+    """The form of arrays of ids, and of the weights and steps beside them if a request asks for
+    those."""
 
     format: Format = "object"
     dtype: str = "int16"  # on the wire
@@ -49,6 +52,7 @@ class WireForm:
     # decoder layers of the L layers, and how many there are; None to send the L layers as they are
     decoder_layers: tuple[Sequence[int], int] | None = None
     has_weights: bool = False
+    has_steps: bool = False
 
     @property
     def has_single_rows(self) -> bool:
@@ -60,27 +64,37 @@ class WireForm:
         )
 
     @cached_property
-    def weights(self) -> "WeightsForm | None":
-        """The form of the weights beside the ids; None if they are not sent."""
-        if not self.has_weights:
-            return None
-        return WeightsForm(
-            format=self.format,
-            dtype="float32",
-            ids_shape=self.ids_shape,
-            num_experts=self.num_experts,
-            decoder_layers=self.decoder_layers,
-        )
-
-    @cached_property
     def forms(self) -> tuple["WireForm", ...]:
-        """The forms of the arrays that take the place of one array of rows."""
-        return (self,) if self.weights is None else (self, self.weights)
+        """The forms of the arrays that take the place of one array of rows: of ids, weights and
+        steps."""
+        forms: list[WireForm] = [self]
+        if self.has_weights:
+            weights = WeightsForm(
+                format=self.format,
+                dtype="float32",
+                ids_shape=self.ids_shape,
+                num_experts=self.num_experts,
+                decoder_layers=self.decoder_layers,
+            )
+            forms.append(weights)
+        if self.has_steps:
+            steps = StepsForm(dtype="uint32", ids_shape=self.ids_shape, num_experts=0)
+            forms.append(steps)
+        return tuple(forms)
+
+    def name(self, of_ids: str) -> str:
+        """Of such an array, beside the array of ids that is called `of_ids`."""
+        return of_ids
+
+    @property
+    def captures_weights(self) -> bool:
+        """Whether a captured row has weights."""
+        return self.has_weights
 
     @cached_property
     def captured_shape(self) -> tuple[int, int]:
-        """Of a captured row, as `converted` takes it: (L, K), or (3L, K) with weights."""
-        return row_shape(*self.ids_shape, self.has_weights)
+        """Of a captured row, as `converted` takes it: (L, K), higher with weights and steps."""
+        return row_shape(*self.ids_shape, self.captures_weights, self.has_steps)
 
     @cached_property
     def wire_dtype(self) -> np.dtype[Any]:
@@ -91,15 +105,14 @@ class WireForm:
         return self.ids_shape[1]
 
     @cached_property
-    def wire_shape(self) -> tuple[int, int]:
+    def wire_shape(self) -> tuple[int, ...]:
         """Of a row as it is sent: layers and columns."""
         num_layers = self.ids_shape[0] if self.decoder_layers is None else self.decoder_layers[1]
         return num_layers, self.num_columns
 
     @cached_property
     def row_bytes(self) -> int:
-        num_layers, num_columns = self.wire_shape
-        return num_layers * num_columns * self.wire_dtype.itemsize
+        return prod(self.wire_shape) * self.wire_dtype.itemsize
 
     @cached_property
     def list_row_bytes(self) -> int:
@@ -112,7 +125,7 @@ class WireForm:
         """Upper bound for the text of an id, with its comma."""
         return 1 + max(len(str(self.num_experts - 1)), len(str(UNKNOWN)))
 
-    # ---- sizes of some rows, and of their weights ----
+    # ---- sizes of some rows, and of their weights and steps ----
 
     def text_bytes(self, num_rows: int) -> int:
         """Upper bound for the JSON text of `num_rows` rows."""
@@ -201,9 +214,12 @@ class WireForm:
 class WeightsForm(WireForm):
     """The form of arrays of weights: float32, NaN where they are unknown (null in lists)."""
 
-    @cached_property
-    def captured_shape(self) -> tuple[int, int]:
-        return row_shape(*self.ids_shape, with_weights=True)
+    def name(self, of_ids: str) -> str:
+        return f"{of_ids[:-1]}_weights"
+
+    @property
+    def captures_weights(self) -> bool:
+        return True
 
     @property
     def has_single_rows(self) -> bool:
@@ -223,6 +239,37 @@ class WeightsForm(WireForm):
         return self.spread(weights_of(rows))
 
 
+class StepsForm(WireForm):
+    """The form of arrays of steps: always `object`, of uint32 [n]."""
+
+    def name(self, of_ids: str) -> str:
+        return f"{of_ids}_steps"
+
+    @property
+    def has_single_rows(self) -> bool:
+        return True
+
+    @cached_property
+    def captured_shape(self) -> tuple[int, int]:
+        return row_shape(*self.ids_shape, with_weights=False, with_step=True)
+
+    @cached_property
+    def wire_dtype(self) -> np.dtype[Any]:
+        return np.dtype("<u4")
+
+    @cached_property
+    def wire_shape(self) -> tuple[int, ...]:
+        return ()
+
+    def in_wire_dtype(self, rows: Rows) -> tuple[NDArray[Any], int]:
+        steps = steps_of(rows)
+        return steps, int(np.count_nonzero(steps == UNKNOWN_STEP))
+
+    def single_rows(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        steps = steps_of(rows)
+        return steps[:, np.newaxis], steps == UNKNOWN_STEP
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairedForm(WireForm):
     """Ids and weights in one array, as prime-rl's trainer reads them.
@@ -233,9 +280,9 @@ class PairedForm(WireForm):
     dtype: str = "int32"
     scale: Sequence[float]
 
-    @cached_property
-    def captured_shape(self) -> tuple[int, int]:
-        return row_shape(*self.ids_shape, with_weights=True)
+    @property
+    def captures_weights(self) -> bool:
+        return True
 
     @cached_property
     def num_columns(self) -> int:

@@ -79,8 +79,11 @@ def _choice(choice: CompletionOutput, keeps_tokens: bool) -> dict[str, Any]:
 def _rows(
     record: Record, choices: list[CompletionOutput], captured: CapturedEngine
 ) -> CollectedRows:
-    options = RoutingOptions(prompt_start=record.opt_in.prompt_start, weights=record.opt_in.weights)
-    rows = CollectedRows(options, captured.row_shape(options.weights))
+    opt_in = record.opt_in
+    options = RoutingOptions(
+        prompt_start=opt_in.prompt_start, weights=opt_in.weights, steps=opt_in.steps
+    )
+    rows = CollectedRows(options, captured.row_shape(options.weights, options.steps))
     # of a prompt that came as embeddings, only the length counts
     prompt = record.prompt_token_ids or [0] * record.prompt_len
     rows.collect(RequestOutput(record.request_id, None, prompt, None, choices, finished=True))
@@ -95,6 +98,7 @@ def _encoded(
         ids_shape=captured.shape,
         num_experts=captured.num_experts,
         has_weights=rows.options.weights,
+        has_steps=rows.options.steps,
     )
     body = RoutedResponse(response, rows, Encoder(form), is_list=False).encode(packed=False)
     return iter([body]) if isinstance(body, bytes) else body

@@ -18,6 +18,7 @@ from typing import Any
 from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.buckets import is_bucket
+from routed_experts.protocol.models import STEPS
 from routed_experts.protocol.routing_input import EncodedInput
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import NotRecorded, count_dropped
@@ -77,10 +78,16 @@ class Recorder(NoRecorder):
     """Runs in the event loop."""
 
     def __init__(
-        self, captured: CapturedEngine, files: RecordFiles, share: float, keeps_tokens: bool
+        self,
+        captured: CapturedEngine,
+        files: RecordFiles,
+        share: float,
+        keeps_tokens: bool,
+        has_steps: bool = False,  # whether those that do not ask for rows are recorded with steps
     ) -> None:
         self._captured = captured
         self._share = share  # of the prompts that are recorded, drawn for each
+        self._has_steps = has_steps
         self._random = Random()
         self._running_bytes = 0
         self._failures = FailureLog()
@@ -167,6 +174,7 @@ class Recorder(NoRecorder):
             # the engine does not know where a stop string ends a request
             final_only=not params.stop,
             allow_missing=True,
+            steps=self._has_steps,
         )
 
     def hold(self, record: Record, num_bytes: int) -> bool:
@@ -252,6 +260,7 @@ def start_recording(captured: CapturedEngine, place: str | Path, settings: Setti
         _files_in(place, room, takes_over=rank == 0),
         settings.routed_experts_record_share,
         settings.routed_experts_record_tokens,
+        settings.routed_experts_default.get(STEPS, False),
     )
     captured.buffers.recorder = recorder
     shutdown = engine.shutdown

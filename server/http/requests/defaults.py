@@ -47,6 +47,7 @@ CHECKS: dict[str, Check | None] = {
     "routed_experts_layers": None,
     "routed_experts_histogram": None,
     "return_routed_expert_weights": None,
+    "routed_experts_steps": None,
     "routed_experts_delivery": None,
     "routed_experts_stream": None,
 }

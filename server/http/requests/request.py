@@ -220,6 +220,7 @@ class RoutedRequest(RoutingFields, InputFields):
                 params,
                 self._routing.prompt_start,
                 weights=self._routing.weights,
+                steps=self._routing.steps,
                 at_end=at_end,
                 own_prompt=self._routing.layout == "joined",
                 budget=self._budget,

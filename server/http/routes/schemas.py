@@ -12,6 +12,7 @@ from routed_experts.protocol.models import (
     RoutedExpertsArray,
     RoutedExpertsHistogram,
     RoutedExpertsReference,
+    RoutedExpertsStepsArray,
     RoutedExpertWeightsArray,
 )
 from routed_experts.protocol.version import VERSION
@@ -51,6 +52,7 @@ Rows = RoutedExpertsArray | RoutedExpertsReference | str | Ids
 """One array in any form of `routed_experts_format` (`object`; `npy` and `raw`; `list`), or a
 reference to it."""
 Weights = RoutedExpertWeightsArray | RoutedExpertsReference | str | list[list[list[float | None]]]
+Steps = RoutedExpertsStepsArray
 
 
 def _without_default(schema: dict[str, Any]) -> None:
@@ -74,6 +76,11 @@ _WEIGHTS = (
     "they are unknown. Absent without `return_routed_expert_weights`."
 )
 _PROMPT_WEIGHTS = _WEIGHTS.format("prompt_routed_experts")
+_STEPS = (
+    "The engine's step that computed each row of `{}`, in the same pieces. Absent without "
+    "`routed_experts_steps`."
+)
+_PROMPT_STEPS = _STEPS.format("prompt_routed_experts")
 _PROMPT_HISTOGRAM = (
     "Counts of the prompt rows, once for all choices. Absent without `routed_experts_histogram`."
 )
@@ -84,6 +91,9 @@ class _Choice(BaseModel):
     routed_expert_weights: Weights | SkipJsonSchema[None] = _rows_field(
         _WEIGHTS.format("routed_experts")
     )
+    routed_experts_steps: Steps | SkipJsonSchema[None] = _rows_field(
+        _STEPS.format("routed_experts")
+    )
     routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(
         "Counts of the generated rows of the choice. Absent without `routed_experts_histogram`."
     )
@@ -92,6 +102,7 @@ class _Choice(BaseModel):
 class _Response(BaseModel):
     prompt_routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_PROMPT)
     prompt_routed_expert_weights: Weights | SkipJsonSchema[None] = _rows_field(_PROMPT_WEIGHTS)
+    prompt_routed_experts_steps: Steps | SkipJsonSchema[None] = _rows_field(_PROMPT_STEPS)
     prompt_routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(
         _PROMPT_HISTOGRAM
     )
@@ -111,6 +122,9 @@ class RoutedCompletionResponse(CompletionResponse):
     )
     prompt_routed_expert_weights: list[Weights] | Weights | SkipJsonSchema[None] = _rows_field(
         _PROMPT_WEIGHTS + " For a list of prompts, a list of arrays in the same order."
+    )
+    prompt_routed_experts_steps: list[Steps] | Steps | SkipJsonSchema[None] = _rows_field(
+        _PROMPT_STEPS + " For a list of prompts, a list of arrays in the same order."
     )
     prompt_routed_experts_histogram: Histogram | list[Histogram] | SkipJsonSchema[None] = (
         _rows_field(_PROMPT_HISTOGRAM + " For a list of prompts, a list in the same order.")
