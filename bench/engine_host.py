@@ -22,7 +22,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY
+from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY, without_steps
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.protocol.routing_input import routing_args
 from routed_experts.server.outputs.processor import RowBuffers, opt_in
@@ -67,6 +67,7 @@ class Load:
         self._num_layers = info.get("num_layers", 0)
         self._steering = steering_of(info) if variant == "input" else {}
         self._num_to_steer = 0
+        self._asks_for_steps = False
         self._variant = variant
         self._vocab = engine.vllm_config.model_config.get_vocab_size()
         self._random = random.Random(1)
@@ -118,7 +119,7 @@ class Load:
             self._num_to_steer -= 1
             params.extra_args = dict(self._steering)
         if asks and self._variant in OURS:
-            opt_in(params, prompt_start=start, weights=False)
+            opt_in(params, prompt_start=start, weights=False, steps=self._asks_for_steps)
         elif asks:
             params.routed_experts_prompt_start = start
         return params
@@ -128,6 +129,8 @@ class Load:
         `end`, which are taken."""
         if isinstance(carried, RowBuffer):
             taken = carried.take(first, end)
+            if self._asks_for_steps:
+                taken = [*map(without_steps, taken)]
             return sum(len(part) for part in taken if part.shape[1] == self._num_layers)
         return 0 if carried is None else len(carried)
 
@@ -162,10 +165,12 @@ class Load:
         turns: int,
         new_rows: bool,
         steered: int = 0,
+        steps: bool = False,
     ) -> dict[str, float]:
         """`size` requests or conversations at once, and with `long` one request more with a prompt
         of that length among them; with `again`, the prompts of the batch before. The first
-        `steered` requests say which experts are chosen never and always.
+        `steered` requests say which experts are chosen never and always. `steps`: whether those
+        that ask for rows ask for their steps too.
 
         Returns the output tokens per second, and of the `size` requests the mean time to the first
         token, the mean time per token and the inter-token latency: with `long`, that of the tokens
@@ -173,6 +178,7 @@ class Load:
         with the experts that they had.
         """
         self._num_to_steer = steered
+        self._asks_for_steps = steps
         num_recomputed = self._num_recomputed
         began = time.perf_counter()
         seeds = range(size) if again else [None] * size

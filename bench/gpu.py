@@ -55,6 +55,7 @@ class Line(NamedTuple):
     routing: bool = False  # whether its requests ask for rows
     new_rows: bool = False  # whether a turn asks for the rows that the turns before did not bring
     steered: int = 0  # how many requests say which experts they take
+    steps: bool = False  # whether its requests ask for steps too
 
 
 @dataclass
@@ -82,7 +83,8 @@ class Host:
         """One load, with the requests of a line."""
         assert self.process.stdin is not None
         body = {key: value for key, value in asdict(case).items() if key != "name"}
-        asked = {"routing": line.routing, "new_rows": line.new_rows, "steered": line.steered}
+        asked: dict[str, Any] = line._asdict()
+        del asked["name"], asked["variant"]
         self.process.stdin.write(json.dumps({**body, **asked}) + "\n")
         self.process.stdin.flush()
         return self._read(None)
@@ -141,6 +143,7 @@ tokens."""
 OFF = Line("off", "off")
 CAPTURED = Line("captured, not asked for", "ours")
 RETURNED = Line("returned to every request", "ours", routing=True)
+WITH_STEPS = Line("returned with steps", "ours", routing=True, steps=True)
 PEER = Line("vLLM's own", "vllm", routing=True)
 OFF_BESIDE_PEER = Line("off, beside vLLM's own", "off")
 IN_CONVERSATIONS = [
@@ -303,7 +306,7 @@ class Bench:
     def _usual(self) -> None:
         hosts = self._at_once("off", "ours")
         ours = hosts["ours"]
-        self._turns(hosts, [OFF, CAPTURED, RETURNED])
+        self._turns(hosts, [OFF, CAPTURED, RETURNED, *([WITH_STEPS] if self._args.steps else [])])
         hosts.pop("ours").stop()
         self._report(ours)
         if not (self._args.skip_peer or self._args.offload or self._args.sequence_parallel):
@@ -361,6 +364,9 @@ def parse() -> argparse.Namespace:
         "--sequence-parallel", action="store_true", help="tensor 2 x data 2 with expert parallelism"
     )
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
+    parser.add_argument(
+        "--steps", action="store_true", help="one line more: every request asks for steps too"
+    )
     parser.add_argument(
         "--input",
         action="store_true",

@@ -95,12 +95,20 @@ class Steps:
         self._forward_s = forward_s
         self._added = 0
 
-    def add(self, prompt: list[int], max_tokens: int, asks: bool, at_end: bool = False) -> str:
-        """Adds a request that asks for its routing or not, perhaps at its end only; gives its
-        id."""
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        asks: bool,
+        at_end: bool = False,
+        steps: bool = False,
+    ) -> str:
+        """Adds a request that asks for its routing or not, perhaps at its end only or with steps;
+        gives its id."""
         self._added += 1
         assert self._is_captured or not asks
-        opt_in = OptIn(0, self._added.to_bytes(16, "little"), shared=False, final_only=at_end)
+        prompt_id = self._added.to_bytes(16, "little")
+        opt_in = OptIn(0, prompt_id, shared=False, final_only=at_end, steps=steps)
         params = SamplingParams(
             max_tokens=max_tokens, extra_args={OPT_IN_ARG: opt_in.encode()} if asks else None
         )
@@ -174,17 +182,19 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 VARIANTS = [("captured, not asked for", False), ("returned", True)]
 AT_END = "returned at the end"
+WITH_STEPS = "returned with steps"
 
 
 def step_table(running: int, steps: int = 200) -> str:
     """Markdown: median microseconds of the scheduler's thread in a step of `running` requests."""
     lines = ["| | the whole step | of it the capture |", "| --- " * 3 + "|"]
-    for name, asks in [*VARIANTS, (AT_END, True)]:
+    for name, asks in [*VARIANTS, (AT_END, True), (WITH_STEPS, True)]:
         made = Steps(
             config=engine_config(max_num_seqs=running), num_blocks=running * 20 + NUM_BLOCKS
         )
         for index in range(running):
-            made.add(prompt_of(BLOCK, index), 10_000, asks, at_end=name == AT_END)
+            prompt = prompt_of(BLOCK, index)
+            made.add(prompt, 10_000, asks, at_end=name == AT_END, steps=name == WITH_STEPS)
         made.step()
         made.age()
         taken = [

@@ -91,6 +91,10 @@ class Routing:
                 raise ValueError(
                     f"weights must have the shape of rows {self.rows.shape}, not {weights.shape}"
                 )
+        if self.steps is not None and len(arguments.array("steps", self.steps, "iu", "n")) != len(
+            self.rows
+        ):
+            raise ValueError(f"steps must be of {len(self.rows)} rows, not {len(self.steps)}")
 
     @property
     def end(self) -> int:

@@ -54,7 +54,7 @@ class _Run(NamedTuple):
     # shape of a row; (0, 0) if the rows are on the output itself, of which there is one
     height: int
     top_k: int
-    has_steps: bool
+    has_steps: int  # 1, or 0
 
     @property
     def num_words(self) -> int:

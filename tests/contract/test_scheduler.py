@@ -492,7 +492,7 @@ def test_a_step_without_rows_names_its_requests() -> None:
 def test_a_request_that_is_not_in_its_step_is_named() -> None:
     core = engine(is_async=False)
     core.take(sent(request_of("asks")))
-    step = Step(core.scheduler.schedule(), {})
+    step = Step(1, core.scheduler.schedule(), {})
     step.arrive(
         StepRows(
             np.zeros((1, L, K), np.int16), np.zeros(1, np.int64), np.array([0, 1], dtype=np.int64)

@@ -226,3 +226,22 @@ def test_recordings_of_a_load_with_preemptions(tiny_model: Path, tmp_path: Path)
         checked += len(routing.steps)
     assert checked == sum(100 + 20 + index for index in range(40))
     assert preempted > 5
+
+
+def test_the_documented_request(
+    tiny_model: Path, documented: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(tiny_model, ServedCountingExecutor, *SIZES) as server:
+        (text,) = documented
+        text = text.replace("http://localhost:8000", server.url).replace("tiny-moe", "tiny")
+        names: dict[str, Any] = {}
+        exec(text, names)
+    ((_, expected),) = [
+        (request, steps)
+        for request, steps in ServedCountingExecutor.last.steps.items()
+        if request.startswith(names["response"].id)
+    ]
+    steps = names["routing"].steps.tolist()
+    assert steps == [expected[position] for position in range(5)]
+    assert [step - steps[0] for step in steps] == [0, 0, 1, 2, 3]
+    assert str(names["routing"].steps) in capsys.readouterr().out

@@ -80,9 +80,14 @@ def weights_of(rows: Any) -> np.ndarray:
     return np.where(ids < 0, UNKNOWN_WEIGHT, ids.astype(np.float32) / 64)
 
 
+def step_of(position: int) -> int:
+    """The first four positions are of one step, and each other of the next."""
+    return 7 + max(position - 3, 0)
+
+
 def steps_object(rows: np.ndarray, start: int) -> dict[str, Any]:
     """The steps beside rows: unknown where they are."""
-    steps = np.arange(start + 7, start + 7 + len(rows), dtype="<u4")
+    steps = np.array([step_of(at) for at in range(start, start + len(rows))], dtype="<u4")
     is_unknown = (rows < 0).any(axis=(1, 2))
     steps[is_unknown] = UNKNOWN_STEP
     data = base64.b64encode(steps.tobytes()).decode()
@@ -108,7 +113,7 @@ class RoutedPrompt:
     dtype: str = "int16"
     layout: str = "split"
     weights: bool = False
-    steps: bool = False  # 7 at position 0, and one more at each
+    steps: bool = False  # those of `step_of`
 
     @property
     def prompt_token_ids(self) -> list[int]:

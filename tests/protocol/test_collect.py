@@ -25,6 +25,7 @@ from tests.protocol.answers import (
     answer,
     rows_of,
     sse,
+    step_of,
     stream,
     weights_of,
 )
@@ -60,8 +61,8 @@ def check(routing: Routing, expected: RoutedPrompt, choice: int = 0) -> None:
         assert (routing.steps is not None) == expected.steps
     if routing.steps is not None:
         is_unknown = (whole < 0).any(axis=(1, 2))
-        steps = np.where(is_unknown, UNKNOWN_STEP, np.arange(len(whole)) + routing.start + 7)
-        assert np.array_equal(routing.steps, steps)
+        steps = [step_of(at) for at in range(routing.start, routing.end)]
+        assert np.array_equal(routing.steps, np.where(is_unknown, UNKNOWN_STEP, steps))
 
 
 def check_weights(weights: np.ndarray, expected: np.ndarray, is_list: bool) -> None:

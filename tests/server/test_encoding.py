@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from routed_experts.capture.wire.envelope import RunRows
-from routed_experts.capture.wire.rows import combined
+from routed_experts.capture.wire.rows import combined, with_steps
 from routed_experts.protocol import codec
 from routed_experts.server.http.encoding.encoding import LINE_BYTES, Encoder
 from routed_experts.server.http.encoding.wire_form import LostRowsError, WireForm
@@ -204,21 +204,30 @@ def test_a_single_row_of_a_message_is_that_of_the_codec(
 @pytest.mark.parametrize("fmt", ["object", "npy", "raw"])
 @pytest.mark.parametrize("shape", [(4, 2), (1, 1), (5, 5)])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_single_row_of_a_message_has_its_weights(
-    fmt: Any, shape: tuple[int, int], num_rows: int
+@pytest.mark.parametrize("has_steps", [False, True])
+def test_a_single_row_of_a_message_has_its_weights_and_step(
+    fmt: Any, shape: tuple[int, int], num_rows: int, has_steps: bool
 ) -> None:
     rng = np.random.default_rng(1)
     ids = rng.integers(0, 256, (num_rows, *shape), np.int16)
     weights = rng.standard_normal(ids.shape, np.float32)
     weights[0, 0, 0] = -np.inf  # its bytes are those of NaN, but for one
-    run = run_of(combined(ids, weights))
-    form = WireForm(format=fmt, ids_shape=shape, num_experts=256, has_weights=True)
+    rows = combined(ids, weights)
+    if has_steps:
+        rows = with_steps(rows, np.arange(70_000, 70_000 + num_rows, dtype=np.uint32))
+    run = run_of(rows)
+    form = WireForm(
+        format=fmt, ids_shape=shape, num_experts=256, has_weights=True, has_steps=has_steps
+    )
     for place in range(num_rows):
         own, general = Encoder(form), Encoder(form)
         text = own.single_row(run, place, 7)
         assert text == general.fields("routed_experts", run.of(place), 7)
         assert own.counts == general.counts
         assert own.num_bytes == general.num_bytes
+        if has_steps:
+            steps = orjson.loads(f"{{{text[:-1]}}}")["routed_experts_steps"]
+            assert codec.decode_steps(steps).tolist() == [70_000 + place]
 
 
 def test_a_single_row_that_is_unknown_in_part_goes_the_general_way() -> None:
@@ -235,7 +244,7 @@ def test_a_single_row_that_is_unknown_in_part_goes_the_general_way() -> None:
         known = [own.single_row(run, place, 7) is not None for place in range(4)]
         assert known == [True, False, False, not has_weights]
         assert own.counts.rows == sum(known)
-        assert own.weights is None or own.weights.counts.rows == sum(known)
+        assert all(encoder.counts.rows == sum(known) for encoder in own.named_encoders().values())
 
 
 def test_a_message_is_encoded_in_the_form_of_each_stream() -> None:

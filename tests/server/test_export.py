@@ -30,6 +30,7 @@ from tests.protocol.answers import (
     peak_of,
     rows_of,
     sse,
+    step_of,
     stream,
     weights_of,
 )
@@ -83,7 +84,9 @@ def expected(folder: Path) -> Iterator[dict[str, Any]]:
                     "is_prompt": position < len(routed.prompt) if is_known else None,
                     "token_id": tokens[position] if is_known else None,
                     "token": texts[position],
-                    "step": position + 7 if routed.steps and (rows[position] >= 0).all() else None,
+                    "step": step_of(position)
+                    if routed.steps and (rows[position] >= 0).all()
+                    else None,
                     "experts": rows[position].tolist(),
                     "weights": weights_of(rows[position]).tolist(),
                 }
@@ -319,6 +322,51 @@ def test_llama_cpps_traces(known: Tokens) -> None:
     assert np.array_equal(
         loads_in((*key, count) for key, count in Counter(choices).items()), counts_of(known)
     )
+
+
+def test_traces_of_moe_cache_lab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """birkansit/moe-cache-lab bf796de1, `TRACE_FORMAT.md`, version 1: prompts layer by layer, then
+    token by token. What was computed otherwise is left out: here a prompt of two steps."""
+    routed = RoutedPrompt(rows_of(4, 1), [rows_of(3, 2)], steps=True)
+    in_chunks = RoutedPrompt(rows_of(5, 3), [rows_of(3, 4)], steps=True)
+    lines = [{**answer(routed), "routed_experts_info": INFO}, answer(in_chunks)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "answers.jsonl", "-o", "experts.parquet"]) == 0
+    capsys.readouterr()
+    run_example("moe_cache_lab_trace.py")
+    assert capsys.readouterr().out.startswith("response 1, choice 0: not computed")
+    assert [path.name for path in tmp_path.glob("trace*")] == ["trace-0-0.jsonl"]
+    head, *events = map(json.loads, Path("trace-0-0.jsonl").read_text().splitlines())
+    assert (head["format"], head["format_version"]) == ("moe-cache-lab.routing-jsonl", 1)
+    assert (head["num_experts"], head["experts_per_token"]) == (EXPERTS, TOP_K)
+    of_prompt = [("prompt", at, layer) for layer in range(LAYERS) for at in range(4)]
+    generated = [("generated", at, layer) for at in range(4, 7) for layer in range(LAYERS)]
+    rows = routed.whole()
+    assert events == [
+        {
+            "record_type": "routing_selection",
+            "phase": phase,
+            "token_position": at,
+            "layer": LAYER_IDS[layer],
+            "selected_experts": rows[at, layer].tolist(),
+        }
+        for phase, at, layer in [*of_prompt, *generated]
+    ]
+
+
+def test_tokens_and_experts_of_a_step(known: Tokens, documented: list[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(documented[0], names)
+    steps = Counter(token["step"] for token in known if token["step"] is not None)
+    assert names["tokens"].to_dict() == steps
+    for (step, layer), num_experts in names["experts"].items():
+        of_step = [token["experts"] for token in known if token["step"] == step]
+        index = LAYER_IDS.index(layer)
+        assert num_experts == len({expert for experts in of_step for expert in experts[index]})
+    assert len(names["experts"]) == len(steps) * LAYERS
 
 
 def test_megatrons_trace(known: Tokens) -> None:
