@@ -13,7 +13,6 @@ import numpy as np
 
 from bench.http_table import commit_and_device, described
 from routed_experts.server.http.arrays.references import ReferenceMaker
-from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.encoding.encoding import Encoder
 from routed_experts.server.http.encoding.wire_form import WireForm
 from routed_experts.server.outputs.array_store import ArrayStore
@@ -44,17 +43,13 @@ async def store_all(store: ArrayStore) -> None:
     arrays = [("routed_experts", 0, 0, [ROWS])]
 
     async def of_answer() -> None:
-        maker = ReferenceMaker(store, Connection(nothing, nothing))
+        maker = ReferenceMaker(store)
         made, failure = await maker.run(ROWS.nbytes, maker.references, Encoder(form), arrays)
         if failure is not None:
             raise failure
         await store.reader.run(store.discard, made[0]["routed_experts"]["id"])
 
     await asyncio.gather(*(of_answer() for _ in range(NUM_ARRAYS)))
-
-
-async def nothing(*_: Any) -> Any:
-    """Sends and receives nothing."""
 
 
 async def gaps_during(coroutine: Any) -> tuple[list[float], float]:

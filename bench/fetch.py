@@ -22,7 +22,6 @@ from bench.http_server import free_port
 from bench.http_table import commit_and_device, described
 from routed_experts.protocol.fetch import fetch
 from routed_experts.server.http.arrays.references import ROWS_PATH
-from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.routes.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore
@@ -44,7 +43,6 @@ def serve(folder: Path, port: int) -> None:
     """The route in uvicorn, as vLLM runs it."""
     app = FastAPI()
     app.include_router(router)
-    watch_connections(app)
     app.state.routed_experts = ServerState(store=ArrayStore(folder, FOLDER_BYTES))
     uvicorn.run(
         app, host="127.0.0.1", port=port, log_level="error", loop="uvloop", http="httptools"

@@ -8,6 +8,7 @@ thread for messages. The rows are those of 32,768 tokens, 48 layers and 8 expert
 import argparse
 import asyncio
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,6 @@ from routed_experts.capture.scheduler.input_decoder import InputDecoder
 from routed_experts.protocol.input_fields import parse_input, take_input
 from routed_experts.protocol.models import REPLAY
 from routed_experts.protocol.routing_input import INPUT_ARG, RoutingInput
-from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.input_memory import InputMemory
 from routed_experts.server.http.requests.request import unpacked
 from routed_experts.server.http.requests.routing_input import InputReader
@@ -74,17 +74,13 @@ async def message_of(parts: list[bytes]) -> Any:
     """The frames of the message to the engine."""
     body = unpacked(await run_in_threadpool(b"".join, parts))
     fields = parse_input(take_input(body))
-    encoded = await reader().encode(fields, [NUM_TOKENS], 1, Connection(nothing, nothing))
+    encoded = await reader().encode(fields, [NUM_TOKENS], 1, ExitStack())
     params = SamplingParams(extra_args={INPUT_ARG: HeldInput(encoded)})
     request = EngineCoreRequest(
         "request", body["prompt"], None, params, None, 0.0, None, None, None
     )
     put_input(request)
     return MsgpackEncoder().encode(request)
-
-
-async def nothing(*_: Any) -> Any:
-    """Sends and receives nothing."""
 
 
 def decoded(frames: Any) -> None:

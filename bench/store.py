@@ -16,7 +16,6 @@ import numpy as np
 from fastapi import FastAPI
 
 from routed_experts.server.http.arrays.references import ROWS_PATH
-from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.routes.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore
@@ -52,7 +51,6 @@ def main() -> None:
         return
     app = FastAPI()
     app.include_router(router)
-    watch_connections(app)
     app.state.routed_experts = ServerState(store=store)
     stored = store.put(np.zeros((L, LONG, K), np.int16))
 

@@ -9,8 +9,10 @@ import asyncio
 import math
 import threading
 import time
+from contextlib import ExitStack
 from http import HTTPStatus
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,6 +26,7 @@ _RESERVE_S = 5.0
 """Part of `--shutdown-timeout` for ending unfinished requests and stopping the engine."""
 _POLL_S = 0.05
 _HEALTH = ("/health", "/ping")
+_REQUEST_END = "routed_experts.request_end"  # in the scope of a request
 STOPPING = "The server is stopping: retry on another instance, or after the restart."
 
 
@@ -113,9 +116,17 @@ class DrainMiddleware:
             return
         self._drain.under_way += 1
         try:
-            await self._app(scope, receive, send)
+            with ExitStack() as request_end:
+                scope[_REQUEST_END] = request_end
+                await self._app(scope, receive, send)
         finally:
             self._drain.under_way -= 1
+
+
+def request_end_of(raw_request: Request) -> ExitStack:
+    """What is called when a request has ended, its response included."""
+    stack: ExitStack = raw_request.scope[_REQUEST_END]
+    return stack
 
 
 def _only_reads(scope: Scope) -> bool:

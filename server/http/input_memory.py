@@ -1,10 +1,9 @@
 """How much memory routing as an input takes in this process, and the limit of it."""
 
+from contextlib import ExitStack
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
-
-from routed_experts.server.http.connection import Connection
 
 _RETRY_AFTER_S = 1
 INPUT_BYTES_FLAG = "--routed-experts-input-bytes"
@@ -17,8 +16,8 @@ class InputMemory:
         self.max_bytes = max_bytes
         self.used_bytes = 0
 
-    def take(self, num_bytes: int, connection: Connection) -> None:
-        """Counts `num_bytes` until the request of `connection` has ended.
+    def take(self, num_bytes: int, request_end: ExitStack) -> None:
+        """Counts `num_bytes` until `request_end`.
 
         Raises:
             HTTPException: other requests have what is needed; it comes back when they end.
@@ -32,7 +31,7 @@ class InputMemory:
                 {"Retry-After": str(_RETRY_AFTER_S)},
             )
         self.used_bytes += num_bytes
-        connection.at_end(lambda: self._give_back(num_bytes), counts_sent=False)
+        request_end.callback(self._give_back, num_bytes)
 
     def _give_back(self, num_bytes: int) -> None:
         self.used_bytes -= num_bytes

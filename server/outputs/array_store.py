@@ -6,8 +6,8 @@ says when the array expires, in seconds, and goes on with a random number that n
 a checksum; the hour is the one in which it expires. So an id alone leads to the array, on every
 server that has the folder or bucket, and nothing is handed over when a server ends or is killed.
 
-**Who deletes.** A client with `DELETE`; the server, if the client left before it was sent the
-reference; and every server of the folder or bucket, which sweep it for arrays whose time has passed.
+**Who deletes.** A client with `DELETE`; the server, if the client left before the part with the
+reference was sent; and every server of the folder or bucket, which sweep it for arrays whose time has passed.
 A folder that nobody named goes with its last process.
 
 **Full.** A folder has a limit of bytes (`Folder` counts them); a bucket has its own.

@@ -17,7 +17,6 @@ from routed_experts.protocol.models import RoutingOptions, parse_options
 from routed_experts.server.http.answers.response import CollectedRows, RoutedResponse, respond
 from routed_experts.server.http.answers.streaming import SSERewriter
 from routed_experts.server.http.arrays.references import ReferenceMaker
-from routed_experts.server.http.connection import connection_of, watch_connections
 from routed_experts.server.http.encoding.encoding import Encoder
 from routed_experts.server.http.vllm_http import with_cancellation
 from routed_experts.server.outputs.array_store import ArrayStore
@@ -57,7 +56,6 @@ class Edge:
             app.add_middleware(middleware)
         elif middleware is not None:
             app.middleware("http")(middleware)
-        watch_connections(app)
         return app
 
     async def long(self, raw_request: Request) -> Response:
@@ -67,7 +65,7 @@ class Edge:
             {"return_routed_experts": True, "routed_experts_delivery": "reference"}
         )
         assert options is not None
-        references = ReferenceMaker(self.store, connection_of(raw_request))
+        references = ReferenceMaker(self.store)
         outputs = self._outputs(body["generated"], at_once=not body["stream"])
         if body["stream"]:
             aligner = SSERewriter(options, encoder_of(options), 1, str, delivery=references)

@@ -10,7 +10,7 @@ import json
 import logging
 import socket
 import zlib
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -31,7 +31,7 @@ from routed_experts.capture.wire.transport import Told, attach, detach
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import INPUT_FIELDS
 from routed_experts.protocol.routing_input import EncodedInput, RoutingInput
-from routed_experts.server.http.connection import Connection
+from routed_experts.server.http.drain import DrainMiddleware
 from routed_experts.server.http.input_memory import InputMemory
 from routed_experts.server.http.requests import routing_input
 from routed_experts.server.http.requests.request import MSGPACK
@@ -718,9 +718,9 @@ def test_a_negative_number_of_choices_makes_no_room(
     taken: list[int] = []
     take = InputMemory.take
 
-    def taking(memory: InputMemory, num_bytes: int, connection: Any) -> None:
+    def taking(memory: InputMemory, num_bytes: int, request_end: Any) -> None:
         taken.append(num_bytes)
-        take(memory, num_bytes, connection)
+        take(memory, num_bytes, request_end)
 
     monkeypatch.setattr(InputMemory, "take", taking)
     body = {**body_for(COMPLETIONS), REPLAY: array_of(rows_for(10)), "n": -100}
@@ -812,13 +812,16 @@ def test_a_client_that_leaves_while_its_body_is_read(
 ) -> None:
     """It is no fault of the server: alerts count status 5xx."""
     sent: list[Message] = []
-    send = Connection.send
+    handle = DrainMiddleware.__call__
 
-    def watched(connection: Connection, message: Message) -> Awaitable[None]:
-        sent.append(message)
-        return send(connection, message)
+    async def watched(own: DrainMiddleware, scope: Scope, receive: Receive, send: Send) -> None:
+        async def note_and_send(message: Message) -> None:
+            sent.append(message)
+            await send(message)
 
-    monkeypatch.setattr(Connection, "send", watched)
+        await handle(own, scope, receive, note_and_send)
+
+    monkeypatch.setattr(DrainMiddleware, "__call__", watched)
     url = httpx.URL(api.url)
     with socket.create_connection((url.host, url.port)) as sock:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -27,7 +27,6 @@ from routed_experts.server.cli.serve import prepared_folders
 from routed_experts.server.http.answers.response import CollectedRows, RoutedResponse, respond
 from routed_experts.server.http.arrays import references
 from routed_experts.server.http.arrays.references import ReferenceMaker
-from routed_experts.server.http.connection import Connection, watch_connections
 from routed_experts.server.http.encoding.encoding import Encoder
 from routed_experts.server.http.encoding.wire_form import WireForm
 from routed_experts.server.http.engine import ServerState
@@ -250,7 +249,6 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
     array = np.random.default_rng(15).integers(0, 1 << 14, (6, 120_001, 7), dtype=np.int16)
     app = FastAPI()
     app.include_router(router)
-    watch_connections(app)
     app.state.routed_experts = ServerState(store=store)
 
     async def fetch_all() -> None:
@@ -506,54 +504,16 @@ def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_pat
         assert len(stored_in(tmp_path / "store")) == 2
 
 
-def connection_of_nobody() -> Connection:
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        pass
-
-    return Connection(receive, send)
-
-
 ENCODER = Encoder(WireForm(ids_shape=(L, K), num_experts=1 << 15))
-
-
-def test_what_is_stored_after_the_request_has_ended_is_deleted(tmp_path: Path) -> None:
-    """vLLM does not wait for the task that it cancels because the client has left."""
-    connection = connection_of_nobody()
-    maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20), connection)
-    connection.end()
-    made, failure = asyncio.run(
-        maker.run(1, maker.references, ENCODER, [("routed_experts", 0, 0, [])])
-    )
-    assert ("id" in made[0]["routed_experts"], failure) == (True, None)
-    wait_until_empty(tmp_path / "store")
-
-
-def test_a_client_that_leaves_between_two_choices_has_the_first(tmp_path: Path) -> None:
-    """Of a stream: the arrays of both are stored when the first is sent."""
-    connection = connection_of_nobody()
-    maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20), connection)
-    arrays = [("routed_experts", choice, 0, []) for choice in range(2)]
-    first, second = (
-        references["routed_experts"]["id"]
-        for references in asyncio.run(maker.run(1, maker.references, ENCODER, arrays))[0]
-    )
-    maker.hand_over([first])
-    part = {"type": "http.response.body", "body": f'{{"id":"{first}"}}'.encode()}
-    asyncio.run(connection.send(part))
-    connection.end()
-    maker.store.writer.submit(lambda: None).result(60)
-    assert [path.stem for path in stored_in(tmp_path / "store")] == [first]
-    assert first != second
 
 
 def test_a_client_that_leaves_before_the_response_begins(tmp_path: Path) -> None:
     """Behind a middleware in which sending takes turns, the body is then never asked for."""
-    connection = connection_of_nobody()
-    maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20), connection)
+    maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20))
     stored = []
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
 
     class Answer(RoutedResponse):
         def encode(self, packed: bool) -> bytes:
@@ -568,8 +528,7 @@ def test_a_client_that_leaves_before_the_response_begins(tmp_path: Path) -> None
         rows = CollectedRows(RoutingOptions(), (L, K))
         answer = Answer(SimpleNamespace(kv_transfer_params=None), rows, ENCODER, False, maker)  # type: ignore[arg-type]
         response = await respond(answer, request)
-        await response(request.scope, connection.receive, lambda message: asyncio.sleep(0))
-        connection.end()
+        await response(request.scope, receive, lambda message: asyncio.sleep(0))
 
     asyncio.run(leave())
     assert len(stored) == 1

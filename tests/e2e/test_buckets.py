@@ -1,7 +1,5 @@
 """Arrays by reference in a bucket of a real S3 server, which may be slow, full, gone or closed."""
 
-import asyncio
-import json
 import re
 import subprocess
 import sys
@@ -9,7 +7,7 @@ import tempfile
 import time
 import tracemalloc
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -26,23 +24,17 @@ from obstore.store import from_url
 from routed_experts.protocol import buckets
 from routed_experts.protocol.batch import join_turns
 from routed_experts.protocol.fetch import FetchError, fetch, fetch_all, fetch_spans
-from routed_experts.protocol.models import parse_options
 from routed_experts.server.cli.main import main
-from routed_experts.server.http.answers.streaming import SSERewriter
 from routed_experts.server.http.arrays import stored_arrays
 from routed_experts.server.http.arrays.references import ReferenceMaker
-from routed_experts.server.http.encoding.encoding import Encoder
-from routed_experts.server.http.encoding.wire_form import WireForm
 from routed_experts.server.outputs import array_store, record_files
 from routed_experts.server.outputs import buckets as stored_objects
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError
 from routed_experts.server.outputs.buckets import Bucket
-from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.outputs.sent_files import SentFiles
-from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
-from tests.contract.test_references import ENCODER, connection_of_nobody
+from tests.contract.test_references import ENCODER
 from tests.e2e.harness import ASK, COMPLETIONS, Server, prompt_of, wait_until
 from tests.weed import KEY, SECRET, Proxy, Weed, environment, weed
 
@@ -313,7 +305,7 @@ def test_no_reference_leads_to_nothing_whatever_happens_to_the_bucket(
 
 def references_of(store: ArrayStore, num_choices: int) -> "Future[Any]":
     """An answer that stores an array for each choice."""
-    maker = ReferenceMaker(store, connection_of_nobody())
+    maker = ReferenceMaker(store)
     arrays = [("routed_experts", choice, 0, []) for choice in range(num_choices)]
     return store.writer.submit(maker.references, ENCODER, arrays)
 
@@ -346,54 +338,12 @@ def test_the_arrays_of_an_answer_are_stored_beside_each_other(
     assert [references["routed_experts"]["choice"] for references in made] == [*range(16)]
 
 
-def test_choices_of_a_stream_are_stored_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which end in the same step. Their chunks keep their order, and the end of the stream is
-    last."""
-    store = ArrayStore(f"{URL}-choices")
-    store.open()
-    puts_wait_for_each_other(store, 16, monkeypatch)
-    *chunks, end = asyncio.run(stream_of(store, num_choices=16))
-    assert end == "data: [DONE]\n\n"
-    bodies = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
-    assert "url" in bodies[0]["prompt_routed_experts"]
-    choices = [body["choices"][0] for body in bodies]
-    assert [choice["index"] for choice in choices] == [*range(16)]
-    assert [choice["routed_experts"]["choice"] for choice in choices] == [*range(16)]
-
-
-async def stream_of(store: ArrayStore, num_choices: int) -> list[str]:
-    """The events of a stream whose choices end in the same step."""
-    form = WireForm(ids_shape=(L, K), num_experts=16)
-    options = parse_options({"return_routed_experts": True, **REFERENCE})
-    assert options is not None
-    maker = ReferenceMaker(store, connection_of_nobody())
-    rewriter = SSERewriter(options, Encoder(form), num_choices, str, delivery=maker)
-
-    async def outputs() -> AsyncIterator[RequestOutput]:
-        choices = []
-        for index in range(num_choices):
-            buffer = RowBuffer()
-            buffer.push(0, np.zeros((5, L, K), np.int16))
-            choice: Any = CompletionOutput(index, "", [1, 2], None, None, routed_experts=buffer)  # type: ignore[arg-type]
-            choice.finish_reason = "length"
-            choices.append(choice)
-        yield RequestOutput("r", None, [1, 2, 3, 4], None, choices, finished=True)
-
-    async def events(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
-        async for output in outputs:
-            for choice in output.outputs:
-                yield f'data: {{"choices":[{{"index":{choice.index},"finish_reason":"length"}}]}}\n\n'
-        yield "data: [DONE]\n\n"
-
-    return [event async for event in rewriter.rewrite(events(rewriter.watch(outputs())))]
-
-
 def test_an_array_is_copied_once_on_its_way_to_a_bucket() -> None:
     """To join what is sent takes memory under Python's lock, while the event loop waits."""
     store = ArrayStore(f"{URL}-copied")
     store.open()
     rows = np.zeros((20_000, L, K), np.int16)
-    maker = ReferenceMaker(store, connection_of_nobody())
+    maker = ReferenceMaker(store)
     tracemalloc.start()
     (made,), _ = maker.references(ENCODER, [("routed_experts", 0, 0, [rows])])
     _, most_bytes = tracemalloc.get_traced_memory()
@@ -437,12 +387,10 @@ def test_arrays_of_a_client_that_left_are_deleted_behind_their_put(
         put(*args)
 
     monkeypatch.setattr(store._objects, "put", put_slowly)
-    connection = connection_of_nobody()
-    maker = ReferenceMaker(store, connection)
+    maker = ReferenceMaker(store)
     arrays = [("routed_experts", 0, 0, [])]
     maker._prepared.append(store.writer.submit(maker.references, ENCODER, arrays))
-    connection.at_end(maker._delete_unsent_later)
-    connection.end()
+    maker.end()
     assert store.writer.close(60) == 0
     assert names_in(f"{URL}-left") == []
 

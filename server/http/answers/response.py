@@ -173,7 +173,11 @@ class RoutedResponse:
         """The response body as JSON or MessagePack (`packed`), in parts if it is long. Stores the
         arrays if the request asks for references; if the store cannot take them, they must fit
         inline."""
-        return await self.delivery.run(self.nbytes, self.encode, packed)
+        try:
+            return await self.delivery.run(self.nbytes, self.encode, packed)
+        except BaseException:  # as is raised where the client has left
+            self.delivery.end()
+            raise
 
     def encode(self, packed: bool) -> bytes | Iterator[bytes]:
         """As `prepare`, in this thread."""
@@ -338,7 +342,8 @@ def _plain(answer: BaseModel, packed: bool, headers: dict[str, str]) -> Response
 
 
 class _Response(StreamingResponse):
-    """Counts its rows, also where the body is not asked for, as the client left before."""
+    """Counts its rows, and deletes what was not sent, also where the body is not asked for, as the
+    client left before."""
 
     answer: RoutedResponse
 
@@ -347,6 +352,7 @@ class _Response(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.answer.count()
+            self.answer.delivery.end()
 
 
 async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:

@@ -25,7 +25,7 @@ from routed_experts.protocol.models import (
 from routed_experts.server.http.answers.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.answers.streaming import SSERewriter, StreamLimitError
 from routed_experts.server.http.arrays.references import Delivery, ReferenceMaker, cannot_store
-from routed_experts.server.http.connection import connection_of
+from routed_experts.server.http.drain import request_end_of
 from routed_experts.server.http.encoding.encoding import Encoder
 from routed_experts.server.http.encoding.wire_form import LostRowsError, PairedForm, WireForm
 from routed_experts.server.http.engine import CapturedEngine, ServerState
@@ -170,7 +170,7 @@ class RoutedServing:
         """
         takes_routing = input_fields_of(request) is not None
         if raw_request is not None and (options_of(request) is not None or takes_routing):
-            request._connection = connection_of(raw_request)
+            request._request_end = request_end_of(raw_request)
             request._client_request_id = raw_request.headers.get(
                 "X-Request-Id", getattr(request, "request_id", "")
             )
@@ -252,7 +252,9 @@ class RoutedServing:
         assert self.captured is not None
         reader = InputReader(self.captured, self.server.store, self.server.input_memory)
         try:
-            encoded = await reader.encode(fields, prompt_lens, num_choices, request._connection)
+            encoded = await reader.encode(
+                fields, prompt_lens, num_choices, request._request_end
+            )
         except FieldError as error:
             _reject(str(error), error.param)
         request._input = HeldInput(encoded)
@@ -386,7 +388,6 @@ class RoutedServing:
         assert self.captured is not None
         return ReferenceMaker(
             self.server.store,
-            request._connection,
             names_files=self.server.settings.routed_experts_store_paths,
             part="joined" if options.layout == "joined" else "generated",
             metadata={
@@ -466,7 +467,7 @@ class RoutedServing:
 
     def stream(
         self,
-        make: Callable[[AsyncIterator[Any]], AsyncIterator[str]],
+        make: Callable[[AsyncIterator[Any]], AsyncGenerator[str, None]],
         request: Any,
         results: AsyncIterator[Any],
         num_choices: int,

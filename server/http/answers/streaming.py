@@ -1,13 +1,12 @@
 """Adds rows to the chunks of a stream: each row to the chunk whose tokens made it known.
 
-`StreamedRows` is the state: which rows of which choice have arrived and were sent. What is due with
-a chunk depends on the request: `DueWithTokens` or `DueAtEnd`. `SSERewriter` stands around vLLM's
-generator, and writes what is due into its chunks.
+`StreamedRows` is the state: which rows of which choice have arrived and were sent, so what is due
+with a chunk. `SSERewriter` stands around vLLM's generator, and writes what is due into its chunks.
 """
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -80,6 +79,14 @@ class Choice:
     counted: list[Rows] = field(default_factory=list)  # for the histogram
 
 
+class Due(NamedTuple):
+    """What goes into a chunk of a choice."""
+
+    prompt_rows: list[Rows] | None  # None: no array
+    rows: list[Rows]
+    is_last: bool  # of the chunks of its choice
+
+
 class StreamedRows:
     """The rows of the choices of a stream, until they are sent."""
 
@@ -89,9 +96,12 @@ class StreamedRows:
         row_shape: tuple[int, int],
         num_choices: int,
         *,
+        preface_chunks: int,
         sends_empty: bool,
     ) -> None:
         self.choices: dict[int, Choice] = {}  # by `Chunk.index`
+        # that come before the first tokens, and not before the end
+        self._preface_chunks = 0 if options.at_end else preface_chunks
         self._options = options
         self._row_shape = row_shape
         self._num_choices = num_choices  # per prompt
@@ -131,7 +141,26 @@ class StreamedRows:
             buffer = RowBuffer(output.request_id)
             self.choices[key] = Choice(key, prompt, next_row, length - 1, buffer)
 
-    def take_prompt(self, prompt: Prompt) -> list[Rows] | None:
+    def take_due(self, choice: Choice) -> Due | None:
+        """Takes what is due with a chunk of a choice: the rows that became known with its tokens, or
+        at the end all of them, and the prompt's with the first such chunk. None if nothing is.
+
+        vLLM makes at most one chunk per output, before it reads the next output. So the rows of an
+        output belong to the next chunk of its choice.
+        """
+        is_last = choice.finish is not None
+        if self._options.at_end and not is_last:
+            return None
+        prompt_rows = self._take_prompt(choice.prompt) if choice.prompt.is_pending else None
+        if self._preface_chunks > 0:
+            self._preface_chunks -= 1
+            return None if prompt_rows is None else Due(prompt_rows, [], is_last=False)
+        rows = self._take(choice)
+        if prompt_rows is None and not rows and not is_last:
+            return None
+        return Due(prompt_rows, rows, is_last)
+
+    def _take_prompt(self, prompt: Prompt) -> list[Rows] | None:
         """Takes the rows of a pending prompt; None if they have not arrived or are not sent."""
         source = self._source_of(prompt)
         if source is None:
@@ -156,7 +185,7 @@ class StreamedRows:
                 return choice
         return None
 
-    def take(self, choice: Choice) -> list[Rows]:
+    def _take(self, choice: Choice) -> list[Rows]:
         """Takes the rows to send with the next chunk of a choice: none before those of its
         prompt."""
         if choice.prompt.is_pending:
@@ -203,75 +232,7 @@ class StreamedRows:
         return sum(choice.buffer.num_lost for choice in self.choices.values()), causes
 
 
-# ---- what is due with a chunk ----
-
-
-class Due(NamedTuple):
-    """What goes into a chunk."""
-
-    choice: Choice
-    prompt_rows: list[Rows] | None  # None: no array
-    rows: list[Rows]
-    is_last: bool  # of the chunks of its choice
-
-
-class DueWithTokens:
-    """Rows that became known with the tokens of a chunk.
-
-    vLLM makes at most one chunk per output, before it reads the next output. So the rows of an
-    output belong to the next chunk of its choice.
-    """
-
-    def __init__(self, rows: StreamedRows, preface_chunks: int) -> None:
-        self._rows = rows
-        self._preface_chunks = preface_chunks  # that come before the first tokens
-
-    def choice_of(self, chunk: Chunk) -> Choice | None:
-        """The choice of which something may be due; None if nothing is."""
-        return self._rows.choices.get(chunk.index)
-
-    def take(self, choice: Choice) -> Due | None:
-        """None if nothing is due."""
-        prompt_rows = self._rows.take_prompt(choice.prompt) if choice.prompt.is_pending else None
-        if self._preface_chunks > 0:
-            self._preface_chunks -= 1
-            return None if prompt_rows is None else Due(choice, prompt_rows, [], is_last=False)
-        rows = self._rows.take(choice)
-        is_last = choice.finish is not None
-        if prompt_rows is None and not rows and not is_last:
-            return None
-        return Due(choice, prompt_rows, rows, is_last)
-
-
-class DueAtEnd:
-    """All rows of a choice, with its last chunk; the prompt's with the first such chunk."""
-
-    def __init__(self, rows: StreamedRows) -> None:
-        self._rows = rows
-
-    def choice_of(self, chunk: Chunk) -> Choice | None:
-        """The choice of which something may be due; None if nothing is."""
-        if chunk.is_unfinished:
-            return None
-        choice = self._rows.choices.get(chunk.index)
-        if choice is None or choice.finish is None:
-            return None
-        return choice
-
-    def take(self, choice: Choice) -> Due:
-        prompt_rows = self._rows.take_prompt(choice.prompt) if choice.prompt.is_pending else None
-        return Due(choice, prompt_rows, self._rows.take(choice), is_last=True)
-
-
 # ---- the stream ----
-
-
-class Ending(NamedTuple):
-    """The last chunk of a choice, whose arrays are being stored."""
-
-    chunk: Chunk
-    arrays: Arrays
-    values: "asyncio.Task[dict[str, Any]]"  # what the chunk gets
 
 
 class SSERewriter:
@@ -294,10 +255,11 @@ class SSERewriter:
         self.encoder = encoder
         self._options = options
         self._rows = StreamedRows(
-            options, encoder.form.captured_shape, num_choices, sends_empty=has_own_field
-        )
-        self._due: DueAtEnd | DueWithTokens = (
-            DueAtEnd(self._rows) if options.at_end else DueWithTokens(self._rows, preface_chunks)
+            options,
+            encoder.form.captured_shape,
+            num_choices,
+            preface_chunks=preface_chunks,
+            sends_empty=has_own_field,
         )
         self._error_event = error_event
         self._max_bytes = max_bytes
@@ -308,83 +270,56 @@ class SSERewriter:
         # choice began in the last chunk that went the long way, as in most that follow.
         self._choices_by_head: dict[str, Choice] = {}
         self._choice_begin = len(FIRST_CHOICE)
-        self._endings: deque[Ending] = deque()
-        # what vLLM's generator was asked for while arrays are stored
-        self._next_event: asyncio.Future[str | None] | None = None
 
     def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yields `results` after taking off their row buffers."""
         return self._rows.watch(results)
 
-    async def rewrite(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    async def rewrite(self, events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
         """Adds rows to `events`. An error ends the stream with an error event and `[DONE]`."""
         failure: Exception | None = None
-        at_end = self._options.at_end
         try:
             async for event in events:
-                if at_end and UNFINISHED in event:  # as with most chunks
-                    yield self._without_own_field(event)
-                    continue
-                text = self._with_only_row(event)
-                if text is not None:  # as with most chunks
+                text = self._in_short(event)
+                if text is not None:
                     yield text
                     continue
-                chunk = Chunk(self._without_own_field(event))
-                choice = self._due.choice_of(chunk)
-                async for line in self._with_all(chunk, choice):
+                async for line in self._with_all(event):
                     yield line
-                if choice is not None and choice.has_rows_only:
-                    self._choices_by_head[chunk.head] = choice
-                    self._choice_begin = chunk.choice_begin
-                if self._endings:
-                    async for line in self._until_stored(events):
-                        yield line
         except Exception as error:
             is_ours = isinstance(error, LostRowsError | StreamLimitError)
             logger.error("The stream ended with an error: %s", error, exc_info=not is_ours)
             failure = error
         finally:
-            self._count()
-            self._let_go()
-            await self._close(events)
+            self._end()
+            await events.aclose()  # which aborts a running request in the engine
         if failure is not None:
             yield f"{DATA}{self._error_event(failure)}\n\n"
             yield f"{DATA}[DONE]\n\n"
 
-    async def _close(self, events: AsyncIterator[str]) -> None:
-        """Ends the generator of a stream, which aborts a running request in the engine."""
-        if self._next_event is not None:  # a generator that runs cannot be closed
-            self._next_event.cancel()
-            await asyncio.gather(self._next_event, return_exceptions=True)
-        close = getattr(events, "aclose", None)
-        if close is not None:
-            await close()
+    def _end(self) -> None:
+        """Counts what was sent, and keeps no rows: the traceback of a cancelled stream keeps this
+        object alive."""
+        lost, causes = self._rows.lost() if self.encoder.counts.missing else (0, Counter())
+        count_response(self.encoder, lost, causes)
+        self._delivery.end()
+        self._rows.choices.clear()
+        self._choices_by_head.clear()
 
     def _without_own_field(self, text: str) -> str:
         """A chunk, or the end of one from its choice on, without vLLM's own field for routing, in
         which it is null."""
         return text.replace('"routed_experts":null,', "", 1) if self._has_own_field else text
 
-    def _let_go(self) -> None:
-        """Stores no more, and keeps no rows: the traceback of a cancelled stream keeps this object
-        alive."""
-        self._rows.choices.clear()
-        self._choices_by_head.clear()
-        for ending in self._endings:
-            ending.values.cancel()
-        self._endings.clear()
-
-    def _count(self) -> None:
-        lost, causes = self._rows.lost() if self.encoder.counts.missing else (0, Counter())
-        count_response(self.encoder, lost, causes)
-
-    def _with_only_row(self, event: str) -> str | None:
-        """The short way for most chunks: the chunk with the one row that is due with it. None for
-        any other, of which nothing is taken.
+    def _in_short(self, event: str) -> str | None:
+        """Most chunks: one of which nothing is due before the end, or the chunk with the one row that
+        is due with it. None for any other, of which nothing is taken.
 
         Not a part of `rewrite`, which waits for the next chunk, and must not keep the engine's
         message meanwhile.
         """
+        if self._options.at_end:
+            return self._without_own_field(event) if UNFINISHED in event else None
         begin = self._choice_begin
         if not event.startswith(FIRST_CHOICE, begin - len(FIRST_CHOICE)):
             return None
@@ -404,62 +339,23 @@ class SSERewriter:
         rest = self._without_own_field(event[begin:])
         return f"{event[:begin]}{fields}{rest}"
 
-    async def _with_all(self, chunk: Chunk, choice: Choice | None) -> AsyncIterator[str]:
-        """The chunk with all that is due with it.
-
-        A chunk whose arrays are stored is not sent yet, so that arrays of choices that end together
-        are stored beside each other.
-        """
-        if choice is None:
-            yield chunk.text
-            return
-        due = self._due.take(choice)
-        if due is None:
+    async def _with_all(self, event: str) -> AsyncIterator[str]:
+        """A chunk with all that is due with it."""
+        chunk = Chunk(self._without_own_field(event))
+        choice = self._rows.choices.get(chunk.index)
+        due = None if choice is None else self._rows.take_due(choice)
+        if choice is None or due is None:
             yield chunk.text
             return
         arrays: Arrays = {OWN: (choice.next_row - num_rows(due.rows), due.rows)}
         if due.prompt_rows is not None:
             arrays[_PROMPT] = self._options.prompt_start, due.prompt_rows
-        if due.is_last and self._options.by_reference:
-            stored = asyncio.create_task(self._values(choice, arrays))
-            self._endings.append(Ending(chunk, arrays, stored))
-            return
         values = await self._values(choice, arrays) if due.is_last else {}
         async for line in self._lines(chunk, arrays, values):
             yield line
-
-    async def _until_stored(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
-        """What is sent while arrays of choices that have ended are being stored.
-
-        These are the last chunks of the choices, and what is made of further events. Each last chunk
-        comes as soon as its arrays are stored, perhaps before vLLM's next event, and all of them
-        before an event that follows all choices.
-        """
-        while self._endings:
-            next_event = asyncio.ensure_future(anext(events, None))
-            self._next_event = next_event
-            while self._endings and not next_event.done():
-                stored = self._endings[0].values
-                await asyncio.wait({next_event, stored}, return_when=asyncio.FIRST_COMPLETED)
-                async for line in self._ended(waits=False):
-                    yield line
-            event = await next_event
-            self._next_event = None
-            if _is_after_all_choices(event):
-                async for line in self._ended(waits=True):
-                    yield line
-            if event is not None:
-                chunk = Chunk(self._without_own_field(event))
-                async for line in self._with_all(chunk, self._due.choice_of(chunk)):
-                    yield line
-
-    async def _ended(self, waits: bool) -> AsyncIterator[str]:
-        """The last chunks of choices whose arrays are stored by now, or of all, if it `waits`. They
-        come in the order in which the choices ended: the first has the prompt's references."""
-        while self._endings and (waits or self._endings[0].values.done()):
-            chunk, arrays, values = self._endings.popleft()
-            async for line in self._lines(chunk, arrays, await values):
-                yield line
+        if choice.has_rows_only:
+            self._choices_by_head[chunk.head] = choice
+            self._choice_begin = chunk.choice_begin
 
     async def _lines(
         self, chunk: Chunk, arrays: Arrays, values: dict[str, Any]
@@ -471,9 +367,7 @@ class SSERewriter:
         num_bytes = 0  # since the last pause
         for number, fields in enumerate(self._fields_of_lines(arrays, num_lines), 1):
             if number == num_lines:
-                # In the same moment as with an unstreamed response. Histograms have no id.
-                ids = [value["id"] for value in values.values() if "id" in value]
-                self._delivery.hand_over(ids)
+                self._delivery.hand_over()
                 yield _with_fields(chunk, _json_fields(values) | fields)
                 return
             yield _with_fields(blank, fields)
@@ -561,11 +455,6 @@ class SSERewriter:
             if references:
                 del arrays[name]
         return values
-
-
-def _is_after_all_choices(event: str | None) -> bool:
-    """Whether an event has no choice, or is the end."""
-    return event is None or Chunk(event).index < 0
 
 
 def _even_parts(count: int, num_parts: int) -> list[int]:

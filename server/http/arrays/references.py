@@ -1,7 +1,7 @@
 """References, which stand in a response in place of arrays."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from fastapi import HTTPException
 
 from routed_experts.protocol.codec import Rows
-from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.encoding.encoding import Encoder
 from routed_experts.server.http.metrics import count_stored, waiting_for_store
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
@@ -52,18 +51,19 @@ class Delivery:
         """
         return [{} for _ in arrays], None
 
-    def hand_over(self, ids: Collection[str] | None = None) -> None:
-        """Called before the part of a stream is sent that has the references with these `ids`, or
-        before the last part of a response that is one object."""
+    def hand_over(self) -> None:
+        """Called before the part of a stream is sent that has references, or before the last part
+        of a response that is one object."""
+
+    def end(self) -> None:
+        """Called when nothing more is sent. Deletes what was stored and not handed over."""
 
 
 @dataclass(frozen=True)
 class ReferenceMaker(Delivery):
-    """Stores arrays, so that the response has references to them. Deletes those that the client was
-    not told of."""
+    """Stores arrays, so that the response has references to them."""
 
     store: ArrayStore
-    connection: Connection
     names_files: bool = False  # whether references name the files
     part: str = "generated"  # what a choice's arrays have: "joined" with the prompt's rows
     metadata: dict[str, str] = field(default_factory=dict)  # of objects: what the response is
@@ -71,33 +71,28 @@ class ReferenceMaker(Delivery):
     _prepared: list["Future[Any]"] = field(default_factory=list, init=False)
     # ids whose references are not handed over
     _stored: list[str] = field(default_factory=list, init=False)
-    # what had been sent then, by id
-    _handed_over: dict[str, int] = field(default_factory=dict, init=False)
 
     async def run(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
         """In a thread of the store. If all are busy, the answer waits until one is free."""
         prepared = self.store.writer.submit(function, *args)
         self._prepared.append(prepared)
-        self.connection.at_end(self._delete_unsent_later)
         with waiting_for_store():
             return await asyncio.wrap_future(prepared)
 
-    def hand_over(self, ids: Collection[str] | None = None) -> None:
-        for key in [*self._stored] if ids is None else ids:
-            self._handed_over[key] = self.connection.num_sent
-            self._stored.remove(key)
+    def hand_over(self) -> None:
+        self._stored.clear()
 
-    def _delete_unsent_later(self) -> None:
+    def end(self) -> None:
         """In a thread of the store, after everything that was submitted for this response: whoever
         was waiting for an array may have been cancelled while it was written."""
+        if not self._stored and all(prepared.done() for prepared in self._prepared):
+            return
         with suppress(RuntimeError):  # the process ends, and the thread takes no more
-            self.store.writer.submit(self._delete_unsent, [*self._prepared])
+            self.store.writer.submit(self._delete_stored)
 
-    def _delete_unsent(self, prepared: list["Future[Any]"]) -> None:
-        wait(prepared)  # they were submitted before this, so each has ended or has a thread
-        sent = self.connection.num_sent
-        not_told = [key for key, sent_before in self._handed_over.items() if sent == sent_before]
-        self.store.run_all(self.store.discard, [*self._stored, *not_told])
+    def _delete_stored(self) -> None:
+        wait(self._prepared)  # they were submitted before this, so each has ended or has a thread
+        self.store.run_all(self.store.discard, [*self._stored])
 
     def references(
         self, encoder: Encoder, arrays: Arrays

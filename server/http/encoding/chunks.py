@@ -52,11 +52,6 @@ class Chunk:
             return -1
         return int(self.text[begin + len(_INDEX) : self.text.index(",", begin)])
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether it says that its choice goes on."""
-        return UNFINISHED in self.text
-
     def with_fields(self, of_choice: str, at_top: str = "") -> str:
         """The event with more fields, each with a comma behind it, at the top level and in its
         choice."""

@@ -22,7 +22,6 @@ from routed_experts.server.http.answers.serving import (
     RoutedServingTokens,
     rebind_class,
 )
-from routed_experts.server.http.connection import watch_connections
 from routed_experts.server.http.drain import DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.errors import format_framework_errors
@@ -107,7 +106,6 @@ class RoutedExpertsPlugin:
         for name, cls in SERVING_CLASSES.items():
             if (serving := getattr(state, name, None)) is not None:
                 rebind_class(serving, cls, ours)
-        watch_connections(self._app)  # here, as all middleware has been added
         # here, as other plugins' routes have been attached
         unsupported_routes.refuse_on_other_routes(self._app)
         if ours.captured is not None:

@@ -21,7 +21,7 @@ from routed_experts.capture.wire.rows import INPUT_FLAG, takes_input
 from routed_experts.protocol.codec import UNKNOWN, Rows, encode
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from routed_experts.protocol.models import OPT_IN, REPLAY, WEIGHTS
-from routed_experts.server.http.connection import watch_connections
+from routed_experts.server.http.drain import DrainMiddleware
 from routed_experts.server.http.encoding.encoding import LINE_BYTES
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.vllm_api import get_logger
@@ -79,9 +79,8 @@ def _without_middleware(app: FastAPI) -> FastAPI:
     """`app` for a client that has no key: middleware may reject it, and should not count it."""
     front = copy.copy(app)
     front.root_path = ""  # as behind a proxy that strips it
-    front.user_middleware = []
+    front.user_middleware = [own for own in app.user_middleware if own.cls is DrainMiddleware]
     front.middleware_stack = None  # built anew
-    watch_connections(front)
     return front
 
 

@@ -5,7 +5,7 @@ import os
 import secrets
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Self
 
@@ -38,7 +38,6 @@ from routed_experts.protocol.models import (
     parse_options,
 )
 from routed_experts.protocol.routing_input import INPUT_ARG
-from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.vllm_http import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -184,7 +183,7 @@ class RoutedRequest(RoutingFields, InputFields):
     # None if the request says nothing of its tokens' experts
     _input_fields: FieldsOfInput | None = PrivateAttr(default=None)
     _input: HeldInput | None = PrivateAttr(default=None)  # the same for the engine
-    _connection: Connection = PrivateAttr()  # of a request for routing
+    _request_end: ExitStack = PrivateAttr()  # of a request for routing
     _client_request_id: str = PrivateAttr("")  # of the same; a part of the response's `id`
     # in a choice, where the client does not limit them
     _most_tokens: int | None = PrivateAttr(default=None)

@@ -6,6 +6,7 @@ their bytes are counted, and only then are they decoded, in a thread, one reques
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from math import isfinite, prod
@@ -39,7 +40,6 @@ from routed_experts.protocol.routing_input import (
     steering_bias,
 )
 from routed_experts.server.http.arrays.stored_arrays import run_in_thread
-from routed_experts.server.http.connection import Connection
 from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.input_memory import INPUT_BYTES_FLAG, InputMemory
 from routed_experts.server.http.requests.request import MSGPACK, PackedRequest, body_of
@@ -119,9 +119,10 @@ class InputReader:
         fields: FieldsOfInput,
         prompt_lens: list[int],
         num_choices: int,
-        connection: Connection,
+        request_end: ExitStack,
     ) -> EncodedInput:
-        """What the engine is to know, for prompts of these lengths with `num_choices` each.
+        """What the engine is to know, for prompts of these lengths with `num_choices` each,
+        until the request has ended.
 
         Raises:
             FieldError: the request is impossible with this model or these prompts.
@@ -130,7 +131,7 @@ class InputReader:
         self._check_prompts(fields, prompt_lens)
         self._check_bias_shape(fields)
         pieces = await self._pieces(fields.replay, prompt_lens[0]) if fields.replay else []
-        self._take_memory(fields, pieces, len(prompt_lens) * num_choices, connection)
+        self._take_memory(fields, pieces, len(prompt_lens) * num_choices, request_end)
         stored = {
             piece.key: await self._read_stored(piece.key, piece)
             for piece in pieces
@@ -220,7 +221,7 @@ class InputReader:
         fields: FieldsOfInput,
         pieces: list["_Piece"],
         num_requests: int,
-        connection: Connection,
+        request_end: ExitStack,
     ) -> None:
         """The engine has the bytes once for each choice, and this process the body."""
         num_layers, top_k = self.captured.shape
@@ -238,7 +239,7 @@ class InputReader:
                 f"body, {num_bytes} bytes, and the limit of this server is {self.memory.max_bytes} "
                 f"({INPUT_BYTES_FLAG}): send fewer rows or choices",
             )
-        self.memory.take(num_bytes, connection)
+        self.memory.take(num_bytes, request_end)
 
     async def _header_of(self, key: str) -> "_Header":
         """Layers, rows, experts per token and dtype of a stored array."""
