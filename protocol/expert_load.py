@@ -1,7 +1,7 @@
 """Counts how often each expert was chosen, and how balanced the load is. Imports numpy only."""
 
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,13 +17,12 @@ class Histogram(TypedDict):
     """The wire form of expert counts.
 
     `counts` is [L][num_experts]. `missing` of the `rows` rows have unknown ids, which are not
-    counted. `weights`, which a request must ask for, is the sum of each expert's weights.
+    counted.
     """
 
     counts: list[list[int]]
     rows: int
     missing: int
-    weights: NotRequired[list[list[float]]]
 
 
 def count_experts(rows: NDArray[np.integer[Any]], num_experts: int) -> NDArray[np.int64]:

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 try:
     from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
@@ -19,8 +19,6 @@ Layout = Literal["split", "joined"]
 Layers = Literal["moe", "all"]
 Delivery = Literal["inline", "reference"]
 StreamTime = Literal["with_tokens", "at_end"]
-RequestFormat = Literal[Format, "paired"]
-"""`paired` is the form of prime-rl's trainer: ids and weights in one array."""
 VllmDtype = Literal["vllm"]
 """The dtype of vLLM's own capture: `uint8` up to 256 experts, else `uint16`."""
 
@@ -28,10 +26,13 @@ OPT_IN = "return_routed_experts"
 PROMPT_START = "routed_experts_prompt_start"
 HISTOGRAM = "routed_experts_histogram"
 FORMAT = "routed_experts_format"
+DTYPE = "routed_experts_dtype"
+LAYOUT = "routed_experts_layout"
 LAYERS = "routed_experts_layers"
 WEIGHTS = "return_routed_expert_weights"
 STEPS = "routed_experts_steps"
 DELIVERY = "routed_experts_delivery"
+STREAM = "routed_experts_stream"
 _START_LEN = "routed_experts_start_len"
 PROMPT_STARTS = (PROMPT_START, _START_LEN)
 """Two names of one field."""
@@ -73,11 +74,10 @@ class RoutingFields(BaseModel):
     routed_experts_start_len: StrictInt = Field(
         default=0, ge=0, description="SGLang's name for `routed_experts_prompt_start`."
     )
-    routed_experts_format: RequestFormat = Field(
+    routed_experts_format: Format = Field(
         default="object",
         description="Form of an array: `object`, `npy` (base64 of a .npy file), `raw` (base64 of the bare "
-        "little-endian array) or `list` (nested lists). `paired`: an `object` of int32 with ids and weights, "
-        "[rows, decoder layers, 2K]: K ids, then the bits of their float32 weights times `weights_scale`.",
+        "little-endian array) or `list` (nested lists).",
     )
     routed_experts_dtype: WireDtype = Field(
         default="int16",
@@ -111,8 +111,8 @@ class RoutingFields(BaseModel):
     routed_experts_delivery: Delivery = Field(
         default="inline",
         description="`reference`: instead of an array, return where it is: see `GET /v1/routed_experts/rows/{id}`. "
-        "In a stream, references come with the chunk that has `finish_reason`. A full store answers 507; if only the "
-        "server-wide default asks for references, arrays are then returned inline.",
+        "In a stream, references come with the chunk that has `finish_reason`. Arrays that a full store "
+        "cannot take are returned inline.",
     )
     routed_experts_stream: StreamTime = Field(
         default="with_tokens",
@@ -123,6 +123,59 @@ class RoutingFields(BaseModel):
 
 FIELDS = (*RoutingFields.model_fields, *INPUT_FIELDS)
 """The names of all routing fields of a request."""
+
+
+class Need(NamedTuple):
+    """A field, or a value of it, that is refused without others.
+
+    Attributes:
+        field: its name.
+        value: the value; None for any.
+        others: values of other fields by their names, one of which has to be there.
+    """
+
+    field: str
+    value: Any
+    others: Mapping[str, Any]
+
+    def is_unmet(self, values: Mapping[str, Any]) -> bool:
+        """Whether the fields of a request have the value without the others."""
+        if self.field not in values or self.value not in (None, values[self.field]):
+            return False
+        return not any(
+            values.get(name, RoutingFields.model_fields[name].default) == value
+            for name, value in self.others.items()
+        )
+
+    @property
+    def problem(self) -> str:
+        value = "" if self.value is None else f": {str(self.value).lower()}"
+        others = [f"{name}: {str(other).lower()}" for name, other in self.others.items()]
+        return f"{self.field}{value} needs {' or '.join(others)} in the same request"
+
+
+_ROWS = {OPT_IN: True}
+_ROWS_OR_COUNTS = {OPT_IN: True, HISTOGRAM: True}
+_INLINE = {DELIVERY: "inline"}
+
+NEEDS = (
+    Need(PROMPT_START, None, _ROWS_OR_COUNTS),
+    Need(_START_LEN, None, _ROWS_OR_COUNTS),
+    Need(FORMAT, None, _ROWS),
+    Need(FORMAT, "npy", _INLINE),  # arrays in the store have one format
+    Need(FORMAT, "raw", _INLINE),
+    Need(FORMAT, "list", _INLINE),
+    Need(STEPS, True, _INLINE),
+    Need(DTYPE, None, _ROWS),
+    Need(LAYOUT, None, _ROWS),
+    Need(LAYERS, None, _ROWS_OR_COUNTS),
+    Need(WEIGHTS, None, _ROWS),
+    Need(STEPS, None, _ROWS),
+    Need(DELIVERY, None, _ROWS),
+    Need(STREAM, None, _ROWS),
+)
+"""The combinations of fields that nobody reads. An opt-in that is missing was perhaps removed by a
+gateway."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +189,7 @@ class RoutingOptions:
     steps: bool = False  # of the engine, beside the rows
     prompt_start: int = 0
     prompt_start_param: str = PROMPT_START  # the name that the client used
-    format: RequestFormat = "object"
+    format: Format = "object"
     dtype: WireDtype | VllmDtype = "int16"
     layout: Layout = "split"
     layers: Layers = "moe"
@@ -146,8 +199,6 @@ class RoutingOptions:
     explicit_fields: frozenset[str] = field(default=frozenset(), compare=False)
     # only the server-wide default asks for routing
     by_default: bool = field(default=False, compare=False)
-    # only the default asks for references
-    refers_by_default: bool = field(default=False, compare=False)
 
     @property
     def asks_for_inline(self) -> bool:
@@ -157,13 +208,9 @@ class RoutingOptions:
     def with_vllms_forms(self) -> "RoutingOptions":
         """The options for an endpoint where vLLM has its own form, which applies unless the request
         sets another."""
-        if (
-            not self.rows
-            or self.by_reference
-            or {"routed_experts_format", "routed_experts_layout"} & self.explicit_fields
-        ):
+        if not self.rows or self.by_reference or {FORMAT, LAYOUT} & self.explicit_fields:
             return self
-        dtype = self.dtype if "routed_experts_dtype" in self.explicit_fields else "vllm"
+        dtype = self.dtype if DTYPE in self.explicit_fields else "vllm"
         layers = self.layers if LAYERS in self.explicit_fields else "all"
         return replace(self, format="npy", layout="joined", dtype=dtype, layers=layers)
 
@@ -178,8 +225,8 @@ def parse_options(
         defaults: values of fields that the request leaves out.
 
     Raises:
-        FieldError: an invalid value, an unknown routing field, or a field without the opt-in. The
-            last case reveals a gateway that removes the opt-in.
+        FieldError: an invalid value, an unknown routing field, or a combination that `NEEDS`
+            refuses.
     """
     check_names(body)
     of_request = {name: body[name] for name in RoutingFields.model_fields if name in body}
@@ -187,13 +234,14 @@ def parse_options(
     if not values:
         return None
     fields = _validated(values)
-    if not fields.return_routed_experts:
-        _check_needs(values, fields)
-        if not fields.routed_experts_histogram:
-            return None
+    for need in NEEDS:
+        if need.is_unmet(values):
+            raise FieldError(need.field, need.problem)
+    if not fields.return_routed_experts and not fields.routed_experts_histogram:
+        return None
     start, start_param = _prompt_start(values, fields)
-    by_reference = _is_by_reference(of_request, fields)
-    options = RoutingOptions(
+    by_reference = fields.routed_experts_delivery == "reference"
+    return RoutingOptions(
         rows=fields.return_routed_experts,
         histogram=fields.routed_experts_histogram,
         weights=fields.return_routed_expert_weights,
@@ -208,13 +256,7 @@ def parse_options(
         at_end=by_reference or fields.routed_experts_stream == "at_end",
         explicit_fields=frozenset(values),
         by_default=not of_request,
-        refers_by_default=by_reference and DELIVERY not in of_request,
     )
-    if options.format == "paired":
-        return _paired(options)
-    if by_reference:  # arrays in the store have one format
-        return replace(options, format="object")
-    return options
 
 
 def _with_defaults(
@@ -224,30 +266,13 @@ def _with_defaults(
     if not defaults or of_request.get(OPT_IN) is False:
         return of_request
     values = {**_left_out(defaults, of_request), **of_request}
+    for need in NEEDS:  # a request's own fields win over defaults that do not go with them
+        if need.is_unmet(values):
+            for name in (need.field, *need.others):
+                if name not in of_request:
+                    values.pop(name, None)
     asks_for_routing = values.get(OPT_IN) or values.get(HISTOGRAM)
     return values if asks_for_routing else of_request  # defaults without an opt-in have no effect
-
-
-def _is_by_reference(of_request: Mapping[str, Any], fields: RoutingFields) -> bool:
-    if fields.routed_experts_delivery != "reference" or not fields.return_routed_experts:
-        return False
-    has_format = of_request.get(FORMAT, "object") in ("object", "paired")
-    if has_format and not fields.routed_experts_steps:
-        return True
-    if DELIVERY in of_request and has_format:
-        raise FieldError(STEPS, f"{STEPS} cannot be delivered by reference")
-    if DELIVERY in of_request:
-        raise FieldError(FORMAT, f"{FORMAT}: only object and paired can be delivered by reference")
-    return False  # the request's format or steps win over the default's delivery
-
-
-def _paired(options: RoutingOptions) -> RoutingOptions:
-    """`options` as the form of prime-rl's trainer needs them: int32, and all layers unless the
-    request or the default says otherwise."""
-    if not options.weights:
-        raise FieldError(FORMAT, f"{FORMAT}: paired needs {WEIGHTS}: true")
-    layers = options.layers if LAYERS in options.explicit_fields else "all"
-    return replace(options, dtype="int32", layers=layers)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -309,17 +334,6 @@ def _validated(values: dict[str, Any]) -> RoutingFields:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise FieldError(name, f"{name}: {first['msg']}") from None
-
-
-def _check_needs(values: Mapping[str, Any], fields: RoutingFields) -> None:
-    """Rejects fields without effect: without rows, a histogram has only a start, layers and
-    weights."""
-    with_effect = {OPT_IN, HISTOGRAM}
-    if fields.routed_experts_histogram:
-        with_effect |= {PROMPT_START, _START_LEN, LAYERS, WEIGHTS}
-    for name in RoutingFields.model_fields:
-        if name in values and name not in with_effect:
-            raise FieldError(name, f"{name} needs {OPT_IN}: true in the same request")
 
 
 def _prompt_start(values: Mapping[str, Any], fields: RoutingFields) -> tuple[int, str]:
@@ -428,10 +442,6 @@ class RoutedExpertsHistogram(BaseModel):
     rows: int = Field(description="number of rows, including missing ones", ge=0)
     missing: int = Field(
         description="rows with at least one unknown id; unknown ids are not counted", ge=0
-    )
-    weights: list[list[float]] = Field(
-        default_factory=list,
-        description="[layers][experts]: sums of the weights, for requests with `return_routed_expert_weights`",
     )
 
 

@@ -144,11 +144,6 @@ class ArrayStore:
         """Of a folder, by all servers; 0 of a bucket, which counts its bytes itself."""
         return self._objects.used_bytes
 
-    @property
-    def capacity(self) -> int | None:
-        """The bytes of arrays that fit an empty folder, in whole blocks; None: nothing is known."""
-        return self._objects.capacity
-
     def open(self) -> None:
         """At the first call, makes the folder and counts what it has, or tries whether the bucket
         can be written to. Raises `StoreError`."""
@@ -211,17 +206,6 @@ class ArrayStore:
                 _CLOSE_S,
             )
         self._objects.close()
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more fit: a bucket says so when they are written."""
-        return self._is_open and self._objects.has_room(num_bytes)
-
-    def make_room(self, num_bytes: int) -> None:
-        """Counts again, without what has expired, if `num_bytes` more do not fit. Raises
-        `StoreError` if they still do not."""
-        self.open()
-        with self._errors("has no room"):
-            self._objects.make_room(num_bytes)
 
     def sweep(self) -> int:
         """Removes arrays that have expired, of all servers. Returns the bytes of the others in a

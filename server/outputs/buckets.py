@@ -31,7 +31,6 @@ class Bucket:
     OSError."""
 
     used_bytes = 0
-    capacity = None
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -83,13 +82,6 @@ class Bucket:
 
     def close(self) -> None:
         """Nobody has to know who uses a bucket."""
-
-    def has_room(self, num_bytes: int) -> bool:
-        """It says so when they are written."""
-        return True
-
-    def make_room(self, num_bytes: int) -> None:
-        """As `has_room`."""
 
     def sweep(self) -> None:
         """Deletes the hours that have passed, which a rule of the bucket may have done before."""

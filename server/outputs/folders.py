@@ -101,11 +101,6 @@ class Folder:
         """Of all servers."""
         return self._bytes.used
 
-    @property
-    def capacity(self) -> int | None:
-        """The bytes of files that fit an empty folder, in whole blocks; None: it is not open."""
-        return None if self.max_bytes is None else self.max_bytes - self.max_bytes % _BLOCK_BYTES
-
     def open(self) -> None:
         """Makes the folder and counts what it has."""
         if not self._keeps:

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from weakref import WeakValueDictionary
 
 from routed_experts.capture.wire.envelope import Notes, Unpacker
 from routed_experts.capture.wire.message import (
@@ -29,7 +28,6 @@ from routed_experts.server.vllm_api import (
     CompletionOutput,
     EngineCoreOutput,
     EngineCoreRequest,
-    InputStreamError,
     LLMEngine,
     OutputProcessor,
     OutputProcessorOutput,
@@ -42,29 +40,6 @@ from routed_experts.server.vllm_api import (
 logger = get_logger(__name__)
 
 
-class TokenBudget:
-    """How many tokens the choices of a request may have together. There, it ends with an error.
-
-    Keep it as long as the request runs.
-    """
-
-    def __init__(self, num_tokens: int, error: Exception) -> None:
-        self._left = num_tokens
-        self._error = error
-
-    def take(self, state: RequestState, num_tokens: int) -> None:
-        """Counts tokens of a choice."""
-        was_left = self._left > 0
-        self._left -= num_tokens
-        if was_left and self._left <= 0 and state.queue is not None:
-            # with which AsyncLLM aborts all choices, and raises the error where they are awaited
-            state.queue.put(InputStreamError(self._error))
-
-
-_budgets: WeakValueDictionary[bytes, TokenBudget] = WeakValueDictionary()
-"""By `OptIn.prompt_id`, until their choices have been added."""
-
-
 def opt_in(
     params: SamplingParams,
     prompt_start: int,
@@ -74,14 +49,11 @@ def opt_in(
     at_end: bool = False,  # whether rows are needed at the end only
     own_prompt: bool = False,  # whether each choice's prompt rows are to be its own
     prompt_id: bytes | None = None,  # of a request that is one of the prompt's
-    budget: TokenBudget | None = None,
 ) -> None:
     """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with
     their weights and steps."""
     is_one_of_several = prompt_id is not None
     prompt_id = prompt_id or os.urandom(16)
-    if budget is not None:
-        _budgets[prompt_id] = budget
     message = OptIn(
         prompt_start,
         prompt_id,
@@ -220,12 +192,10 @@ class RowBuffers:
             state.final_only = False
             state.prompt_id = None
             state.own_prompt = False
-            state.budget = None
             return
         state.final_only = opted_in.final_only
         state.prompt_id = opted_in.prompt_id
         state.own_prompt = opted_in.own_prompt
-        state.budget = _budgets.get(opted_in.prompt_id)
         client_asks = record is None or record.client_asks
         # Before any output: of those that vLLM merges for a slow reader, up to 0.30 the first
         # one's buffer stays.
@@ -279,27 +249,11 @@ class RowBuffers:
             else:
                 for buffer in _buffers_of(state):
                     buffer.push_from(run, place, start)
-        limited = self._limited(engine_core_outputs) if _budgets else []
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
-        for budget, state, output in limited:
-            # vLLM has dropped the tokens behind a stop string, which drafts may bring
-            budget.take(state, len(output.new_token_ids))
         if self.every_request is not None:  # LLMEngine returns its outputs
             for output in processed.request_outputs:
                 self.every_request.fill(output)
         return processed
-
-    def _limited(
-        self, outputs: Iterable[EngineCoreOutput]
-    ) -> list[tuple[TokenBudget, RequestState, EngineCoreOutput]]:
-        """The outputs of running choices that have a budget."""
-        limited: list[tuple[TokenBudget, RequestState, EngineCoreOutput]] = []
-        for output in outputs:
-            state = self._processor.request_states.get(output.request_id)
-            budget: TokenBudget | None = getattr(state, "budget", None)
-            if budget is not None:
-                limited.append((budget, state, output))
-        return limited
 
     def _take_tokenless(self, output: EngineCoreOutput, start: int, rows: Rows) -> None:
         """Takes rows of an output that has no tokens, or whose request has ended."""

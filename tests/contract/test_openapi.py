@@ -19,6 +19,7 @@ from fastapi.routing import APIRoute
 from routed_experts.capture.engine.versions import INSTALLED_VLLM
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import (
+    NEEDS,
     RoutedExpertsInfo,
     RoutedExpertsReference,
     RoutingFields,
@@ -111,6 +112,16 @@ def test_the_page_has_our_fields_and_endpoints(spec: dict[str, Any]) -> None:
     assert endpoints == {f"{method.upper()} {path}" for path, method in operations(spec)}
 
 
+def test_the_page_says_which_fields_need_others() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    table = page.partition("| field | needs |\n|---|---|\n")[2].partition("\n\n")[0]
+    said = set()
+    for line in table.splitlines():
+        fields, others = (re.findall("`(.+?)`", cell) for cell in line.strip("|").split("|"))
+        said |= {f"{field} needs {' or '.join(others)} in the same request" for field in fields}
+    assert said == {need.problem for need in NEEDS}
+
+
 def test_our_routes_are_in_the_file_and_nothing_else(
     spec: dict[str, Any], served: dict[str, Any]
 ) -> None:
@@ -119,8 +130,8 @@ def test_our_routes_are_in_the_file_and_nothing_else(
     in_file = operations(spec)
     assert in_file.keys() == described_routes()
     rows = in_file["/v1/routed_experts/rows/{id}", "get"]["responses"]
-    errors = {"400", "401", "404", "410", "412", "416", "503"}
-    assert rows.keys() == {"200", "206", "304", *errors}  # and no 422, which FastAPI adds
+    errors = {"400", "401", "404", "410", "416", "503"}
+    assert rows.keys() == {"200", "206", *errors}  # and no 422, which FastAPI adds
     assert "HTTPValidationError" not in spec["components"]["schemas"]
     assert list(rows["200"]["content"]) == ["application/octet-stream"]
     assert len(in_file) == 8

@@ -269,7 +269,6 @@ def test_every_attribute_of_vllms_that_is_read_with_a_default_is_listed() -> Non
 OTHERS = {
     "routed_experts_record",
     "final_only",
-    "budget",
     "write",
     "routed_experts_on_load",
     "__dict__",

@@ -14,7 +14,7 @@ from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
 from tests.page.browser import Tab
 from tests.page.conftest import viewing
-from tests.protocol.answers import LAYERS, TOP_K, RoutedPrompt, answer, rows_of, stream, weights_of
+from tests.protocol.answers import LAYERS, TOP_K, RoutedPrompt, answer, rows_of, stream
 from tests.server.test_saved import FILES, INFO, sse
 
 pytestmark = pytest.mark.e2e
@@ -176,13 +176,10 @@ def test_prompts_of_one_request(tab: Tab, page: str) -> None:
     assert check_equal(tab, page, json.dumps(answer(*prompts)), n=2) == 4
 
 
-@pytest.mark.parametrize("fmt", ["npy", "raw", "paired", "int32", "reference"])
+@pytest.mark.parametrize("fmt", ["npy", "raw", "int32", "reference"])
 def test_other_forms_are_named_with_what_to_use(tab: Tab, page: str, fmt: str) -> None:
     if fmt == "reference":
         text = changed(routed_experts={"url": "http://x/1", "shape": [9, LAYERS, TOP_K]})
-    elif fmt == "paired":
-        pairs = np.concatenate([ROWS, weights_of(ROWS).view(np.int32)], axis=2)
-        text = body(pairs, [pairs[:2]], dtype="int32")
     else:
         text = body(dtype="int32") if fmt == "int32" else body(fmt=fmt)
     choices, error = read_in(tab, page, text)

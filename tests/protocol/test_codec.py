@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from routed_experts.protocol import codec
 from routed_experts.protocol.codec import CodecError, Format, decode, decode_weights, resolve_dtype
-from routed_experts.protocol.models import RequestFormat
 from tests.protocol.answers import peak_of
 from tests.protocol.forms import encode
 
@@ -49,10 +48,7 @@ def numpy_decode(value: Any, fmt: str, dtype: str, shape: tuple[int, ...]) -> np
 def test_a_format_that_requests_know_is_in_the_table_of_readers() -> None:
     """A reader that did not know it would take its text for `raw`, and return other ids."""
     assert set(codec.FORMATS) == set(FORMATS), "add the format to FORMATS in protocol/codec.py"
-    of_other_arrays = {"paired"}  # `decode` refuses the bits of weights as ids
-    assert set(get_args(RequestFormat)) == set(FORMATS) | of_other_arrays, (
-        "a format of arrays of ids goes into Format in protocol/codec.py"
-    )
+    assert get_args(Format) == FORMATS
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

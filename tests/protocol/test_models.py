@@ -28,7 +28,7 @@ VALID: dict[str, Any] = {
     "routed_experts_delivery": "reference",
     "routed_experts_stream": "at_end",
 }
-WITH_HISTOGRAM = (*STARTS, "routed_experts_layers", "return_routed_expert_weights")
+WITH_HISTOGRAM = (*STARTS, "routed_experts_layers")
 ACCEPTED: dict[str, list[Any]] = {
     "prompt_start": [0, 1 << 40],
     "format": [*get_args(Format)],
@@ -96,16 +96,18 @@ def test_a_field_requires_the_opt_in() -> None:
     """So that a gateway that drops the opt-in does not drop the routing silently."""
     refuse("routed_experts_prompt_start", ".", parse_options, {"routed_experts_prompt_start": 0})
     for field, value in VALID.items():
-        body, message = {field: value}, f"{field} needs return_routed_experts: true"
+        message = f"{field} needs return_routed_experts: true"
+        body = {field: value}
         refuse(field, message, parse_options, body)
         refuse(field, message, parse_options, {**body, "return_routed_experts": False})
         refuse(field, message, parse_options, {**body, "return_routed_experts": False}, OPT_IN)
         if field not in WITH_HISTOGRAM:
             refuse(field, message, parse_options, {**body, **HISTOGRAM})
-        # A server's default requires none.
+        # A server's default requires none, and one that a request does not go with is left out.
         assert parse_options({}, body) is None
         assert parse_options({"return_routed_experts": False}, body) is None
         assert parse_options(OPT_IN, body) == parse({**OPT_IN, **body})
+        assert parse(HISTOGRAM, body).rows is False
 
 
 def test_the_two_names_of_prompt_start() -> None:
@@ -136,7 +138,7 @@ def test_a_request_overrides_the_servers_defaults() -> None:
     }
     assert check_defaults(valid) == valid
     for name in ("routed_experts_format", "routed_experts_steps"):
-        refuse(name, "by reference", check_defaults, {**valid, name: VALID[name]})
+        refuse(name, "needs .*: inline", check_defaults, {**valid, name: VALID[name]})
     start: Any = {"prompt_start": 4, "prompt_start_param": "routed_experts_start_len"}
     for body, expected, by_default in (
         ({}, RoutingOptions(format="npy", **start), True),

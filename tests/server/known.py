@@ -14,7 +14,7 @@ from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding.encoding import Encoder
-from routed_experts.server.http.encoding.wire_form import PairedForm, WireForm
+from routed_experts.server.http.encoding.wire_form import WireForm
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 
@@ -97,14 +97,6 @@ def encoder_of(
     num_experts: int = 1 << 15,
     decoder_layers: tuple[list[int], int] | None = None,
 ) -> Encoder:
-    if options.format == "paired":
-        paired = PairedForm(
-            ids_shape=shape,
-            num_experts=num_experts,
-            decoder_layers=decoder_layers,
-            scale=[0.5 + layer for layer in range(shape[0])],
-        )
-        return Encoder(paired)
     form = WireForm(
         format=options.format,
         dtype=options.dtype,

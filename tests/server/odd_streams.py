@@ -68,7 +68,7 @@ class OddStream:
             "histogram": not has_rows or rng.random() < 0.3,
             "weights": weights,
             "layout": layout,
-            "format": rng.choice(formats + ["paired"] * weights),
+            "format": rng.choice(formats),
             "dtype": rng.choice(dtypes),
             "layers": rng.choice(["moe", "moe", "all"]),
             "at_end": rng.random() < 0.25,

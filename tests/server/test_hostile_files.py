@@ -54,10 +54,7 @@ def with_everything(has_rows: bool) -> dict[str, Any]:
             del holder[name]
     body["prompt_routed_experts_histogram"] = histogram(ONE.prompt, EXPERTS)
     for choice, rows in zip(body["choices"], ONE.choices, strict=True):
-        choice["routed_experts_histogram"] = {
-            **histogram(rows, EXPERTS),
-            "weights": [[0.5] * EXPERTS] * LAYERS,
-        }
+        choice["routed_experts_histogram"] = histogram(rows, EXPERTS)
         tokens = [*"abcd"][: len(rows) + 1]
         choice["logprobs"] = {"tokens": tokens, "token_logprobs": [-1.0] * len(tokens)}
     return body

@@ -26,16 +26,13 @@ from routed_experts.capture.wire.message import (
     RowsOutput,
 )
 from routed_experts.capture.wire.stats import EngineStats
-from routed_experts.server.cli.tiny_model import make_tokenizer
 from routed_experts.server.outputs.processor import (
     RowBuffers,
-    TokenBudget,
     opt_in,
     refuse_used_ids,
 )
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import (
-    InputStreamError,
     RequestOutput,
     VLLMValidationError,
 )
@@ -474,26 +471,6 @@ def without_ids(request_id: str) -> EngineCoreRequest:
     request = request_of(request_id, SamplingParams())
     request.external_req_id = None
     return request
-
-
-# ---- how many tokens an answer may have ----
-
-
-@pytest.mark.parametrize(("stop", "fits"), [("b", True), ("c", False), (None, False)])
-def test_tokens_behind_a_stop_string_take_nothing_of_a_budget(stop: str | None, fits: bool) -> None:
-    """With drafts a step may bring them, and vLLM drops them."""
-    tokenizer = make_tokenizer()
-    frontend = Frontend(tokenizer=tokenizer)
-    params = SamplingParams(stop=stop, output_kind=DELTA)
-    budget = TokenBudget(3, ValueError("too many tokens"))
-    opt_in(params, prompt_start=0, budget=budget)
-    queue = frontend.add("b", params=params)
-    frontend.step(EngineCoreOutput("b", tokenizer.encode("abcd")))
-    if fits:
-        assert take(queue).outputs[0].token_ids == tokenizer.encode("ab")
-    else:
-        with pytest.raises(InputStreamError):
-            queue.get_nowait()
 
 
 # ---- what goes with them ----

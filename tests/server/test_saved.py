@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from routed_experts.protocol.models import RequestFormat
+from routed_experts.protocol.codec import Format
 from routed_experts.protocol.routing import RoutingError
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.console import CommandError
@@ -22,9 +22,7 @@ from tests.protocol.answers import (
     answer,
     rows_of,
     stream,
-    weights_of,
 )
-from tests.protocol.forms import encode as encode_as
 
 ONE = RoutedPrompt(rows_of(20, 1), [rows_of(9, 2)])
 OTHER = RoutedPrompt(rows_of(7, 4), [rows_of(3, 5)], first_token=500)
@@ -117,18 +115,10 @@ def test_what_the_server_says_about_its_layers(tmp_path: Path) -> None:
     assert [one.info.num_experts for one in answers] == [99] * 4
 
 
-@pytest.mark.parametrize("fmt", get_args(RequestFormat))
+@pytest.mark.parametrize("fmt", get_args(Format))
 def test_flags_for_raw_arrays_make_no_other_ids_of_other_formats(tmp_path: Path, fmt: str) -> None:
     """Such text would be read as `raw`: as other ids, without an error."""
     of_raw = ModelInfo(LAYERS, TOP_K, rows_dtype="uint8")
-    if fmt == "paired":
-        pairs = np.concatenate([ONE.whole(), weights_of(ONE.whole()).view(np.int32)], axis=2)
-        array = encode_as(pairs, dtype="int32")
-        answer_to_it = {"choices": [{"routed_experts": array, "finish_reason": "stop"}]}
-        (saved_answer,) = answers_in(tmp_path, json.dumps(answer_to_it), model_info=of_raw)
-        with pytest.raises(RoutingError, match="not an expert id"):
-            saved_answer.routings()
-        return
     routed = replace(ONE, fmt=fmt, dtype="uint8")
     (saved_answer,) = answers_in(tmp_path, body(routed), model_info=of_raw)
     (routing,) = saved_answer.routings()

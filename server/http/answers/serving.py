@@ -1,7 +1,6 @@
 """vLLM's serving classes, extended with routing."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -14,7 +13,6 @@ from routed_experts.capture.wire.rows import WEIGHTS_FLAG
 from routed_experts.protocol import codec
 from routed_experts.protocol.input_fields import FieldsOfInput
 from routed_experts.protocol.models import (
-    DELIVERY,
     HISTOGRAM,
     OPT_IN,
     REPLAY,
@@ -24,12 +22,12 @@ from routed_experts.protocol.models import (
 )
 from routed_experts.server.http.answers.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.answers.streaming import SSERewriter, StreamLimitError
-from routed_experts.server.http.arrays.references import Delivery, ReferenceMaker, cannot_store
+from routed_experts.server.http.arrays.references import Delivery, ReferenceMaker
 from routed_experts.server.http.drain import request_end_of
 from routed_experts.server.http.encoding.encoding import Encoder
-from routed_experts.server.http.encoding.wire_form import LostRowsError, PairedForm, WireForm
+from routed_experts.server.http.encoding.wire_form import LostRowsError, WireForm
 from routed_experts.server.http.engine import CapturedEngine, ServerState
-from routed_experts.server.http.metrics import NotRecorded, count_stored
+from routed_experts.server.http.metrics import NotRecorded
 from routed_experts.server.http.requests.request import (
     RoutedGenerateRequest,
     RoutedRequest,
@@ -46,7 +44,6 @@ from routed_experts.server.http.vllm_http import (
     OpenAIServingCompletion,
     ServingTokens,
 )
-from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.held_input import HeldInput
 from routed_experts.server.outputs.prefill_param import (
     FIELD,
@@ -54,7 +51,6 @@ from routed_experts.server.outputs.prefill_param import (
     PrefillRowsParam,
     to_wire,
 )
-from routed_experts.server.outputs.processor import TokenBudget
 from routed_experts.server.outputs.threads import Threads
 from routed_experts.server.vllm_api import (
     VLLM_VERSION,
@@ -97,19 +93,6 @@ def _start_beyond_prompt(options: RoutingOptions, prompt_lens: list[int]) -> str
         start = f"{options.prompt_start_param} is {options.prompt_start}"
         return f"{start}, but {which} has {length} tokens"
     return None
-
-
-def _rows_of_arrays(
-    prompts: list[int],  # rows of each prompt
-    choices: list[int],  # rows of one choice of each prompt
-    num_choices: int,  # per prompt
-    is_joined: bool,
-) -> list[int]:
-    """How many rows each array of a response has."""
-    if not is_joined:
-        return [*prompts, *choices * num_choices]
-    joined = [prompt + choice for prompt, choice in zip(prompts, choices, strict=True)]
-    return joined * num_choices
 
 
 def options_of(request: Any) -> RoutingOptions | None:
@@ -252,9 +235,7 @@ class RoutedServing:
         assert self.captured is not None
         reader = InputReader(self.captured, self.server.store, self.server.input_memory)
         try:
-            encoded = await reader.encode(
-                fields, prompt_lens, num_choices, request._request_end
-            )
+            encoded = await reader.encode(fields, prompt_lens, num_choices, request._request_end)
         except FieldError as error:
             _reject(str(error), error.param)
         request._input = HeldInput(encoded)
@@ -279,7 +260,7 @@ class RoutedServing:
                 FIELD,
             )
 
-    async def check_lengths(
+    def check_lengths(
         self,
         request: Any,
         prompt_lens: list[int],
@@ -299,22 +280,12 @@ class RoutedServing:
         if problem is not None:
             _cannot(request, options, problem, options.prompt_start_param)
             return
-        is_joined = options.layout == "joined"
-        prompts = [length - options.prompt_start for length in prompt_lens]
-        prompt_rows = sum(prompts) * (num_choices if is_joined else 1)
-        if options.by_reference:
-            options = await self.check_store_capacity(request, options, prompt_rows)
-        if not options.rows:
-            return
-        num_answers = len(prompt_lens) * num_choices
-        known_rows = [self._known_rows(length, max_tokens or min_tokens) for length in prompt_lens]
-        if options.by_reference:
-            arrays = _rows_of_arrays(prompts, known_rows, num_choices, is_joined)
-            self.check_stored_size(request, options, arrays)
-        else:
-            self.check_size(request, options, prompt_rows + num_choices * sum(known_rows))
-        if max_tokens is None:
-            self.end_at_limit(request, prompt_rows, num_answers)
+        prompt_rows = sum(length - options.prompt_start for length in prompt_lens)
+        if options.layout == "joined":
+            prompt_rows *= num_choices
+        num_tokens = max_tokens or min_tokens
+        known_rows = sum(self._known_rows(length, num_tokens) for length in prompt_lens)
+        self.check_size(request, options, prompt_rows + num_choices * known_rows)
 
     def _known_rows(self, prompt_len: int, num_tokens: int) -> int:
         """How many rows a choice surely has that may have `num_tokens` tokens, or must: vLLM ends
@@ -322,70 +293,11 @@ class RoutedServing:
         room = self.model_config.max_model_len - prompt_len
         return max(min(num_tokens, room), 1) - 1
 
-    def end_at_limit(self, request: Any, prompt_rows: int, num_answers: int) -> None:
-        """Has a request that says no `max_tokens` end where the rows of its choices together surely
-        exceed the maximum size of a response, beside what the store can take.
-
-        What vLLM then allows, the rest of the context, says nothing of how long an answer will be,
-        so that nothing can be refused before. But nothing is generated for a response that cannot
-        be sent.
-        """
-        options = options_of(request)
-        # a client that did not ask for rows gets its answer without them
-        if options is None or options.by_default:
-            return
-        if options.format == "list" and getattr(request, "stream", False):
-            # its text is shorter than `text_bytes` says; the stream ends where it becomes too long
-            return
-        form = self.form(options)
-        beyond = form.rows_beyond(self._max_bytes)
-        most_rows = beyond - prompt_rows
-        most_of_choice = most_rows
-        if options.by_reference:
-            capacity = self._store_capacity
-            if capacity is None:
-                return
-            stored = form.rows_stored_in(capacity)
-            most_rows += stored
-            # the array of a choice is in one of both places
-            most_of_choice = min(max(stored + 1, beyond), most_rows)
-        request._most_tokens = most_of_choice + 1  # the last has no row
-        if num_answers > 1:
-            message = self.too_large(options, prompt_rows + most_rows)
-            error = VLLMValidationError(message, parameter=OPT_IN)
-            request._budget = TokenBudget(most_rows + num_answers, error)
-
-    @property
-    def _store_capacity(self) -> int | None:
-        return None if self.server.store is None else self.server.store.capacity
-
-    async def check_store_capacity(
-        self, request: Any, options: RoutingOptions, num_rows: int
-    ) -> RoutingOptions:
-        """Rejects a request for references to a store that has no room for the rows of its prompts.
-        If only the server-wide default asks for references, its options become those of arrays that
-        are returned inline."""
-        store = self.server.store
-        if store is None:
-            _reject(
-                "This server stores no routed experts: leave out routed_experts_delivery.", DELIVERY
-            )
-        num_bytes = self.form(options).stored_bytes(num_rows)
-        try:
-            if not store.has_room(num_bytes):
-                await store.reader.run(store.make_room, num_bytes)
-        except StoreError as error:
-            count_stored(succeeded=False)
-            if not options.refers_by_default:
-                raise cannot_store(error) from None
-            logger.info("Server-wide default %s ignored for a request: %s", DELIVERY, error)
-            options = request._routing = replace(options, by_reference=False)
-        return options
-
     def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
-        if not options.by_reference or self.server.store is None:
+        if not options.by_reference:
             return Delivery()
         assert self.captured is not None
+        assert self.server.store is not None
         return ReferenceMaker(
             self.server.store,
             names_files=self.server.settings.routed_experts_store_paths,
@@ -403,58 +315,25 @@ class RoutedServing:
             yield output
 
     def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
-        """Raises `VLLMValidationError` if `num_rows` rows exceed the maximum size of a response."""
-        if self.form(options).text_bytes(num_rows) > self._max_bytes:
-            _cannot(request, options, self.too_large(options, num_rows), OPT_IN)
-
-    def check_stored_size(self, request: Any, options: RoutingOptions, arrays: list[int]) -> None:
-        """Raises `VLLMValidationError` if of arrays of so many rows those that no empty store can
-        take exceed the maximum size of a response."""
-        capacity = self._store_capacity
-        if capacity is None:
+        """Raises `VLLMValidationError` if `num_rows` rows exceed the maximum size of a response. Of
+        those by reference nothing is known before they are stored."""
+        num_bytes = self.form(options).text_bytes(num_rows)
+        if not options.rows or options.by_reference or num_bytes <= self._max_bytes:
             return
-        form = self.form(options)
-        too_long = sum(rows for rows in arrays if form.stored_bytes(rows) > capacity)
-        others = sum(arrays) - too_long
-        # at least, as an array is stored as a whole
-        inline = too_long + max(others - form.rows_stored_in(capacity), 0)
-        if inline and form.text_bytes(inline) > self._max_bytes:
-            _cannot(request, options, self.too_large(options, sum(arrays)), OPT_IN)
-
-    def too_large(self, options: RoutingOptions, num_rows: int) -> str:
-        """The message for rows that exceed the maximum size of a response."""
-        limit = f"{self._max_bytes} (--routed-experts-max-response-bytes)"
-        if options.by_reference:
-            store = f"{self._store_capacity} (--routed-experts-store-bytes)"
-            problem = (
-                f"The routing of {num_rows} tokens is more than the store, {store} bytes, and a "
-                f"response, {limit}, can take"
-            )
-        else:
-            num_bytes = self.form(options).text_bytes(num_rows)
-            problem = (
-                f"The routing of {num_rows} tokens would take {num_bytes} bytes, and the limit of this server is "
-                f"{limit}"
-            )
-        return (
-            f"{problem}: "
-            "ask for fewer tokens, a higher routed_experts_prompt_start or a narrower routed_experts_dtype"
-            + (f", or leave out {WEIGHTS}" if options.weights else "")
+        message = (
+            f"The routing of {num_rows} tokens would take {num_bytes} bytes, and the limit of this "
+            f"server is {self._max_bytes} (--routed-experts-max-response-bytes): ask for fewer "
+            "tokens, a higher routed_experts_prompt_start or a narrower routed_experts_dtype"
         )
+        if options.weights:
+            message += f", or leave out {WEIGHTS}"
+        _cannot(request, options, message, OPT_IN)
 
     def form(self, options: RoutingOptions) -> WireForm:
         """The form of the arrays that the options ask for."""
         assert self.captured is not None
         captured = self.captured
         decoder_layers = captured.decoder_layers if options.layers == "all" else None
-        if options.format == "paired":
-            return PairedForm(
-                ids_shape=captured.shape,
-                num_experts=captured.num_experts,
-                decoder_layers=decoder_layers,
-                scale=captured.info.weights_scale,
-                has_steps=options.steps,
-            )
         return WireForm(
             format=options.format,
             dtype=codec.resolve_dtype(options.dtype, captured.num_experts),
@@ -515,8 +394,7 @@ class RoutedServing:
         """`response` with its rows; without them if only a server-wide default asks and they are
         too large."""
         assert self.captured is not None
-        if not rows.options.by_reference:
-            self.check_size(request, rows.options, rows.num_rows)
+        self.check_size(request, rows.options, rows.num_rows)
         if options_of(request) is None:
             response.kv_transfer_params = to_wire(response.kv_transfer_params)
             return response
@@ -554,7 +432,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         if not isinstance(rendered, ErrorResponse):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
             await self.check_prefill_rows(request, lengths)
-            await self.check_lengths(
+            self.check_lengths(
                 request, lengths, request.n or 1, request.max_tokens, request.min_tokens
             )
             await self.encode_input(request, lengths, request.n or 1)
@@ -611,9 +489,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered[1]]
             max_tokens = request.max_completion_tokens or request.max_tokens
             await self.check_prefill_rows(request, lengths)
-            await self.check_lengths(
-                request, lengths, request.n or 1, max_tokens, request.min_tokens
-            )
+            self.check_lengths(request, lengths, request.n or 1, max_tokens, request.min_tokens)
             await self.encode_input(request, lengths, request.n or 1)
         return rendered
 
@@ -674,7 +550,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
             self._check_trace(request)
             self._check_choices(request)
             self._check_prompt_start(request)
-            await self._check_and_limit_length(request)
+            self._check_length(request)
             self._check_replay(request)
             await self.encode_input(request, [len(request.token_ids)], request.sampling_params.n)
             request.sampling_params = request.opt_in(request.sampling_params)
@@ -716,27 +592,13 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
             return
         _reject(f"{REPLAY} {_PROMPT_UNKNOWN}", REPLAY)
 
-    async def _check_and_limit_length(self, request: RoutedGenerateRequest) -> None:
-        """Checks the size of the response, and has a request that says no `max_tokens` end where
-        its rows would exceed the limit."""
+    def _check_length(self, request: RoutedGenerateRequest) -> None:
         params = request.sampling_params
-        prompt_len = len(request.token_ids)
         max_tokens = None
         if request.is_sampling_param_provided("max_tokens"):
             max_tokens = params.max_tokens
-        await self.check_lengths(request, [prompt_len], params.n, max_tokens, params.min_tokens)
-        if request._most_tokens is None:
-            return
-        if request._most_tokens < self._default_max_tokens(prompt_len):
-            params.max_tokens = request._most_tokens
-        else:
-            request._most_tokens = None  # vLLM ends it before
-
-    def _default_max_tokens(self, prompt_len: int) -> int:
-        """What vLLM sets for a request that does not say `max_tokens`."""
-        defaults = [self.default_sampling_params.get("max_tokens"), self.override_max_tokens]
-        room = self.model_config.max_model_len - prompt_len
-        return min([room, *(default for default in defaults if default is not None)])
+        prompt_lens = [len(request.token_ids)]
+        self.check_lengths(request, prompt_lens, params.n, max_tokens, params.min_tokens)
 
     def serve_tokens_stream_generator(
         self,

@@ -33,7 +33,6 @@ _BYTES = "application/octet-stream"
 _NUMBER = "[0-9]{0,18}"  # Python refuses to read numbers of thousands of digits
 _RANGE = re.compile(rf"bytes *= *({_NUMBER}) *- *({_NUMBER})")
 _SPAN = re.compile(rf"({_NUMBER}):({_NUMBER})")
-_TAG = re.compile(r'(?:W/)?"[^"]*"|\*')
 
 T = TypeVar("T")
 
@@ -53,12 +52,9 @@ class _Part:
         self._first = NPY_HEADER_BYTES + begin * self._layer + first * row
         self.nbytes = (end - begin) * (last - first) * row
         self._piece = self.nbytes if last - first == num_tokens else (last - first) * row
-        is_whole = (end - begin, last - first) == (num_layers, num_tokens)
-        self.tag = f'"{key}"' if is_whole else f'"{key}-{begin}-{end}-{first}-{last}"'
         self.headers = {
             "X-Routed-Experts-Shape": f"{end - begin},{last - first},{top_k}",
             "X-Routed-Experts-Dtype": dtype.name,
-            "ETag": self.tag,
             "Accept-Ranges": "bytes",
             "Cache-Control": "private, immutable",
         }
@@ -87,23 +83,16 @@ async def stored_array(
         return await _elsewhere(request, store, key, layers, tokens)
     with _http_errors(store):
         part = await _run(store, _Part, store, key, layers, tokens)
-    if not _is_wanted(request, part.tag):
-        return Response(status_code=304, headers=part.headers)
     status = 200
     first = 0
     end = part.nbytes
     headers = part.headers
-    byte_range = _wanted_range(request, part.tag, part.nbytes)
+    byte_range = _wanted_range(request, part.nbytes)
     if byte_range is not None:
         status = 206
         first, end = byte_range
         if first >= end:
-            return error_response(
-                "The range begins behind the end.",
-                HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
-                {"Content-Range": f"bytes */{part.nbytes}"},
-                param="Range",
-            )
+            return _behind_the_end(part.nbytes)
         headers["Content-Range"] = f"bytes {first}-{end - 1}/{part.nbytes}"
     headers["Content-Length"] = str(end - first)
     if request.method != "GET":
@@ -142,8 +131,6 @@ async def delete_array(request: Request, store: ArrayStore | None, key: str) -> 
     """The response for `DELETE` of an array. Raises as `stored_array` does."""
     store = _of(store)
     with _http_errors(store):
-        await _run(store, store.size, key)
-        _is_wanted(request, f'"{key}"')
         await _run(store, store.delete, key)
     return Response(status_code=204)
 
@@ -185,20 +172,6 @@ def _http_errors(store: ArrayStore) -> Iterator[None]:
         raise HTTPException(500 if store.bucket is None else 503, str(error)) from None
 
 
-def _is_wanted(request: Request, tag: str) -> bool:
-    """Whether a request is for the array with this tag, and does not have it (RFC 9110, 13.2.2).
-    Raises 412."""
-    is_read = request.method in ("GET", "HEAD")
-    must, known = (
-        _TAG.findall(",".join(request.headers.getlist(name)))
-        for name in ("if-match", "if-none-match")
-    )
-    has_it = "*" in known or tag in [known_tag.removeprefix("W/") for known_tag in known]
-    if ("if-match" in request.headers and not {"*", tag} & {*must}) or (has_it and not is_read):
-        raise HTTPException(412, "This is not the array that If-Match or If-None-Match names.")
-    return not has_it
-
-
 def _span(text: str | None, size: int, name: str) -> tuple[int, int]:
     match = _SPAN.fullmatch(":" if text is None else text)
     if match is not None:
@@ -212,9 +185,10 @@ def _span(text: str | None, size: int, name: str) -> tuple[int, int]:
     )
 
 
-def _wanted_range(request: Request, tag: str, size: int) -> tuple[int, int] | None:
-    """The bytes of the array that a request is for; None for all of them."""
-    if request.method != "GET" or request.headers.get("if-range", tag) != tag:
+def _wanted_range(request: Request, size: int) -> tuple[int, int] | None:
+    """The bytes of the array that a request is for; None for all of them. No array has a tag or a
+    date that `If-Range` could name."""
+    if request.method != "GET" or "if-range" in request.headers:
         return None
     return _byte_range(request.headers.get("range", ""), size)
 
@@ -237,10 +211,9 @@ def _byte_range(text: str, size: int) -> tuple[int, int] | None:
     return int(first), min(int(last) + 1, size)
 
 
-def error_response(
-    message: str, status: HTTPStatus, headers: dict[str, str], param: str | None = None
-) -> Response:
-    """As FastAPI's errors, whose headers vLLM leaves out."""
-    return JSONResponse(
-        create_error_response(message, status.phrase, status, param).model_dump(), status, headers
-    )
+def _behind_the_end(size: int) -> Response:
+    """An error as FastAPI's, whose headers vLLM leaves out."""
+    status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    message = "The range begins behind the end."
+    error = create_error_response(message, status.phrase, status, "Range")
+    return JSONResponse(error.model_dump(), status, {"Content-Range": f"bytes */{size}"})

@@ -16,9 +16,8 @@ import pybase64
 from numpy.typing import NDArray
 
 from routed_experts.capture.wire.envelope import RunRows
-from routed_experts.capture.wire.rows import weights_of
 from routed_experts.protocol.codec import Rows, count_missing
-from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights
+from routed_experts.protocol.expert_load import Histogram, count_experts
 from routed_experts.server.http.encoding.wire_form import PART_BYTES, WireForm
 from routed_experts.server.outputs.npy import npy_header
 
@@ -227,28 +226,20 @@ class Encoder:
         return rows.swapaxes(0, 1), missing
 
     def histogram(self, arrays: Sequence[Rows]) -> Histogram:
-        """Counts how often each expert of each layer was chosen, and adds up weights. Dense layers
-        count as zero."""
+        """Counts how often each expert of each layer was chosen. Dense layers count as zero."""
         form = self.form
-        has_weights = form.captures_weights
         counts = np.zeros((form.ids_shape[0], form.num_experts), dtype=np.int64)
-        sums = np.zeros(counts.shape)
         missing = 0
         rows = joined(arrays, form.captured_shape)
         for part in _slices(rows, _rows_in_part(form.row_bytes)):
             ids = form.ids(part)
             counts += count_experts(ids, form.num_experts)
-            if has_weights:
-                sums += sum_weights(ids, weights_of(part), form.num_experts)
             missing += count_missing(ids)
-        histogram: Histogram = {
+        return {
             "counts": form.spread(counts).tolist(),
             "rows": len(rows),
             "missing": missing,
         }
-        if has_weights:
-            histogram["weights"] = form.spread(sums).tolist()
-        return histogram
 
 
 def _json_list(array: NDArray[Any]) -> Iterator[bytes]:

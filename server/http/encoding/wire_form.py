@@ -101,14 +101,10 @@ class WireForm:
         return NUMPY_DTYPES[self.dtype]
 
     @cached_property
-    def num_columns(self) -> int:
-        return self.ids_shape[1]
-
-    @cached_property
     def wire_shape(self) -> tuple[int, ...]:
         """Of a row as it is sent: layers and columns."""
         num_layers = self.ids_shape[0] if self.decoder_layers is None else self.decoder_layers[1]
-        return num_layers, self.num_columns
+        return num_layers, self.ids_shape[1]
 
     @cached_property
     def row_bytes(self) -> int:
@@ -150,20 +146,6 @@ class WireForm:
         of_three = self.text_bytes(3)  # whose base64 has whole groups
         rounding = 3 * len(self.forms)
         return max(3 * (num_bytes - empty - rounding) // (of_three - empty), 1)
-
-    def rows_beyond(self, num_bytes: int) -> int:
-        """A number of rows whose text by `text_bytes` surely exceeds `num_bytes`, by a few rows at
-        most."""
-        of_three = self.text_bytes(3) - self.text_bytes(0)  # base64 has whole groups then
-        return 3 * num_bytes // of_three + 3
-
-    def stored_bytes(self, num_rows: int) -> int:
-        """Bytes of the files of `num_rows` rows."""
-        return sum(num_rows * form.row_bytes + NPY_HEADER_BYTES for form in self.forms)
-
-    def rows_stored_in(self, num_bytes: int) -> int:
-        """An upper bound for the rows whose files fit into `num_bytes`."""
-        return num_bytes // sum(form.row_bytes for form in self.forms)
 
     # ---- arrays ----
 
@@ -268,31 +250,6 @@ class StepsForm(WireForm):
     def single_rows(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         steps = steps_of(rows)
         return steps[:, np.newaxis], steps == UNKNOWN_STEP
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairedForm(WireForm):
-    """Ids and weights in one array, as prime-rl's trainer reads them.
-
-    It is int32 [n, layers, 2K]: K ids, then the bits of their float32 weights times `scale` [L].
-    """
-
-    dtype: str = "int32"
-    scale: Sequence[float]
-
-    @property
-    def captures_weights(self) -> bool:
-        return True
-
-    @cached_property
-    def num_columns(self) -> int:
-        return 2 * self.ids_shape[1]
-
-    def laid_out(self, rows: Rows) -> NDArray[Any]:
-        ids = self.spread(self.ids(rows)).astype(np.int32)
-        scale = np.asarray(self.scale, dtype=np.float32)[:, None]
-        weights = self.spread(weights_of(rows) * scale).view(np.int32)
-        return np.concatenate([ids, weights], axis=2)
 
 
 def _is_surely_known(array: NDArray[Any]) -> bool:

@@ -45,7 +45,7 @@ from routed_experts.server.http.vllm_http import (
     VLLMClientError,
 )
 from routed_experts.server.outputs.held_input import HeldInput
-from routed_experts.server.outputs.processor import TokenBudget, opt_in
+from routed_experts.server.outputs.processor import opt_in
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 
@@ -185,9 +185,6 @@ class RoutedRequest(RoutingFields, InputFields):
     _input: HeldInput | None = PrivateAttr(default=None)  # the same for the engine
     _request_end: ExitStack = PrivateAttr()  # of a request for routing
     _client_request_id: str = PrivateAttr("")  # of the same; a part of the response's `id`
-    # in a choice, where the client does not limit them
-    _most_tokens: int | None = PrivateAttr(default=None)
-    _budget: TokenBudget | None = PrivateAttr(default=None)  # of all choices, if they are several
 
     @model_validator(mode="wrap")
     @classmethod
@@ -222,10 +219,7 @@ class RoutedRequest(RoutingFields, InputFields):
                 steps=self._routing.steps,
                 at_end=at_end,
                 own_prompt=self._routing.layout == "joined",
-                budget=self._budget,
             )
-            if self._most_tokens is not None and params.max_tokens is not None:
-                params.max_tokens = min(params.max_tokens, self._most_tokens)
         if self._input is not None:
             params.extra_args = {**(params.extra_args or {}), INPUT_ARG: self._input}
         # Not used here. vLLM checks its own field of this name too late, after a stream has begun.
@@ -246,11 +240,6 @@ class RoutedChatRequest(RoutedRequest, ChatCompletionRequest):
 
 class RoutedGenerateRequest(RoutedRequest, GenerateRequest):
     """A request with token ids that may ask for routing."""
-
-    def is_sampling_param_provided(self, name: str) -> bool:
-        """vLLM sets its own default of `max_tokens` where this says no."""
-        is_ours = name == "max_tokens" and self._most_tokens is not None
-        return is_ours or super().is_sampling_param_provided(name)
 
 
 def field_of(request: Any, name: str) -> Any:

@@ -1,6 +1,5 @@
 """The routes: three replace vLLM's routes of the same path, `/v1/routed_experts` is new."""
 
-from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -10,11 +9,7 @@ from routed_experts.protocol.input_fields import FieldsOfInput
 from routed_experts.protocol.models import ExpertProfile, RoutedExpertsInfo, RoutingOptions
 from routed_experts.server.http.answers.response import respond
 from routed_experts.server.http.arrays.references import ROWS_PATH
-from routed_experts.server.http.arrays.stored_arrays import (
-    delete_array,
-    error_response,
-    stored_array,
-)
+from routed_experts.server.http.arrays.stored_arrays import delete_array, stored_array
 from routed_experts.server.http.engine import CapturedEngine, expert_profile
 from routed_experts.server.http.requests.request import (
     PackedRoute,
@@ -138,18 +133,6 @@ async def delete_rows(raw_request: Request) -> Response:
     store = raw_request.app.state.routed_experts.store
     key = raw_request.path_params["id"]
     return await delete_array(raw_request, store, key)
-
-
-@router.api_route(
-    ROWS_PATH + "/{id}",
-    methods=["POST", "PUT", "PATCH", "OPTIONS", "TRACE"],
-    include_in_schema=False,
-)
-def other_methods() -> Response:
-    """Returns 405 with the methods of all routes of the path; each route knows only its own."""
-    return error_response(
-        "There is no such method.", HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD, DELETE"}
-    )
 
 
 def _captured(raw_request: Request) -> CapturedEngine:

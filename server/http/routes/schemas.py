@@ -260,14 +260,13 @@ _ERRORS = {
     501: "The model does not support this endpoint.",
     503: "The server stops, or running requests have all the memory for routing as an input: try again after "
     "`Retry-After` seconds.",
-    507: "The store of arrays that responses refer to is full.",
+    507: "The store of arrays that responses refer to is full, and the response is too large without it.",
 }
 _NO_CAPTURE = "The server does not capture routed experts."
 _PART_ERRORS = {
     400: "`layers` or `tokens` is invalid.",
     404: "There never was such an array.",
     410: "The array has expired or was deleted.",
-    412: "It is not the array that `If-Match` or `If-None-Match` names.",
     503: "The bucket that has the array does not answer, or not as it should.",
 }
 
@@ -347,7 +346,7 @@ _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "b
 _ARRAY = (
     "The array, or the part that is asked for: little-endian, C order, [layers, rows, experts per token]. "
     "`X-Routed-Experts-Shape` has its shape, such as `12,8192,8`, `X-Routed-Experts-Dtype` its dtype. Takes `Range` "
-    "with one range, `If-Range`, `If-Match`, `If-None-Match` and `HEAD`."
+    "with one range, and `HEAD`."
 )
 
 COMPLETION = _generating(RoutedCompletionResponse, "completion")
@@ -379,7 +378,7 @@ _ARRAY_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "s
 DELETION: Operation = {
     "responses": {
         204: {"description": "The array is deleted."},
-        **_part_errors(404, 410, 412, 503),
+        **_part_errors(404, 410, 503),
     },
     "openapi_extra": {"parameters": [_ARRAY_ID]},
 }
@@ -387,7 +386,6 @@ ROWS: Operation = {
     "responses": {
         200: {"description": _ARRAY, "content": _BYTES},
         206: {"description": "The bytes that `Range` asks for.", "content": _BYTES},
-        304: {"description": "`If-None-Match` names the array."},
         **_part_errors(*_PART_ERRORS),
         416: {"model": ErrorResponse, "description": "The `Range` begins behind the end."},
     },

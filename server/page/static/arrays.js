@@ -3,7 +3,7 @@
 const IDS = { int16: Int16Array, uint8: Uint8Array };
 const WEIGHTS = { float32: Float32Array };
 const READABLE =
-  "The page reads rows as objects of int16 or uint8, and as lists. For other forms (npy, raw, paired, int32, references), " +
+  "The page reads rows as objects of int16 or uint8, and as lists. For other forms (npy, raw, int32, references), " +
   "set routed_experts_format to object in the request, or read the file with routed-experts export or in Python.";
 
 /**
