@@ -16,32 +16,23 @@ def start(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     task = asyncio.create_task(_logged(name, work))
     _running.add(task)
     task.add_done_callback(_running.discard)
-    # What was cancelled before its first step never ran: Python would warn of it.
-    task.add_done_callback(lambda _: work.close())
     return task
 
 
 def repeat(name: str, seconds: float, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
     """Runs `work` now, and again so many seconds after it has ended or failed, as long as the
     server lives."""
-    return start(name, _again_and_again(name, seconds, work))
+
+    async def again_and_again() -> None:
+        while True:
+            await _logged(name, work())
+            await asyncio.sleep(seconds)
+
+    return start(name, again_and_again())
 
 
-async def _logged(name: str, work: Coroutine[Any, Any, None]) -> None:
+async def _logged(name: str, work: Awaitable[None]) -> None:
     try:
         await work
     except Exception:
-        logger.exception("%s failed; the server goes on without it.", name)
-
-
-async def _again_and_again(name: str, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
-    has_failed = False
-    while True:
-        try:
-            await work()
-            has_failed = False
-        except Exception:
-            if not has_failed:  # the first of several in a row
-                logger.exception("%s failed; the server tries again every %g s.", name, seconds)
-            has_failed = True
-        await asyncio.sleep(seconds)
+        logger.exception("%s failed; the server goes on.", name)

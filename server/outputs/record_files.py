@@ -89,7 +89,6 @@ class RecordFiles:
         self._path = folder
         self._begun = 0.0
         self._sizes: dict[Path, int] = {}  # of complete files that were there when last looked at
-        self._some_have_gone = False  # of those
 
     def write(self, parts: Iterable[bytes]) -> int:
         """Writes a line, which comes in parts; returns its bytes. Raises `FullError` if it fits
@@ -117,7 +116,7 @@ class RecordFiles:
         """Whether the open file may have so many bytes."""
         if file_bytes <= self.room - sum(self._sizes.values()):
             return True
-        self._forget_gone()
+        self._sizes = {path: size for path, size in self._sizes.items() if path.exists()}
         return file_bytes <= self.room - sum(self._sizes.values())
 
     def _open(self) -> FileIO:
@@ -165,18 +164,6 @@ class RecordFiles:
 
     def _add_complete(self, path: Path, size: int) -> None:
         self._sizes[path] = size
-
-    def _forget_gone(self) -> None:
-        there = {path: size for path, size in self._sizes.items() if path.exists()}
-        self._some_have_gone |= len(there) < len(self._sizes)
-        self._sizes = there
-
-    def have_gone(self) -> bool:
-        """Whether complete files were moved away, deleted or sent since the last call."""
-        self._forget_gone()
-        have_gone = self._some_have_gone
-        self._some_have_gone = False
-        return have_gone
 
     def close(self, seconds: float) -> None:
         """Waits at most so long until complete files are where they are recorded: these are."""

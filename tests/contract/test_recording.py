@@ -270,14 +270,12 @@ def test_a_slow_disk_drops_and_slows_nobody(
     assert len(lines_of(tmp_path)) == 4 - num_dropped
 
 
-def test_the_bound_and_files_that_are_moved_away(
+def test_the_bound(
     tiny_model: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What is there counts, and stays."""
-    monkeypatch.setattr(record_queue, "_IDLE_S", 0.05)
     (old := tmp_path / "old.jsonl").write_text("x" * 5000)
     bound = 400_000
     with serving(
@@ -306,12 +304,6 @@ def test_the_bound_and_files_that_are_moved_away(
         assert dropped()["full"] > 4
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= bound
         assert old.read_text() == "x" * 5000
-        (file,) = set(files_in(tmp_path)) - {str(old)}
-        Path(file).rename(tmp_path / "away")
-        wait_until(lambda: "recording goes on" in caplog.text, "it does not go on")
-        server.complete(prompt=PROMPT, max_tokens=5)
-    old.unlink()
-    assert len(lines_of(tmp_path)) == 1
     assert caplog.text.count("reached --routed-experts-record-bytes") == 1
 
 

@@ -59,7 +59,7 @@ MAY_IMPORT = {
         *("server/http", "server/http/encoding", "server/http/answers"),
     },
     "server/http/routes": {
-        *("protocol", "server", "server/outputs", "server/http"),
+        *("protocol", "server", "server/http"),
         *("server/http/arrays", "server/http/requests", "server/http/answers"),
     },
     "server/http/process": {

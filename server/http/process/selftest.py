@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 from fastapi import FastAPI
 from numpy.typing import NDArray
+from starlette.middleware import Middleware
 
 from routed_experts.capture.engine.connectors import MISSING, on_load
 from routed_experts.capture.wire.envelope import SMALL_ARRAY_BYTES
@@ -79,7 +80,7 @@ def _without_middleware(app: FastAPI) -> FastAPI:
     """`app` for a client that has no key: middleware may reject it, and should not count it."""
     front = copy.copy(app)
     front.root_path = ""  # as behind a proxy that strips it
-    front.user_middleware = [own for own in app.user_middleware if own.cls is DrainMiddleware]
+    front.user_middleware = [Middleware(DrainMiddleware, app.state.routed_experts.drain)]
     front.middleware_stack = None  # built anew
     return front
 

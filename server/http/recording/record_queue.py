@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 _QUEUE_BYTES = 128 << 20
 """Limit of the rows that wait to be written; a single larger request may wait alone."""
 _IDLE_S = 5.0
-"""How often the thread looks at its files while nothing is to be written."""
+"""How often the thread looks whether its file is old while nothing is to be written."""
 _CLOSE_S = 5.0
 """How long a server that stops waits for what is not written or sent yet."""
 
@@ -52,7 +52,7 @@ class RecordQueue:
         self._queue: SimpleQueue[Record | None] = SimpleQueue()  # None: the last one was before
         # Each of these is written by one of the two alone.
         self.is_closed = False  # by the event loop
-        # by the thread: the files have their maximum size; for ever, if others left no room
+        # by the thread: the files have their maximum size
         self.is_full = files.room == 0
         if self.is_full:
             logger.warning(
@@ -95,8 +95,8 @@ class RecordQueue:
         while is_open:
             try:
                 record = self._queue.get(timeout=_IDLE_S)
-            except Empty:
-                self._look_for_room()
+            except Empty:  # the open file may be old by now
+                pass
             else:
                 if record is None:
                     is_open = False
@@ -121,17 +121,9 @@ class RecordQueue:
         if not self.is_full:
             logger.warning(
                 "Recorded routing has reached --routed-experts-record-bytes: nothing more is "
-                "recorded until files that this server has written are moved away."
+                "recorded until the server starts again."
             )
         self.is_full = True
-
-    def _look_for_room(self) -> None:
-        try:
-            if self.is_full and self._files.have_gone():
-                logger.info("Files of recorded routing were moved away: recording goes on.")
-                self.is_full = False
-        except Exception as error:  # noqa: BLE001 the thread looks again
-            self._failures.failed(error)
 
     def _rotate(self, at_once: bool) -> None:
         try:

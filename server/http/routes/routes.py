@@ -112,7 +112,7 @@ async def routed_experts_profile(raw_request: Request) -> ExpertProfile:
 async def token_texts(raw_request: Request) -> TokenTexts:
     """The texts of up to 16,384 tokens, `{"token_ids": [39, 72]}`, each as it stands within a text,
     for whoever shows rows beside tokens."""
-    return await texts_of(raw_request, _captured(raw_request).engine)
+    return await texts_of(await raw_request.body(), _captured(raw_request).engine)
 
 
 # Their parameters are texts, and not in the signatures: FastAPI would say that it answers 422.

@@ -3,17 +3,14 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.concurrency import run_in_threadpool
 
-from routed_experts.server.outputs.threads import Threads
 from routed_experts.server.vllm_api import AsyncLLM, VLLMValidationError
 
 TEXTS_PATH = "/v1/routed_experts/texts"
 MAX_TOKENS = 16_384
-_MAX_BODY_BYTES = 16 * MAX_TOKENS  # JSON of that many ids, with room for spaces
-_DECODER = Threads(1, "routed-experts-texts")
-"""One thread, so that these requests leave the server's own threads to others."""
 
 
 class TokenIds(BaseModel):
@@ -34,10 +31,13 @@ class TokenTexts(BaseModel):
     )
 
 
-async def texts_of(raw_request: Request, engine: AsyncLLM) -> TokenTexts:
+async def texts_of(body: bytes, engine: AsyncLLM) -> TokenTexts:
     """The texts of the ids in the body of a request. `NotImplementedError` if the server runs
     without a tokenizer."""
-    ids = await _ids_in(raw_request)
+    try:
+        ids = TokenIds.model_validate_json(body).token_ids
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise NotImplementedError("The server has no tokenizer (--skip-tokenizer-init).")
@@ -46,26 +46,7 @@ async def texts_of(raw_request: Request, engine: AsyncLLM) -> TokenTexts:
         raise VLLMValidationError(
             f"token_ids: {max(ids)} is not a token of the model", parameter="token_ids"
         )
-    return TokenTexts(texts=await _DECODER.run(_decode, tokenizer, ids))
-
-
-async def _ids_in(raw_request: Request) -> list[int]:
-    """Reads the body to its end, so that the client receives the error, but keeps no more than the
-    limit."""
-    body = bytearray()
-    async for chunk in raw_request.stream():
-        if len(body) <= _MAX_BODY_BYTES:
-            body += chunk
-    if len(body) > _MAX_BODY_BYTES:
-        raise VLLMValidationError(f"token_ids: at most {MAX_TOKENS} ids", parameter="token_ids")
-    try:
-        return TokenIds.model_validate_json(bytes(body)).token_ids
-    except ValidationError as error:
-        first, *_ = error.errors(include_input=False, include_url=False, include_context=False)
-        field = ".".join(map(str, first["loc"])) or "body"
-        raise VLLMValidationError(
-            f"{field}: {first['msg']}", parameter=str((*first["loc"], "body")[0])
-        ) from None
+    return TokenTexts(texts=await run_in_threadpool(_decode, tokenizer, ids))
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> list[str]:
