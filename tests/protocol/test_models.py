@@ -203,8 +203,9 @@ def test_field_names_of_others_and_names_that_cannot_be_encoded() -> None:
     assert said.encode().count(b"return_routed_?") == 1
 
 
-def test_steps_win_over_the_defaults_delivery_by_reference() -> None:
+def test_of_steps_and_references_what_the_request_says_wins_over_the_default() -> None:
     by_reference = {"routed_experts_delivery": "reference"}
     steps = {**OPT_IN, "routed_experts_steps": True}
     assert not parse(steps, by_reference).by_reference
-    refuse("routed_experts_steps", "by reference", parse, {**OPT_IN, **by_reference}, steps)
+    assert not parse({**OPT_IN, **by_reference}, steps).steps
+    refuse("routed_experts_steps", "needs .*: inline", parse, {**steps, **by_reference})
