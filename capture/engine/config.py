@@ -18,17 +18,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from routed_experts.capture.engine.connectors import (
-    CONNECTORS,
-    MISSING,
-    ON_LOAD_FLAG,
-    ON_LOAD_VARIABLE,
-    RECOMPUTE,
-    KVSource,
-    num_transfers,
-    on_load,
-    used_by,
-)
+from routed_experts.capture.engine.connectors import CONNECTORS, KVSource, num_transfers, used_by
 from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
 from routed_experts.capture.seams import engine as seams
 from routed_experts.capture.seams.arguments import vllm_captures
@@ -78,8 +68,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "unknown KV connector",
         lambda c: c.kv_transfer_config is not None and None in used_by(c.kv_transfer_config),
-        "This KV connector was not reviewed, so rows might not match the KV that it loads: remove "
-        "--kv-transfer-config, or choose --kv-transfer-config with one or several (MultiConnector) of "
+        "This KV connector was not reviewed, or loads KV without its rows: remove --kv-transfer-config, "
+        "or choose --kv-transfer-config with one or several (MultiConnector) of "
         f"{', '.join(CONNECTORS)}, or add --no-enable-return-routed-experts.",
     ),
     Refusal(
@@ -87,11 +77,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.kv_transfer_config is not None and num_transfers(c.kv_transfer_config) > 1,
         "Two KV connectors that pull from other instances return the same fields, which ends vLLM's engine: keep one "
         "of them in --kv-transfer-config, or add --no-enable-return-routed-experts.",
-    ),
-    Refusal(
-        "unknown --routed-experts-on-load policy",
-        lambda c: c.kv_transfer_config is not None and on_load() not in (RECOMPUTE, MISSING),
-        f"{ON_LOAD_VARIABLE} is neither {RECOMPUTE} nor {MISSING}: set it, or {ON_LOAD_FLAG}, to one of them.",
     ),
     Refusal(
         "encoder-only instance",
@@ -197,7 +182,7 @@ if not seams.HAS_SINK:  # until 0.32
 
 
 def _takes_kv_of_others(config: VllmConfig) -> bool:
-    """Whether KV comes from other instances, or from a store."""
+    """Whether KV comes from other instances."""
     return config.kv_transfer_config is not None and any(
         known is None or known.source is not KVSource.OFFLOAD
         for known in used_by(config.kv_transfer_config)
@@ -209,7 +194,7 @@ REFUSALS += (
     Refusal(
         "routing as an input with KV of other instances",
         lambda c: takes_input(c) and _takes_kv_of_others(c),
-        "KV of another instance or of a store may be that of other experts than a request says: remove "
+        "KV of another instance may be that of other experts than a request says: remove "
         f"--kv-transfer-config, use OffloadingConnector, or remove {INPUT_FLAG}.",
     ),
     Refusal(

@@ -1,7 +1,6 @@
 """The KV connectors that were reviewed, in one table (`CONNECTORS`): where their KV comes from, and so
 what is known of its rows."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -9,29 +8,15 @@ from typing import Any
 
 from vllm.config import KVTransferConfig
 
-ON_LOAD_FLAG = "--routed-experts-on-load"
-ON_LOAD_VARIABLE = "ROUTED_EXPERTS_ON_LOAD"
-"""Carries the flag's value to every process of the engine."""
-
-RECOMPUTE = "recompute"
-"""Value of the flag: requests that ask for rows compute them."""
-
-MISSING = "missing"
-"""Value of the flag: their rows are -1."""
-
 
 class KVSource(Enum):
     """Where a KV connector's KV comes from, and with it what is done about its rows
     (`capture/scheduler/kv/children.py`)."""
 
-    STORE = "store"
-    """An earlier computation of the same tokens. Its rows are not known: a request that needs rows
-    computes the tokens again, or has -1 (`--routed-experts-on-load`)."""
-
     OFFLOAD = "offload"
     """Whole blocks that this engine computed and that vLLM's `OffloadingConnector`, or a class
     derived from it, copied to host memory: their rows are kept with them. With tiers, or a manager
-    of a third party, chunks may come from elsewhere, and it is a `STORE`."""
+    of a third party, chunks may come from elsewhere: refused (`OffloadChild.check`)."""
 
     TRANSFER = "transfer"
     """The prefill instance. Loaded even without rows, unless that instance may have freed it."""
@@ -39,13 +24,10 @@ class KVSource(Enum):
 
 @dataclass(frozen=True)
 class KnownConnector:
-    """A KV connector of vLLM's that was reviewed: all its loads are announced to the scheduler."""
+    """A KV connector of vLLM's that was reviewed: all its loads are announced to the scheduler, run
+    beside steps, and write only into blocks behind the request's prefix hit."""
 
     source: KVSource
-    # Whether a load may write into blocks of the request's prefix hit, which hold KV that this
-    # engine computed and other requests read: those of KV connectors that fetch whole chunks. The
-    # rows in these blocks then become unknown. Others load only into the blocks behind the hit.
-    may_overwrite_hits: bool
     # Default of `kv_lease_duration`, in seconds; None if unknown. After the lease the blocks go to
     # other requests, and a later pull silently reads their KV.
     lease_s: float | None = None
@@ -55,45 +37,33 @@ class KnownConnector:
 _NIXL_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 _NIXL_PULL = KnownConnector(
     KVSource.TRANSFER,
-    may_overwrite_hits=False,
     lease_s=30,
     pull_fields=(*_NIXL_FIELDS, "remote_block_ids"),
 )
 _NIXL_PUSH = KnownConnector(
     KVSource.TRANSFER,
-    may_overwrite_hits=False,
     lease_s=30,
     pull_fields=(*_NIXL_FIELDS, "tp_size"),
 )
 _MOONCAKE = KnownConnector(
     KVSource.TRANSFER,
-    may_overwrite_hits=False,
     pull_fields=("remote_engine_id", "remote_bootstrap_addr", "transfer_id"),
 )
-# The fields that a pull needs depend on its mode and on the request id, which may contain the
-# address.
-_MORIIO = KnownConnector(KVSource.TRANSFER, may_overwrite_hits=True)
 
 CONNECTORS: dict[str, KnownConnector] = {
     "NixlConnector": _NIXL_PULL,
     "NixlPullConnector": _NIXL_PULL,
     "NixlPushConnector": _NIXL_PUSH,
     "MooncakeConnector": _MOONCAKE,
-    "MoRIIOConnector": _MORIIO,
-    "OffloadingConnector": KnownConnector(KVSource.OFFLOAD, may_overwrite_hits=False),
-    "SimpleCPUOffloadConnector": KnownConnector(KVSource.STORE, may_overwrite_hits=False),
-    "LMCacheConnectorV1": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
-    "LMCacheMPConnector": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
-    "MooncakeStoreConnector": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
-    "FlexKVConnectorV1": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
-    "HF3FSKVConnector": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
-    "ExampleConnector": KnownConnector(KVSource.STORE, may_overwrite_hits=True),
+    "OffloadingConnector": KnownConnector(KVSource.OFFLOAD),
 }
 """By the name that `--kv-transfer-config` has. A new KV connector is one line here; without one it
 is refused.
 
-Absent: DecodeBenchConnector (its KV is made up), ExampleHiddenStatesConnector, HiSparseConnector
-(it moves KV of running requests), and KV connectors whose code was not reviewed."""
+Absent: stores of KV, such as LMCache's, which do not say of which computation it is (their KV has no
+rows), those that write over prefix hits (MoRIIOConnector), DecodeBenchConnector (its KV is made up),
+HiSparseConnector (it moves KV of running requests), and KV connectors whose code was not
+reviewed."""
 
 MULTI = "MultiConnector"
 
@@ -139,14 +109,7 @@ def _extra_config(child: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _known(config: Mapping[str, Any]) -> KnownConnector | None:
-    """None for a class from another module, which may differ from vLLM's of that name; LMCache has
-    its own classes."""
-    path = config.get("kv_connector_module_path") or ""
-    if path and not path.startswith("lmcache."):
+    """None for a class from another module, which may differ from vLLM's of that name."""
+    if config.get("kv_connector_module_path"):
         return None
     return CONNECTORS.get(str(config.get("kv_connector")))
-
-
-def on_load() -> str:
-    """The policy for KV without rows if a request asks for rows: `recompute` or `missing`."""
-    return os.environ.get(ON_LOAD_VARIABLE, RECOMPUTE)

@@ -85,7 +85,7 @@ class RowDistributor:
         self.recomputed.forget_all()
 
     def prefill_again(self, request: Request) -> None:
-        """Called when a request is preempted, or a load of its KV has failed."""
+        """Called when a request is preempted."""
         state = self.requests.running.get(request.request_id)
         if state is None:
             return
@@ -96,18 +96,6 @@ class RowDistributor:
             self.recomputed.lose(state.request_id, state.next_row)
         if state.phase is not Phase.PREFILL:
             self.requests.move(state, Phase.PREFILL)
-
-    def before_overwrite(self) -> None:
-        """Called when loads may overwrite blocks of any request."""
-        parked = [state for state in self.requests.running.values() if state.phase is Phase.PARKED]
-        for state in parked:
-            request = self._scheduler.requests.get(state.request_id)
-            assert request is not None, (
-                f"request {state.request_id!r} is parked: expected among the scheduler's requests, "
-                f"which actually are {list(self._scheduler.requests)}"
-            )
-            self._rescue(request, state)
-            self.requests.move(state, Phase.ALONE)
 
     def end_request(self, request: Request) -> None:
         """Called when a request ends, while it has its blocks."""

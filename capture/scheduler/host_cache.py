@@ -153,19 +153,16 @@ class HostCache:
             )
         return written
 
-    def copy_from(
-        self,
-        other: "HostCache",
-        sources: Slots,
-        slots: Slots,
-        cause: Cause | NDArray[np.uint8] = Cause.FAULT,
-    ) -> None:
+    def copy_from(self, other: "HostCache", sources: Slots, slots: Slots) -> None:
         """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the
-        same row shape. `cause` is why `sources` are not written: all of them, or [n] each."""
+        same row shape."""
         inside = within(slots, self._written.size)
-        causes = np.broadcast_to(np.uint8(cause), slots.shape)[inside]
         slots = slots[inside]
         sources = sources[inside]
+        exist = within(sources, other._written.size)
+        causes = np.where(
+            exist, other._causes.reshape(-1)[np.where(exist, sources, 0)], Cause.FAULT
+        )
         written = other.are_written(sources)
         self._before_write(slots)
         if written.any():
@@ -181,9 +178,7 @@ class HostCache:
         blocks, such as Mamba states, bring no rows."""
         blocks = np.array(pairs, dtype=np.int64).T[:, :, None]  # [2, n, 1]
         sources, slots = (blocks * self.block_size + np.arange(self.block_size)).reshape(2, -1)
-        exist = within(sources, self._written.size)
-        causes = self._causes.reshape(-1)[np.where(exist, sources, 0)]
-        self.copy_from(self, sources, slots, causes)
+        self.copy_from(self, sources, slots)
 
     def read(self, block_ids: BlockIds, first: int, out: Rows) -> None:
         """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where

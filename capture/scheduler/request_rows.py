@@ -10,9 +10,7 @@ the only way from one to another, and these are all the moves:
     ALONE                   STREAM        an output was taken that waits for no prompt; rows are
                                           sent with their tokens
     ALONE                   PARKED        an output was taken; rows are sent at the end
-    PARKED                  ALONE         loads may overwrite any block; its rows were rescued
-    ALONE, STREAM, PARKED   PREFILL       it is preempted, or a load of its KV has failed; rows that
-                                          were parked were rescued
+    ALONE, STREAM, PARKED   PREFILL       it is preempted; rows that were parked were rescued
     PREFILL, ALONE          ENDED_ALONE   it ends
     STREAM                  ENDED_STREAM  it ends
     PARKED                  ENDED_PARKED  it ends
@@ -70,7 +68,7 @@ TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
     Phase.PREFILL: (Phase.ALONE, Phase.ENDED_ALONE),
     Phase.ALONE: (Phase.PREFILL, Phase.STREAM, Phase.PARKED, Phase.ENDED_ALONE),
     Phase.STREAM: (Phase.PREFILL, Phase.ENDED_STREAM),
-    Phase.PARKED: (Phase.PREFILL, Phase.ALONE, Phase.ENDED_PARKED),
+    Phase.PARKED: (Phase.PREFILL, Phase.ENDED_PARKED),
     Phase.ENDED_ALONE: (Phase.GONE,),
     Phase.ENDED_STREAM: (Phase.GONE,),
     Phase.ENDED_PARKED: (Phase.GONE,),

@@ -130,19 +130,16 @@ class RowSource:
             return
         positions = np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first
         causes = self.cache.causes(blocks, positions)
-        if request.opt_in.allow_missing:
-            causes[causes == Cause.COMPUTED_IF_ASKED] = Cause.KV_STORE
-        for cause in (Cause.KV_STORE, Cause.KV_TRANSFER):
-            num_rows = int(np.count_nonzero(causes == cause))
-            if num_rows:
-                unknown = UnknownRows(
-                    request.opt_in.prompt_id,
-                    request.request_id,
-                    is_prompt=first < request.num_prompt_tokens,
-                    cause=cause,
-                    num_rows=num_rows,
-                )
-                self._unknown.append((request.client, unknown))
+        num_rows = int(np.count_nonzero(causes == Cause.KV_TRANSFER))
+        if num_rows:
+            unknown = UnknownRows(
+                request.opt_in.prompt_id,
+                request.request_id,
+                is_prompt=first < request.num_prompt_tokens,
+                cause=Cause.KV_TRANSFER,
+                num_rows=num_rows,
+            )
+            self._unknown.append((request.client, unknown))
 
     def pop_unknown(self) -> list[tuple[int, UnknownRows]]:
         """Why rows are unknown that were read since the last call, each with the API process to

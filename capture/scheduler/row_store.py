@@ -4,7 +4,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.scheduler.host_cache import HostCache, Mask, Slots, within
-from routed_experts.capture.wire.message import Cause
 
 
 class RowStore:
@@ -52,13 +51,6 @@ class RowStore:
         have_weights = self.have_rows(store_slots, with_weights=True).reshape(-1, self.chunk_tokens)
         self._has_all_weights[chunks] = have_weights.all(axis=1)
 
-    def fill(
-        self,
-        cache: HostCache,
-        slots: Slots,
-        store_slots: Slots,
-        cause: Cause,
-    ) -> None:
-        """Makes `slots` ([n]) of the host cache what `store_slots` ([n]; -1 has no row) are;
-        unwritten for `cause` without rows."""
-        cache.copy_from(self._rows, store_slots, slots, cause)
+    def fill(self, cache: HostCache, slots: Slots, store_slots: Slots) -> None:
+        """Makes `slots` ([n]) of the host cache what `store_slots` ([n]; -1 has no row) are."""
+        cache.copy_from(self._rows, store_slots, slots)

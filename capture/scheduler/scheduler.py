@@ -151,26 +151,18 @@ class SchedulerHooks(AuxOutputHooks):
         # 1. Stores of KV that is copied out before the step runs: it reuses their blocks, so the
         #    actions below overwrite these rows.
         self._apply_stores(step, before_step=True)
-        # 2. Rescue of parked rows: loads over prefix hits overwrite blocks of running requests,
-        #    which may be any.
-        if step.loads and self.external_kv.may_overwrite_hits:
-            self.distributor.before_overwrite()
-        # 3. Loads: they put KV below the tokens that the step computes. Steps before it, which may
+        # 2. Loads: they put KV below the tokens that the step computes. Steps before it, which may
         #    have written into the same slots, have arrived; the step itself has not.
         for load in step.loads:
             load.apply(self.cache)
-        # 4. Copies of blocks: the worker makes them before the forward pass, whose tokens go into
+        # 3. Copies of blocks: the worker makes them before the forward pass, whose tokens go into
         #    the copies.
         if scheduler_output.kv_cache_block_copies:
             self.cache.copy_blocks(scheduler_output.kv_cache_block_copies)
         if captured is not None:
-            # 5. The step's own rows: it computed its tokens on top of all of the above.
+            # 4. The step's own rows: it computed its tokens on top of all of the above.
             self._take_own_rows(step, captured, output.req_id_to_index)
-            # 6. Late loads, again: they run beside steps, so they may overwrite what this one wrote.
-            for load in step.loads:
-                if load.ends_late:
-                    load.apply(self.cache)
-        # 7. Stores of KV that is copied out after the step: they take what it wrote.
+        # 5. Stores of KV that is copied out after the step: they take what it wrote.
         self._apply_stores(step, before_step=False)
         return step
 
@@ -279,14 +271,6 @@ class SchedulerCapture(HookedScheduler):
     def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> LocalHit:
         hit = super()._get_local_prefix_cache_hit(request, *limit)
         return self.aux_output_connector.external_kv.truncate_prefix_hit(request, hit)
-
-    def _update_requests_with_invalid_blocks(
-        self, *args: Any, **kwargs: Any
-    ) -> tuple[set[str], int, set[int]]:
-        affected = super()._update_requests_with_invalid_blocks(*args, **kwargs)
-        for request_id in affected[0]:
-            self.aux_output_connector.distributor.prefill_again(self.requests[request_id])
-        return affected
 
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         delay_free, params = super()._connector_finished(request)

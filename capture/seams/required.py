@@ -61,12 +61,7 @@ SCHEDULER: tuple[Name, ...] = (
         "update_from_output",
         "set_pause_state",
     ),
-    *_of(
-        _SCHEDULER,
-        "reset_prefix_cache",
-        "_connector_finished",
-        "_update_requests_with_invalid_blocks",
-    ),
+    *_of(_SCHEDULER, "reset_prefix_cache", "_connector_finished"),
     *_of(_SCHEDULER, "_free_request", "_preempt_request", "_update_after_schedule"),
     *_of(_SCHEDULER, "_get_local_prefix_cache_hit"),
     *_of("vllm.v1.core.sched.output:SchedulerOutput", "kv_cache_block_copies"),

@@ -134,18 +134,11 @@ class RowsOutput(NamedTuple):
 
 
 class Cause(IntEnum):
-    """Why a slot has no row although it has KV. `KV_STORE` and `KV_TRANSFER` follow from
-    settings."""
+    """Why a slot has no row although it has KV."""
 
     FAULT = 0
-    KV_STORE = 1
-    """KV of a store, which `--routed-experts-on-load missing` or a hybrid model loads without
-    rows."""
-    KV_TRANSFER = 2
+    KV_TRANSFER = 1
     """KV of another instance that came without rows."""
-    COMPUTED_IF_ASKED = 3
-    """KV of a store, which requests that ask for rows compute instead. A fault in their rows; in
-    those of others, which take what is there, `KV_STORE`."""
 
 
 class UnknownRows(NamedTuple):

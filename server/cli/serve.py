@@ -21,12 +21,6 @@ from vllm.v1.engine import utils as engine_utils
 
 from routed_experts.capture.engine.classes import is_capturing, scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
-from routed_experts.capture.engine.connectors import (
-    MISSING,
-    ON_LOAD_FLAG,
-    ON_LOAD_VARIABLE,
-    RECOMPUTE,
-)
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY, WEIGHTS_KEY
 from routed_experts.protocol.buckets import is_bucket
@@ -181,13 +175,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 "help": f"{help_text} (default: {default})",
             }
         group.add_argument(flag_of(name), default=argparse.SUPPRESS, **options)
-    group.add_argument(
-        ON_LOAD_FLAG,
-        choices=(RECOMPUTE, MISSING),
-        default=argparse.SUPPRESS,
-        help="for requests with routing, KV loaded from a KV store without its routing: recompute it "
-        "(default), or load it and return -1 for its tokens",
-    )
 
 
 def flag_of(name: str) -> str:
@@ -294,7 +281,6 @@ def configure(args: argparse.Namespace) -> Settings | None:
     settings then."""
     captures = args.enable_return_routed_experts
     args.enable_return_routed_experts = False  # vLLM's own capture
-    _tell_engine_processes(args)
     try:
         settings = Settings.of(args.additional_config, args)
     except SettingsError as error:
@@ -307,12 +293,6 @@ def configure(args: argparse.Namespace) -> Settings | None:
         return None
     _name_classes(args)
     return settings
-
-
-def _tell_engine_processes(args: argparse.Namespace) -> None:
-    """Puts our flags that are no settings into the environment."""
-    if hasattr(args, "routed_experts_on_load"):
-        _set_everywhere(ON_LOAD_VARIABLE, args.routed_experts_on_load)
 
 
 def _name_classes(args: argparse.Namespace) -> None:
@@ -341,14 +321,6 @@ def _refuse_what_needs_the_capture(settings: Settings) -> None:
             raise CommandError(
                 f"{flag_of(name)} needs the capture: remove --no-enable-return-routed-experts."
             )
-
-
-def _set_everywhere(variable: str, value: str) -> None:
-    """Sets a variable for all processes of the engine."""
-    os.environ[variable] = value
-    # for Ray's workers, which inherit nothing
-    others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
-    os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(filter(None, [others, variable]))
 
 
 # ---- folders ----

@@ -24,8 +24,8 @@ _NOT_CAPTURED = "not_captured"
 _NOT_ARRIVED = "not_arrived"
 _STORED = "stored"
 _FAILED = "failed"
-_SETTINGS = {cause: cause.name.lower() for cause in (Cause.KV_STORE, Cause.KV_TRANSFER)}
-"""Reasons that follow from settings. The others are faults."""
+_KV_TRANSFER = "kv_transfer"
+"""The reason that follows from settings. The others are faults."""
 _MODEL = "model_name"  # as vLLM labels its metrics
 _ENGINE = "engine"
 
@@ -131,7 +131,7 @@ def label_with(model: str) -> None:
     STORE_WAITING.labels(model)
     for result in (_STORED, _FAILED):
         STORED_ARRAYS.labels(model, result)
-    for reason in (_NOT_CAPTURED, _NOT_ARRIVED, *_SETTINGS.values()):
+    for reason in (_NOT_CAPTURED, _NOT_ARRIVED, _KV_TRANSFER):
         ROWS_MISSING.labels(model, reason)
 
 
@@ -143,10 +143,7 @@ def count_response(encoder: Encoder, lost: int, causes: Causes) -> None:
     left = encoder.counts.missing
     if not left:
         return
-    for reason, count in (
-        (_NOT_ARRIVED, lost),
-        *((name, causes[cause]) for cause, name in _SETTINGS.items()),
-    ):
+    for reason, count in ((_NOT_ARRIVED, lost), (_KV_TRANSFER, causes[Cause.KV_TRANSFER])):
         count = min(count, left)
         ROWS_MISSING.labels(_model, reason).inc(count)
         left -= count

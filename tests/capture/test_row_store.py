@@ -7,7 +7,6 @@ import pytest
 
 from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.scheduler.row_store import RowStore
-from routed_experts.capture.wire.message import Cause
 from routed_experts.protocol.codec import UNKNOWN
 from tests.capture.test_host_cache import BLOCK, K, L, array
 
@@ -57,7 +56,7 @@ class Store:
     def check_fill(self, slots: list[int], places: list[int]) -> None:
         """Rows from `places` come into `slots` of a cache, and nothing else in it changes."""
         cache = cache_of(set(range(SLOTS)))
-        self.store.fill(cache, array(slots), array(places), Cause.FAULT)
+        self.store.fill(cache, array(slots), array(places))
         rows = np.empty((SLOTS, L, K), dtype=np.int16)
         cache.read(np.arange(SLOTS // BLOCK), 0, rows)
         expected = np.arange(SLOTS)

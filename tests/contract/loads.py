@@ -1,8 +1,8 @@
 """A KV connector around `engine`: which computation the KV in each slot is of, and whether rows are
 of the same.
 
-Every token that is computed gets a number, which is in its row and stays with its KV, in a store
-and in other engines too. So a row is right only if a request's own forward passes read KV of that
+Every token that is computed gets a number, which is in its row and stays with its KV, in other
+engines too. So a row is right only if a request's own forward passes read KV of that
 very number.
 """
 
@@ -26,19 +26,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine.connectors import (
-    CONNECTORS,
-    ON_LOAD_VARIABLE,
-    KnownConnector,
-    KVSource,
-)
+from routed_experts.capture.engine.connectors import CONNECTORS, KnownConnector, KVSource
 from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract import engine as around
-from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, Core, K, L, Rows, Sequence, Tokens
+from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, Core, Rows, Sequence, Tokens
 
 Slot = tuple[bytes | None, int]
 """The prefix whose last token's KV it is, and the number of its computation."""
@@ -47,12 +42,8 @@ NOTHING: Slot = None, 0
 LEASE_S = 30.0
 """For how long a prefill instance keeps KV for whoever is to pull it."""
 
-NAME, TRANSFER, PULL = "StoreOfTheTests", "TransferOfTheTests", "PullOfTheTests"
-for _name, _class in (
-    (NAME, "StoreConnector"),
-    (TRANSFER, "TransferConnector"),
-    (PULL, "PullConnector"),
-):
+TRANSFER, PULL = "TransferOfTheTests", "PullOfTheTests"
+for _name, _class in ((TRANSFER, "TransferConnector"), (PULL, "PullConnector")):
     KVConnectorFactory.register_connector(_name, __name__, _class)
 
 
@@ -86,7 +77,6 @@ class Sent:
 class Store:
     """What is kept outside the engines, and how a connector to it behaves."""
 
-    policy: str = "recompute"  # what is done about its KV
     blocks: dict[bytes, list[Slot]] = field(default_factory=dict)  # by the prefix that they end
     # KV of prompts that may be pulled, by request
     sent: dict[str, Sent] = field(default_factory=dict)
@@ -95,15 +85,9 @@ class Store:
     refused: list[str] = field(default_factory=list)
     offers_aborted: bool = False  # whether the KV of aborted requests is offered too
     dice: random.Random = field(default_factory=lambda: random.Random(0))
-    is_async: bool = False  # whether loads run beside steps, of which each takes two
     fails: float = 0  # how likely a load fails
     fail_dice: random.Random = field(default_factory=lambda: random.Random(1))
     fails_as: str = "blocks"  # what of a failed load is reported: them, or the "request"
-    fetches_hits: bool = False  # whether a load writes over what was found in the prefix cache
-    # Whether it has whole prompts only, and offers what they are longer than the prefix hit: less
-    # than nothing, where a request hits its own answer.
-    has_prompts: bool = False
-    num_negative: int = 0
     num_loaded: int = 0
     num_failed: int = 0
 
@@ -119,7 +103,6 @@ twice."""
 class _Load:
     request_id: str
     blocks: list[tuple[int, bytes]]
-    is_async: bool
     remote: str | None = None
     steps: int = 2
 
@@ -131,8 +114,9 @@ class _Metadata(KVConnectorMetadata):
     sends: dict[str, list[int]] = field(default_factory=dict)
 
 
-class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """The scheduler's side; the executor is the worker's."""
+class TransferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Loads, where a request says so, what any engine has computed; beside steps, of which each load
+    takes two. The scheduler's side; the executor is the worker's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -146,6 +130,8 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return 0, False
         if STORE.dice.random() < 0.1:
             return None, False  # still looking
         keys = _keys(request)[: (request.num_tokens - 1) // BLOCK]
@@ -153,12 +139,8 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         while end < len(keys) and keys[end] in STORE.blocks:
             end += 1
         self._asked[request.request_id] = num_computed_tokens
-        if STORE.has_prompts:
-            num_blocks = (request.num_prompt_tokens - 1) // BLOCK
-            end = num_blocks if all(key in STORE.blocks for key in keys[:num_blocks]) else first
-            STORE.num_negative += end < first
         count = (end - first) * BLOCK
-        return count, STORE.is_async and count > 0
+        return count, count > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -166,8 +148,8 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if num_external_tokens:
             first = self._asked[request.request_id] // BLOCK
             pairs = list(zip(blocks.get_block_ids()[0], _keys(request), strict=False))
-            loaded = slice(0 if STORE.fetches_hits else first, first + num_external_tokens // BLOCK)
-            self._loads.append(_Load(request.request_id, pairs[loaded], STORE.is_async))
+            loaded = slice(first, first + num_external_tokens // BLOCK)
+            self._loads.append(_Load(request.request_id, pairs[loaded]))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         loads, self._loads = self._loads, []
@@ -203,18 +185,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
 
 
-class TransferConnector(StoreConnector):
-    """Loads where a request says so."""
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            return 0, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-
-class PullConnector(StoreConnector):
+class PullConnector(TransferConnector):
     """Prefill and decode apart, as with NIXL: the whole of a prompt is pulled beside the steps,
     once."""
 
@@ -256,7 +227,7 @@ class PullConnector(StoreConnector):
                 (block, b"%d" % index) for index, block in enumerate(blocks.get_block_ids()[0])
             ]
             self._loads.append(
-                _Load(request.request_id, pairs[first:], True, params["remote_request_id"])
+                _Load(request.request_id, pairs[first:], params["remote_request_id"])
             )
         params["do_remote_prefill"] = False
 
@@ -336,7 +307,7 @@ def _children_of(scheduler_output: SchedulerOutput) -> list[_Metadata]:
 
 
 class TracingExecutor(around.ArithmeticExecutor):
-    """Numbers every computation of a token, and moves KV as `StoreConnector` says."""
+    """Numbers every computation of a token, and moves KV as the connectors say."""
 
     received = TracedReceived
     _numbers = iter(range(1, 1 << 30))  # of all engines
@@ -345,18 +316,12 @@ class TracingExecutor(around.ArithmeticExecutor):
         super()._init_executor()
         self._number = [0] * (NUM_BLOCKS * BLOCK)
         self.underway: list[_Load] = []
-        self._bad_blocks: set[int] = set()
         # By request and position, the numbers of the KV that its forward passes read.
         self.seen: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
 
     def compute(
         self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int
     ) -> Rows:
-        # the step runs all the same, for nothing
-        if self._bad_blocks.intersection(sequence.blocks):
-            for slot in sequence.slots(start, end):
-                self._kv[slot], self._number[slot] = NOTHING
-            return np.zeros((end - start, L, K), np.int16)
         rows = super().compute(request_id, sequence, tokens, start, end)
         for row, slot in zip(rows, sequence.slots(start, end), strict=True):
             self._number[slot] = number = next(self._numbers)
@@ -389,16 +354,13 @@ class TracingExecutor(around.ArithmeticExecutor):
         for child in children:
             self.underway += child.loads
         self._load(report)
-        self._bad_blocks = report.invalid_block_ids
         result = super().execute_model(scheduler_output, non_block)
         output = self._output
         assert output is not None
-        self._drop_tokens_of_bad_blocks(output)
         if not report.is_empty():
             output.kv_connector_output = report
-        if not report.invalid_block_ids:
-            for child in children:
-                self._save(child)
+        for child in children:
+            self._save(child)
         return result
 
     def _offer(self, child: _Metadata) -> None:
@@ -424,16 +386,9 @@ class TracingExecutor(around.ArithmeticExecutor):
         """Ends the loads that are due in this step."""
         for load in list(self.underway):
             load.steps -= 1
-            if not load.is_async or load.steps < 0:
+            if load.steps < 0:
                 self._finish(load, report)
                 self.underway.remove(load)
-
-    def _drop_tokens_of_bad_blocks(self, output: ModelRunnerOutput) -> None:
-        """vLLM does not take them."""
-        for request_id, sampled in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            sequence = self._sequences[request_id]
-            if sampled and self._bad_blocks.intersection(sequence.blocks):
-                sequence.tokens = Tokens(sequence.tokens[:-1])
 
     def _save(self, child: _Metadata) -> None:
         for block, key in child.saves:
@@ -457,9 +412,8 @@ class TracingExecutor(around.ArithmeticExecutor):
             STORE.sent[load.remote].is_pulled = True
         STORE.num_loaded += 1
         STORE.num_failed += failed
-        if load.is_async:
-            assert report.finished_recving is not None
-            report.finished_recving.add(load.request_id)
+        assert report.finished_recving is not None
+        report.finished_recving.add(load.request_id)
         if failed and STORE.fails_as == "request":
             report.failed_recving.add(load.request_id)
         elif failed:
@@ -467,20 +421,14 @@ class TracingExecutor(around.ArithmeticExecutor):
 
 
 @contextmanager
-def store(policy: str = "recompute", **options: Any) -> Iterator[Store]:
-    """An empty store that behaves like that, and what is done about its KV."""
+def store(**options: Any) -> Iterator[Store]:
+    """An empty store that behaves like that."""
     global STORE
-    STORE = Store(policy, **options)
+    STORE = Store(**options)
+    pulls = KnownConnector(KVSource.TRANSFER, lease_s=LEASE_S, pull_fields=("remote_request_id",))
     with pytest.MonkeyPatch.context() as patch:
-        overwrites = {"may_overwrite_hits": STORE.fetches_hits}
-        pulls = {"lease_s": LEASE_S, "pull_fields": ("remote_request_id",)}
-        for name, known in (
-            (NAME, KnownConnector(KVSource.STORE, **overwrites)),
-            (TRANSFER, KnownConnector(KVSource.TRANSFER, **overwrites)),
-            (PULL, KnownConnector(KVSource.TRANSFER, **overwrites, **pulls)),
-        ):
-            patch.setitem(CONNECTORS, name, known)
-        patch.setenv(ON_LOAD_VARIABLE, policy)
+        patch.setitem(CONNECTORS, TRANSFER, KnownConnector(KVSource.TRANSFER))
+        patch.setitem(CONNECTORS, PULL, pulls)
         yield STORE
 
 
@@ -503,7 +451,7 @@ def engine_with(
 
 def engine_with_store(*connectors: str, role: str = "kv_both", **options: Any) -> Core:
     return engine_with(
-        *({"kv_connector": name, "kv_role": role} for name in connectors or (NAME,)), **options
+        *({"kv_connector": name, "kv_role": role} for name in connectors or (TRANSFER,)), **options
     )
 
 

@@ -219,7 +219,7 @@ def test_the_log_tells_of_unknown_rows_and_no_cause_is_kept(
     front_end = FrontEnd(core)
     front_end.add("first", tokens(3 * BLOCK), max_tokens=1)
     front_end.run()
-    core.capture.cache.forget(np.arange(NUM_BLOCKS * BLOCK), Cause.KV_STORE)
+    core.capture.cache.forget(np.arange(NUM_BLOCKS * BLOCK), Cause.KV_TRANSFER)
     answer = front_end.add("hits", tokens(3 * BLOCK), max_tokens=1)
     with caplog.at_level(logging.ERROR, row_source.logger.name):
         front_end.run()

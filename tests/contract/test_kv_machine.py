@@ -1,8 +1,7 @@
-"""KV from a store, from offloading and from another instance, in any order of what can happen to
-it.
+"""KV from offloading and from another instance, in any order of what can happen to it.
 
 Each row that is sent is of the very computation whose KV its request read (`loads.TracedReceived`),
-or is unknown, with a cause and only where a setting or the request allows it; each request ends;
+or is unknown, with a cause and only where the request allows it; each request ends;
 nothing is left in the engine.
 
 The same in every run; the long run tries others, and more, of each case.
@@ -26,7 +25,7 @@ from routed_experts.capture.scheduler.kv.pulls import Pulls
 from routed_experts.capture.wire.prefill_rows import PARAM
 from tests.conftest import Cases
 from tests.contract.engine import BLOCK, Client, tokens
-from tests.contract.loads import LEASE_S, NAME, NOTHING, PULL, engine_with_store, slots_of, store
+from tests.contract.loads import LEASE_S, PULL, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADING
 from tests.contract.offloading import check_keys, engine_that_offloads, num_loaded
 from tests.long_runs import times
@@ -49,55 +48,20 @@ ENOUGH = {"num_blocks": 48, "max_num_seqs": 4}
 @dataclass(frozen=True)
 class Case:
     connectors: tuple[str, ...]
-    policy: str = "recompute"
     outside: dict[str, Any] = field(
         default_factory=dict
     )  # how the store and other instances behave
     engine: dict[str, Any] = field(default_factory=lambda: FEW)
     happens: str = "loads"  # what has to, in all examples together
 
-    @property
-    def may_miss(self) -> bool:
-        """Whether rows that are asked for may be unknown: not where only chunks with their rows are
-        loaded."""
-        return "fetches_hits" in self.outside or (
-            self.policy == "missing" and self.connectors != (OFFLOADING,)
-        )
 
-
-FAILS = {"fails": 0.4, "is_async": True}
-FAILS_WHOLE = {"fails": 0.4, "is_async": True, "fails_as": "request"}
-PULLS = [(PULL,), (PULL, OFFLOADING), (OFFLOADING, PULL), (PULL, NAME), (NAME, PULL)]
+FAILS = {"fails": 0.4}
+FAILS_WHOLE = {"fails": 0.4, "fails_as": "request"}
+PULLS = [(PULL,), (PULL, OFFLOADING), (OFFLOADING, PULL)]
 CASES = {
-    "store": Case((NAME,)),
-    "store, beside steps": Case((NAME,), outside={"is_async": True}),
-    # Blocks of those that only produce are not fenced.
-    "store, missing": Case((NAME,), "missing", engine={**FEW, "role": "kv_producer"}),
-    # Over prefix hits: rows of running requests may get lost, but never become another's.
-    "store, over hits": Case(
-        (NAME,), outside={"fetches_hits": True}, engine={**FEW, "role": "kv_producer"}
-    ),
-    "store, over hits beside steps": Case(
-        (NAME,), outside={"fetches_hits": True, "is_async": True}
-    ),
-    # As vLLM's ExampleConnector, which offers less than nothing where a preempted request hits more
-    # than its prompt.
-    "store of prompts": Case(
-        (NAME,),
-        outside={"has_prompts": True},
-        engine={"num_blocks": 14, "max_num_seqs": 3},
-        happens="less than nothing",
-    ),
-    # With asynchronous scheduling vLLM 0.32 computes what fails in a step again with the tokens
-    # that it had expected.
-    "loads fail": Case(
-        (NAME,), outside={"fails": 0.4}, engine={**FEW, "is_async": False}, happens="fails"
-    ),
-    "loads fail, missing": Case((NAME,), "missing", FAILS, {**FEW, "failures": "fail"}, "fails"),
-    "loads fail as a whole": Case((NAME,), outside=FAILS_WHOLE, happens="fails"),
     "offloading": Case((OFFLOADING,), engine={**FEW, "answers": True}),
     "offloading, large chunks": Case(
-        (OFFLOADING,), "missing", engine={**FEW, "chunks": 13, "blocks_per_chunk": 3}
+        (OFFLOADING,), engine={**FEW, "chunks": 13, "blocks_per_chunk": 3}
     ),
     # Each chunk is let go again and again, and sometimes there is none for a store.
     "offloading, few chunks": Case(
@@ -108,18 +72,12 @@ CASES = {
         (OFFLOADING,), engine={**FEW, "drafts": 3, "answers": True, "num_blocks": 14}
     ),
     "offloading, stages": Case((OFFLOADING,), engine={**FEW, "stages": 2}),
-    "offloading, weights": Case(
-        (OFFLOADING,), "missing", engine={**FEW, "chunks": 12, "weights": True}
-    ),
-    "store, weights": Case((NAME,), engine={**FEW, "weights": True}),
-    "offloading, store": Case((OFFLOADING, NAME), engine={**FEW, "answers": True}),
-    "store, offloading": Case((NAME, OFFLOADING), "missing", engine={**FEW, "answers": True}),
+    "offloading, weights": Case((OFFLOADING,), engine={**FEW, "chunks": 12, "weights": True}),
     **{
         " then ".join(names): Case(names, outside=FAILS, engine=ENOUGH, happens="late")
         for names in PULLS
     },
     "pull, weights": Case((PULL, OFFLOADING), engine={**ENOUGH, "weights": True}),
-    "pull, missing": Case((PULL, NAME), "missing", FAILS, {**ENOUGH, "failures": "fail"}, "late"),
     "pull, fails as a whole": Case(
         (PULL,), outside=FAILS_WHOLE, engine={**ENOUGH, "failures": "fail"}, happens="late"
     ),
@@ -243,7 +201,7 @@ class Machine(RuleBasedStateMachine):
         self.case = case
         self._happened = happened
         self._opened = ExitStack()
-        self.outside = self._opened.enter_context(store(case.policy, **case.outside))
+        self.outside = self._opened.enter_context(store(**case.outside))
         self._opened.enter_context(patch.object(pulls, "time", self.outside.clock))
         self._opened.enter_context(patch.object(Pulls, "end", self._counted(Pulls.end)))
         self.offloads = OFFLOADING in case.connectors
@@ -280,8 +238,6 @@ class Machine(RuleBasedStateMachine):
 
     def step(self, seconds: float = 0) -> None:
         self.outside.clock.passed += seconds
-        left = {block.block_id for block in self._not_loaded() if block.ref_cnt == 0}
-        self.core.scheduler.kv_cache_manager.evict_blocks(left)
         self.client.step()
         self.prefill.step()
 
@@ -340,7 +296,7 @@ class Machine(RuleBasedStateMachine):
 
     def _let_happen(self, event: Event, name: str) -> None:
         match event:
-            case Event.ABORT if all(block.ref_cnt < 2 for block in self._not_loaded()):
+            case Event.ABORT:
                 self.gone.add(name)
                 self.client.abort(name)
             case Event.EMPTY:
@@ -433,23 +389,6 @@ class Machine(RuleBasedStateMachine):
         }
         return bool(loading or (self.core.scheduler.defer_block_free and self.core.batch_queue))
 
-    def _not_loaded(self) -> list[Any]:
-        """Blocks in the prefix cache whose load within a step failed, and those computed from them.
-
-        With "recompute", `Scheduler._handle_invalid_blocks` of vLLM 0.32 leaves them there, for the
-        first request that has them to compute again. If that is preempted or aborted before, others
-        read whatever KV they hold, with or without this capture; it is not so here.
-        """
-        if self.outside.is_async or not self.outside.fails:
-            return []
-        pool = self.core.scheduler.kv_cache_manager.block_pool
-        cached = [block for block in pool.blocks if block.block_hash]
-        return [
-            block
-            for block in cached
-            if NOTHING in self.core.model_executor.get(slots_of(block.block_id))
-        ]
-
     # ---- what must be so then ----
 
     def teardown(self) -> None:
@@ -461,13 +400,12 @@ class Machine(RuleBasedStateMachine):
             ends = (FinishReason.LENGTH, FinishReason.ERROR) if fails else (FinishReason.LENGTH,)
             self.client.finish(but=self.gone, missing=None, ends=ends)
             missing = {name for name, received in self.client.received.items() if received.missing}
-            assert self.case.may_miss or missing <= self.may_miss
+            assert missing <= self.may_miss
             assert self.client.faults() == 0, "a row is unknown without a cause"
             self._happened["loads"] += self.outside.num_loaded + (
                 num_loaded(self.core) if self.offloads else 0
             )
             self._happened["fails"] += self.outside.num_failed
-            self._happened["less than nothing"] += self.outside.num_negative
 
 
 def run_at_random(case: Case, is_async: bool, examples: settings = SETTINGS) -> Counter[str]:

@@ -28,7 +28,7 @@ from routed_experts.protocol.collect import collect
 from routed_experts.server.http.requests.request import MSGPACK
 from routed_experts.server.outputs.prefill_param import PrefillRowsParam
 from tests.contract.engine import K, L, Tokens, weights_for
-from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
+from tests.contract.loads import PULL, Store, TracingExecutor, store
 from tests.contract.served import (
     SIZES,
     Command,
@@ -399,7 +399,7 @@ def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
     legs.decode.complete(prompt="it lives", max_tokens=1)
 
 
-@pytest.mark.parametrize("connector", [NAME, None])
+@pytest.mark.parametrize("connector", ["OffloadingConnector", None])
 def test_rows_are_refused_where_nothing_transfers(tiny_model: Path, connector: str | None) -> None:
     """What is beside them is nobody's there: without rows, such a request is answered as vLLM
     answers it."""

@@ -1,7 +1,6 @@
 """KV that vLLM's `OffloadingConnector` keeps and loads again: its rows come with it, and are of its
 computation."""
 
-from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -11,14 +10,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from routed_experts.capture.engine.connectors import (
-    CONNECTORS,
-    ON_LOAD_VARIABLE,
-    KnownConnector,
-    KVSource,
-)
+from routed_experts.capture.engine.connectors import CONNECTORS, KnownConnector, KVSource
+from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.scheduler.kv.offloading import OffloadedRows, OffloadStore
-from routed_experts.capture.wire.message import Cause
 from tests.contract.engine import BLOCK, Client, tokens
 from tests.contract.loads import computed_before
 from tests.contract.offloading import DERIVED, engine_that_offloads, keys_kept, rows_of
@@ -29,12 +23,6 @@ PROMPT = tokens(5 * BLOCK + 3)
 
 def num_loaded(client: Client) -> int:
     return num_loaded_by(client.engines[0])
-
-
-@pytest.fixture(autouse=True, params=["recompute"])
-def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(ON_LOAD_VARIABLE, request.param)
-    return str(request.param)
 
 
 @pytest.mark.parametrize(("num_tokens", "drafts"), [(15, 0), (16, 0), (16, 3), (17, 0)])
@@ -67,41 +55,32 @@ def warm(is_async: bool) -> Client:
     return computed_before(engine_that_offloads(is_async=is_async), PROMPT)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "missing"], indirect=True)
-def test_chunks_without_rows(warm: Client, policy: str) -> None:
+def test_chunks_without_rows(warm: Client) -> None:
     """Up to the first of them, a request that asks for its rows loads; others load all."""
     core = warm.engines[0]
     del rows_of(core)._chunks[keys_kept(core)[2]]
-    recompute = policy == "recompute"
-    lost = [] if recompute else list(range(2 * BLOCK, 3 * BLOCK))
     loaded = 0
     for name, start, count in (
-        ("asks", 0, 2 if recompute else 5),
+        ("asks", 0, 2),
         ("asks for the rest", 3 * BLOCK, 5),
         ("plain", None, 5),
     ):
-        assert warm.answer(name, PROMPT, start).missing == (lost if start == 0 else [])
+        assert warm.answer(name, PROMPT, start).missing == []
         assert num_loaded(warm) - loaded == count
         loaded += count
         if name != "plain":
             core.empty_prefix_cache()
-    assert warm.answer("hits", PROMPT).missing == lost
-    warm.finish(missing=2 * len(lost))
-    assert warm.causes == Counter({Cause.KV_STORE: 2 * len(lost)})
+    assert warm.answer("hits", PROMPT).missing == []
+    warm.finish()
 
 
-@pytest.mark.parametrize(
-    ("source", "num_chunks"), [(KVSource.OFFLOAD, 5), (KVSource.STORE, 0)], ids=["offload", "store"]
-)
 def test_a_class_that_derives_from_vllms_is_one_line_in_the_table(
-    source: KVSource, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which says whether its rows are kept, or a request that asks for rows computes them."""
-    known = KnownConnector(source, may_overwrite_hits=False)
-    monkeypatch.setitem(CONNECTORS, DERIVED, known)
+    monkeypatch.setitem(CONNECTORS, DERIVED, KnownConnector(KVSource.OFFLOAD))
     client = computed_before(engine_that_offloads(connectors=(DERIVED,)), PROMPT)
     assert client.answer("asks", PROMPT).missing == []
-    assert num_loaded(client) == num_chunks
+    assert num_loaded(client) == 5
     client.finish()
 
 
@@ -109,18 +88,10 @@ class OtherManager(CPUOffloadingManager):  # type: ignore[misc]
     """Somebody's own, of chunks that may come from elsewhere."""
 
 
-def test_chunks_of_a_manager_that_is_not_vllms_have_no_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So a request that asks for rows computes them, and others load."""
+def test_a_manager_that_is_not_vllms_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.v1.kv_offload.cpu.spec.CPUOffloadingManager", OtherManager)
-    client = computed_before(engine_that_offloads(), PROMPT)
-    assert client.answer("asks", PROMPT).missing == []
-    assert num_loaded(client) == 0
-    client.engines[0].empty_prefix_cache()
-    client.answer("plain", PROMPT, start=None)
-    assert num_loaded(client) == 5
-    client.finish()
+    with pytest.raises(UnsupportedConfig, match="remove spec_name"):
+        engine_that_offloads()
 
 
 # ---- what a KV connector must not do: the engine goes on, gives rows up, and says so ----

@@ -8,14 +8,13 @@ token was computed, or as which it was told to be.
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from routed_experts.capture.wire.step_tag import tag_of
@@ -67,12 +66,6 @@ class CountingExecutor(around.ArithmeticExecutor):
         self.sampled: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
         self._made = np.zeros(NUM_BLOCKS * BLOCK, dtype=np.int64)
         self._tag: Any = None
-        self._failed: tuple[str, set[int]] | None = None
-
-    def fail_load(self, request_id: str, first: int) -> None:
-        """The next step reports that the blocks of a running request, from its index `first` on, were
-        not loaded."""
-        self._failed = request_id, set(self._sequences[request_id].blocks[first:])
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         self.num_passes += 1
@@ -85,13 +78,6 @@ class CountingExecutor(around.ArithmeticExecutor):
         rows = detach(output)
         if rows is not None:
             rows.told = Told(self.num_told)
-        if self._failed is not None:
-            request_id, blocks = self._failed
-            self._failed = None
-            output.kv_connector_output = KVConnectorOutput(invalid_block_ids=blocks)
-            if output.sampled_token_ids[output.req_id_to_index[request_id]]:
-                sequence = self._sequences[request_id]
-                sequence.tokens = Tokens(sequence.tokens[:-1])  # vLLM drops what the step sampled
         return output
 
     def compute(
@@ -177,21 +163,6 @@ def test_without_the_flag_the_router_chooses_again(is_async: bool) -> None:
     assert client.stats[-1].rows_rerouted >= changed
 
 
-def test_after_a_load_that_failed_too() -> None:
-    """From the first block that was not loaded on, and not before."""
-    client = counting(is_async=False, chunk=16)
-    client.add("r", tokens(50), max_tokens=20)
-    client.steps(10)
-    executor = client.engines[0].model_executor
-    num_sent = 49 + len(client.received["r"].tokens)
-    executor.fail_load("r", first=1)
-    client.finish()
-    assert num_changed(client, "r") == 0
-    told = executor.told["r"]
-    assert [first for first, _ in told] == list(range(BLOCK, num_sent, 16))
-    assert told[-1][1] == num_sent
-
-
 def test_rows_that_are_not_known_are_the_routers_choice() -> None:
     """Of the second block, as if its KV had come without rows."""
     client = counting(is_async=False, chunk=16)
@@ -200,7 +171,7 @@ def test_rows_that_are_not_known_are_the_routers_choice() -> None:
     core = client.engines[0]
     blocks = core.model_executor._sequences["r"].blocks
     core.capture.cache.forget(np.arange(BLOCK) + BLOCK * blocks[1])
-    core.model_executor.fail_load("r", first=0)
+    preempt(client, "r")
     client.finish()
     assert num_changed(client, "r") == BLOCK
     assert client.stats[-1].rows_rerouted == BLOCK
@@ -229,11 +200,6 @@ def preempt(client: Client, request_id: str) -> None:
         scheduler.prev_step_scheduled_req_ids.discard(request_id)
 
 
-def fail_load(client: Client, request_id: str) -> None:
-    """In its next step, of all blocks but the first."""
-    client.engines[0].model_executor.fail_load(request_id, first=1)
-
-
 def generating(num_tokens: int, **options: Any) -> Client:
     """A request that has as many tokens, its prompt of 50 among them."""
     client = counting(chunk=16, **options)
@@ -255,25 +221,6 @@ def test_a_preemption_while_an_earlier_one_is_made_good(is_async: bool, stages: 
         preempt(client, "r")
         client.steps(num_steps)
         preempt(client, "r")
-        client.finish()
-        at = f"{num_tokens} tokens, {num_steps} steps"
-        assert num_changed(client, "r") == 0, at
-        assert client.stats[-1].rows_rerouted == 0, at
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [(preempt, fail_load), (fail_load, preempt), (fail_load, fail_load)],
-    ids=["load fails after", "load fails before", "two loads fail"],
-)
-def test_a_failed_load_while_an_earlier_loss_is_made_good(
-    first: Callable[[Client, str], None], second: Callable[[Client, str], None]
-) -> None:
-    for num_tokens, num_steps in product(AROUND_A_STEPS_END, range(1, 6)):
-        client = generating(num_tokens, is_async=False)
-        first(client, "r")
-        client.steps(num_steps)
-        second(client, "r")
         client.finish()
         at = f"{num_tokens} tokens, {num_steps} steps"
         assert num_changed(client, "r") == 0, at

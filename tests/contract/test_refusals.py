@@ -33,7 +33,7 @@ from routed_experts.capture.engine.config import (
     check_engine_config,
     full_attention_group,
 )
-from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, used_by
+from routed_experts.capture.engine.connectors import CONNECTORS, used_by
 from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY, WEIGHTS_KEY
 from routed_experts.capture.wire.vllm_rows import BARE_ROWS_KEY
 from routed_experts.capture.worker.moe_layers import find_moe_layers
@@ -75,6 +75,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("encoder-decoder or pooling model", {"runner": "pooling"}, {}),
     ("diffusion model", {"diffusion_config": {"canvas_length": 32}}, {}),
     (UNKNOWN_CONNECTOR, kv_transfer("DecodeBenchConnector"), {}),
+    (UNKNOWN_CONNECTOR, kv_transfer("ExampleConnector"), {}),
     (UNKNOWN_CONNECTOR, kv_transfer("NixlConnector", "DecodeBenchConnector"), {}),
     (
         "several KV connectors that transfer KV between instances",
@@ -90,11 +91,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("prefill context parallelism", {"prefill_context_parallel_size": 2}, {}),
     (NOT_THESE_MICROBATCHES, MICROBATCHES, {}),
     ("KV-sharing fast prefill", {"kv_sharing_fast_prefill": True}, {}),
-    (
-        "unknown --routed-experts-on-load policy",
-        {"kv_offloading_size": 1},
-        {ON_LOAD_VARIABLE: "guess"},
-    ),
     # Without Ray, vLLM makes no such configuration; vLLM 0.33 has the newer executor only.
     *([("Ray with compiled graphs", {}, RAY)] if hasattr(envs, OLDER_RAY) else []),
     # With the package installed, the argument means this capture.
@@ -197,10 +193,6 @@ def assert_refused(config: VllmConfig, name: str) -> None:
     )
 
 
-# vLLM imports these when it makes a configuration, and with them packages that it does not bring.
-NOT_IMPORTED = ("LMCacheMPConnector", "MoRIIOConnector")
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -220,7 +212,7 @@ NOT_IMPORTED = ("LMCacheMPConnector", "MoRIIOConnector")
             "pipeline_parallel_size": 2,
         },
         kv_transfer("NixlConnector", "OffloadingConnector"),
-        *(kv_transfer(connector) for connector in CONNECTORS if connector not in NOT_IMPORTED),
+        *(kv_transfer(connector) for connector in CONNECTORS),
     ],
 )
 def test_what_is_not_refused(folder: Path, arguments: dict[str, Any]) -> None:
@@ -264,28 +256,29 @@ def test_refusals(
     assert_refused(config, name)
 
 
-@pytest.mark.parametrize(
-    ("module", "is_known"),
-    [
-        (None, True),
-        ("lmcache.integration.vllm.lmcache_connector_v1", True),
-        ("a.package.of.somebodys", False),
-    ],
-)
+@pytest.mark.parametrize(("module", "is_known"), [(None, True), ("a.package.of.somebodys", False)])
 def test_connectors_from_elsewhere(module: str | None, is_known: bool) -> None:
     config = KVTransferConfig(
-        kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_connector_module_path=module
+        kv_connector="NixlConnector", kv_role="kv_both", kv_connector_module_path=module
     )
-    assert used_by(config) == [CONNECTORS["LMCacheConnectorV1"] if is_known else None]
+    assert used_by(config) == [CONNECTORS["NixlConnector"] if is_known else None]
 
 
 def test_every_connector_of_vllm_has_been_looked_at() -> None:
     """A new one must be read before it is in either list."""
     refused = {
         "DecodeBenchConnector",
+        "ExampleConnector",
         "ExampleHiddenStatesConnector",
+        "FlexKVConnectorV1",
+        "HF3FSKVConnector",
         "HiSparseConnector",
+        "LMCacheConnectorV1",
+        "LMCacheMPConnector",
+        "MoRIIOConnector",
+        "MooncakeStoreConnector",
         "MultiConnector",
+        "SimpleCPUOffloadConnector",
     }
     own = {name for name in KVConnectorFactory._registry if not name.endswith("OfTheTests")}
     assert own == CONNECTORS.keys() | refused

@@ -270,7 +270,6 @@ OTHERS = {
     "routed_experts_record",
     "final_only",
     "write",
-    "routed_experts_on_load",
     "__dict__",
     "model",
     "request_id",

@@ -214,7 +214,6 @@ def test_routes_that_are_vllms_own(again: Again, monkeypatch: pytest.MonkeyPatch
 # What the probe cannot show, as it does not happen with a few requests on any server.
 NOT_OF_EVERY_REQUEST = {
     "_get_local_prefix_cache_hit": "caps prefix hits for KV connectors",
-    "_update_requests_with_invalid_blocks": "follows failed loads of KV connectors",
     "_connector_finished": "hands rows over with the KV of KV connectors",
     "set_pause_state": "called by /resume",
     "finish_requests": "keeps the order of outputs where a pause ends requests",

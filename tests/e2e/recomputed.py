@@ -36,37 +36,29 @@ _FEW_BLOCKS: dict[str, Any] = {
 _TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 _PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 _NO_FLAG: dict[str, Any] = {"additional_config": {INPUT_KEY: True}}
-_MANY_BLOCKS: dict[str, Any] = {"num_gpu_blocks_override": 60}
 
 WITHOUT_FLAG: dict[str, dict[str, Any]] = {
     "without the flag": _NO_FLAG,
     "tensor parallel, without the flag": {**_TENSOR, **_NO_FLAG},
     "pipeline parallel, without the flag": {**_PIPELINE, **_NO_FLAG},
-    "failed load, without the flag": {**_MANY_BLOCKS, **_NO_FLAG},
 }
-
-FAILED_LOAD = "failed load"
 
 MODES: dict[str, dict[str, Any]] = {
     "one worker": {},
     "drafts": {"speculative_config": NGRAM},
     "tensor parallel": _TENSOR,
     "pipeline parallel": _PIPELINE,
-    FAILED_LOAD: _MANY_BLOCKS,
-    f"{FAILED_LOAD}, tensor parallel": {**_MANY_BLOCKS, **_TENSOR},
-    f"{FAILED_LOAD}, pipeline parallel": {**_MANY_BLOCKS, **_PIPELINE},
     **WITHOUT_FLAG,
 }
 
 
-def figures_of(running: Program, reference: Reference, fails_load: bool) -> dict[str, Any]:
+def figures_of(running: Program, reference: Reference) -> dict[str, Any]:
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
     prompts[:2] = [[40, 41, 42, 43] * 30, [50, 51, 52] * 40]  # for drafts to find
     inputs = inputs_of(running, prompts)
     running.llm.collective_rpc(make_stage_ready)
     running.llm.collective_rpc(choose_again)
     kv = RowsOfKV(running)
-    kv.fails_load = fails_load
     answers = running.run(prompts, inputs, max_tokens=NEW_TOKENS)
     forced = list(zip(prompts, inputs, answers, strict=True))[1::3]
     return {
@@ -90,7 +82,7 @@ def main(model: str, mode: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with program(Path(model), **{**_FEW_BLOCKS, **MODES[mode]}) as running:
         reference = Reference(Path(model), running.layer_ids)
-        result = figures_of(running, reference, fails_load=mode.startswith(FAILED_LOAD))
+        result = figures_of(running, reference)
         print("FOUND " + json.dumps(result), flush=True)
 
 

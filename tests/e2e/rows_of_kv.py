@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from routed_experts.capture.wire.step_tag import tag_of
 from routed_experts.capture.wire.transport import detach
@@ -24,8 +24,6 @@ class RowsOfKV:
         self._rows: defaultdict[int, dict[int, np.ndarray]] = defaultdict(dict)
         self.num_again = 0  # tokens at positions that a request had computed before
         self.num_given = 0  # tokens that were told which experts they had
-        self.fails_load = False
-        """Whether blocks of a request that has had 20 tokens are said not to have been loaded, once."""
 
     def _see(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         tag = tag_of(scheduled)
@@ -39,17 +37,7 @@ class RowsOfKV:
                 computed = dict(enumerate(rows.copy(), step.starts[name]))
                 self.num_again += len(own.keys() & computed.keys())
                 own.update(computed)
-                self._fail_load(name, output)
         return self._update(scheduled, output)
-
-    def _fail_load(self, name: str, output: ModelRunnerOutput) -> None:
-        request = self._scheduler.requests.get(name)
-        if not self.fails_load or request is None or request.num_output_tokens < 20:
-            return
-        self.fails_load = False
-        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(name)
-        lost = KVConnectorOutput(invalid_block_ids=set(blocks[1:]))
-        output.kv_connector_output = lost
 
     def num_changed(self, answers: list[Answered]) -> int:
         """Of how many tokens the KV is of other experts than the rows that were returned."""

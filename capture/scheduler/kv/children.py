@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.request import Request
 
+from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.scheduler.kv.loads import KVLoad
-from routed_experts.capture.scheduler.kv.needs import RowNeeds
 from routed_experts.capture.scheduler.kv.offloading import (
     OffloadedRows,
     OffloadLoad,
@@ -35,9 +35,6 @@ class Child(ABC):
 
     description: str
     """What becomes of the rows of its KV, for the log."""
-
-    overwrite_cause: Cause
-    """Why rows of a prefix hit are unknown after a load has overwritten their KV."""
 
     @abstractmethod
     def accepts(self, request: Request, end: int) -> bool:
@@ -57,44 +54,26 @@ class Child(ABC):
         return 0
 
 
-class StoreChild(Child):
-    """KV of an earlier computation, whose rows are not known. Requests that need rows compute it
-    again."""
-
-    overwrite_cause = Cause.KV_STORE
-
-    def __init__(self, needs: RowNeeds, cause: Cause, *, recompute: bool) -> None:
-        self._needs = needs
-        self._cause = cause  # why rows of loaded KV are unknown
-        self.description = (
-            "requests that ask for rows compute what they would load from a store"
-            if recompute
-            else "KV of a store comes without rows (-1)"
-        )
-
-    def accepts(self, request: Request, end: int) -> bool:
-        return end <= self._needs.first_row(request.request_id)
-
-    def load(self, request_id: str, slots: NDArray[np.int64], first: int) -> Load:
-        return KVLoad(slots, None, self._cause)
-
-
 class OffloadChild(Child):
     """KV of this engine that was copied to host memory, with its rows."""
 
     description = "KV that is offloaded keeps its rows"
-    overwrite_cause = Cause.KV_STORE
 
     def __init__(self, rows: OffloadedRows) -> None:
         self.rows = rows
 
     @staticmethod
-    def can_follow(connector: Any) -> bool:
-        """Not with tiers or a third-party manager, whose chunks may come from elsewhere."""
-        return (
-            isinstance(connector, OffloadingConnector)
-            and type(connector.scheduler.manager) is CPUOffloadingManager
-        )
+    def check(connector: Any) -> None:
+        """Raises `UnsupportedConfig` for tiers or a third-party manager, whose chunks may come from
+        elsewhere."""
+        if (
+            not isinstance(connector, OffloadingConnector)
+            or type(connector.scheduler.manager) is not CPUOffloadingManager
+        ):
+            raise UnsupportedConfig(
+                "Offloading keeps rows with vLLM's CPUOffloadingManager only: remove spec_name, and what else chooses "
+                "another, from kv_connector_extra_config in --kv-transfer-config."
+            )
 
     def accepts(self, request: Request, end: int) -> bool:
         return True  # `OffloadedRows` has it offer only chunks with the rows that are needed
@@ -117,7 +96,6 @@ class TransferChild(Child):
     description = (
         "KV of another instance has the rows that come in kv_transfer_params, else none (-1)"
     )
-    overwrite_cause = Cause.KV_TRANSFER
 
     def __init__(
         self,

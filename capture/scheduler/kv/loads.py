@@ -24,8 +24,6 @@ class KVLoad:
     # of ids that came without are unknown. `PrefillRowsExchange` has checked their shape.
     rows: PrefillRows | None
     cause: Cause  # why some are unknown
-    # Whether it may overwrite what the step writes into the slots, because it runs beside steps.
-    ends_late: bool = False
 
     def are_known(self, with_weights: bool = False) -> NDArray[np.bool_]:
         """[n], True for slots whose rows are known, with their weights."""

@@ -11,19 +11,19 @@ class RowNeeds:
     them."""
 
     def __init__(
-        self, tracked: Mapping[str, RequestRows], *, recompute: bool, has_weights: bool
+        self,
+        tracked: Mapping[str, RequestRows],  # the requests that opted in, by id
+        *,
+        has_weights: bool,
     ) -> None:
-        self._tracked = tracked  # the requests that opted in, by id
-        self._recompute = recompute  # the policy for KV without rows (`on_load`)
+        self._tracked = tracked
         self._has_weights = has_weights  # whether the engine captures weights
 
     def first_row(self, request_id: str) -> int:
         """Position of the first row that the request needs; beyond all positions if it needs
         none."""
         state = self._asking(request_id)
-        if state is None or not self._recompute:
-            return sys.maxsize
-        return state.first_needed
+        return sys.maxsize if state is None else state.first_needed
 
     def weights(self, request_id: str) -> bool:
         """Whether it needs the weights of these rows too."""

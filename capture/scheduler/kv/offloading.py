@@ -31,7 +31,6 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.scheduler.kv.needs import RowNeeds
 from routed_experts.capture.scheduler.row_store import RowStore
-from routed_experts.capture.wire.message import Cause
 
 OnUnexpected = Callable[[str, int], None]
 """Called with an unexpected action of a KV connector, and the number of rows that are unknown
@@ -62,15 +61,13 @@ class OffloadLoad:
     slots: NDArray[np.int64]  # [n], of the KV cache
     # [n], the index in the row store of each slot's row; -1 if it has none
     sources: NDArray[np.int64]
-    cause: Cause  # why some have none
-    ends_late = False  # no step writes into these slots before the load has ended
 
     def are_known(self, with_weights: bool = False) -> NDArray[np.bool_]:
         """[n], True for slots whose rows are known, with their weights."""
         return self.row_store.have_rows(self.sources, with_weights)
 
     def apply(self, cache: HostCache) -> None:
-        self.row_store.fill(cache, self.slots, self.sources, self.cause)
+        self.row_store.fill(cache, self.slots, self.sources)
 
 
 class _PreparedLoad(NamedTuple):
@@ -111,7 +108,6 @@ class OffloadedRows:
         kv_group: int,
         block_size: int,
         has_weights: bool,
-        cause: Cause,  # why a request that needs rows may be given KV without
         on_unexpected: OnUnexpected,  # rows become unknown then, which is always correct
     ) -> None:
         manager = scheduler.manager
@@ -119,7 +115,6 @@ class OffloadedRows:
         self._needs = needs
         self._kv_group = kv_group
         self._block_size = block_size
-        self._cause = cause
         self._on_unexpected = on_unexpected
         groups = [group.group_idx for group in scheduler.config.kv_group_configs]
         self._group_index = groups.index(kv_group)
@@ -147,13 +142,13 @@ class OffloadedRows:
         if prepared.request_id != request_id or index[-1] + 1 != len(prepared.keys):
             self._on_unexpected("loads other KV than it prepared", len(slots))
             nowhere = np.full(len(slots), -1, dtype=np.int64)
-            return OffloadLoad(self.row_store, slots, nowhere, Cause.FAULT)
+            return OffloadLoad(self.row_store, slots, nowhere)
         numbers = [self._chunks.get(key, _NO_CHUNK) for key in prepared.keys]
         chunks = np.array(numbers, dtype=np.int64)[index]  # [n]
         sources = np.where(
             chunks != _NO_CHUNK, chunks * chunk_tokens + positions % chunk_tokens, -1
         )
-        return OffloadLoad(self.row_store, slots, sources, self._cause)
+        return OffloadLoad(self.row_store, slots, sources)
 
     def pop_stores(self, metadata: OffloadingConnectorMetadata) -> list[OffloadStore]:
         """The stores of a scheduled step, whose metadata the KV connector has made."""

@@ -1,7 +1,7 @@
 """Follows what a KV connector loads, whose rows are those that came with the KV, or has requests
 compute it instead."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,11 +17,9 @@ from vllm.v1.request import Request
 
 from routed_experts.capture.engine.connectors import (
     MULTI,
-    RECOMPUTE,
     KnownConnector,
     KVSource,
     lease_of,
-    on_load,
     reads_back,
     used_by,
 )
@@ -31,7 +29,6 @@ from routed_experts.capture.scheduler.kv.children import (
     Child,
     Load,
     OffloadChild,
-    StoreChild,
     TransferChild,
 )
 from routed_experts.capture.scheduler.kv.loads import KVLoad
@@ -65,13 +62,11 @@ class Offer(NamedTuple):
 
     request_id: str
     num_local: int  # tokens of the request's prefix hit, behind which the load begins
-    is_async: bool  # whether the load would run beside steps
 
 
 class NoExternalKV:
     """In place of `ExternalKVTracker` without a KV connector."""
 
-    may_overwrite_hits = False
     used_bytes = 0
 
     def __init__(self) -> None:
@@ -96,8 +91,7 @@ class ExternalKVTracker:
 
     A load is decided when a step is scheduled, while earlier steps may still write rows into the
     same slots. So its slots are cleared when that step's output arrives, before the step's rows are
-    written. If a load that runs beside steps overwrites a prefix hit, which this step may be
-    computing, they are cleared again after that.
+    written. It runs beside steps, none of which writes into these slots before it has ended.
     """
 
     def __init__(
@@ -117,19 +111,14 @@ class ExternalKVTracker:
         self._block_size = cache.block_size
         self._has_weights = cache.has_weights
         self._on_unexpected = on_unexpected
-        self._recompute = on_load() == RECOMPUTE
         self._reads_back = reads_back(config)
-        self._needs = RowNeeds(tracked, recompute=self._recompute, has_weights=cache.has_weights)
+        self._needs = RowNeeds(tracked, has_weights=cache.has_weights)
         self.pulls = Pulls(lease_of(config))
         self.blocks_without_rows = BlocksWithoutRows()
-        self._offer = Offer("", 0, False)
+        self._offer = Offer("", 0)
         self._loads: list[Load] = []  # of the step that is being scheduled
 
         known_connectors = used_by(config)
-        # Whether a load may overwrite blocks of a prefix hit.
-        self.may_overwrite_hits = any(
-            known is not None and known.may_overwrite_hits for known in known_connectors
-        )
         connectors = self._of_children(self._connector, "_connectors")
         self.children = [
             self._child(child, known)
@@ -157,28 +146,16 @@ class ExternalKVTracker:
                 block_size=self._block_size,
                 reads_back=self._reads_back,
             )
-        if known.source is KVSource.OFFLOAD and OffloadChild.can_follow(connector):
-            rows = OffloadedRows(
-                connector.scheduler,
-                self._needs,
-                kv_group=self._kv_group,
-                block_size=self._block_size,
-                has_weights=self._has_weights,
-                cause=self._store_cause,
-                on_unexpected=self._on_unexpected,
-            )
-            return OffloadChild(rows)
-        return StoreChild(self._needs, self._store_cause, recompute=self._recompute)
-
-    @property
-    def _store_cause(self) -> Cause:
-        """Why rows of a store's KV are unknown."""
-        is_hybrid = len(self._kv_cache_manager.kv_cache_config.kv_cache_groups) > 1
-        if self._recompute and not is_hybrid:
-            # No request that asks for rows gets this KV: see `truncate_prefix_hit` and
-            # `StoreChild.accepts`.
-            return Cause.COMPUTED_IF_ASKED
-        return Cause.KV_STORE
+        OffloadChild.check(connector)
+        rows = OffloadedRows(
+            connector.scheduler,
+            self._needs,
+            kv_group=self._kv_group,
+            block_size=self._block_size,
+            has_weights=self._has_weights,
+            on_unexpected=self._on_unexpected,
+        )
+        return OffloadChild(rows)
 
     def _of_children(self, whole: Any, name: str) -> Sequence[Any]:
         """What `whole` has for each child: its attribute `name` if it is a `MultiConnector`'s."""
@@ -198,17 +175,10 @@ class ExternalKVTracker:
         if self.blocks_without_rows:
             if step.kv_cache_block_copies:
                 self.blocks_without_rows.copy(step.kv_cache_block_copies)
-            # which may be overwritten after the step has computed them
-            late = {
-                block
-                for load in loads
-                if load.ends_late
-                for block in blocks_of(load.slots, self._block_size)
-            }
             for request_id, num_tokens in step.num_scheduled_tokens.items():
                 first = requests[request_id].num_computed_tokens
                 computed = self._computed_blocks(request_id, first, first + num_tokens)
-                self.blocks_without_rows.computed(computed - late)
+                self.blocks_without_rows.computed(computed)
         return loads
 
     def _computed_blocks(self, request_id: str, first: int, end: int) -> set[int]:
@@ -258,14 +228,9 @@ class ExternalKVTracker:
         if self.pulls.must_wait(request.request_id):
             return None, False
         count, is_async = original(request, num_local)
-        self._offer = Offer(request.request_id, num_local, is_async)
+        self._offer = Offer(request.request_id, num_local)
         if not count:
             return count, is_async
-        if count < 0:
-            # ExampleConnector stores prompts only, and returns this for a preempted request whose
-            # prefix hit is longer. vLLM would then recompute the difference, overwriting blocks of
-            # the hit that others read.
-            return 0, False
         child = self._chosen(request)
         if child is None or not child.accepts(request, num_local + count):
             return 0, False
@@ -291,9 +256,9 @@ class ExternalKVTracker:
         table = np.array(
             [block.block_id for block in blocks.blocks[self._kv_group]], dtype=np.int64
         )
-        for load in self._loads_of(request, table, count):
-            self._loads.append(load)
-            self._mark(load)
+        load = self._load_of(request, table, count)
+        self._loads.append(load)
+        self._mark(load)
 
     def _tell_offloading(self, blocks: KVCacheBlocks) -> None:
         """Until vLLM 0.33, a block that another KV connector loads into is not one that offloading
@@ -305,7 +270,7 @@ class ExternalKVTracker:
         for offloading in self._offloading:
             offloading.scheduler._current_batch_allocated_block_ids |= allocated
 
-    def _loads_of(self, request: Request, table: NDArray[np.int64], count: int) -> Iterator[Load]:
+    def _load_of(self, request: Request, table: NDArray[np.int64], count: int) -> Load:
         """What a load of `count` tokens into the blocks of `table` ([blocks]) does to rows."""
         offer = self._offer
         child = self._chosen(request)
@@ -316,14 +281,9 @@ class ExternalKVTracker:
             self._on_unexpected("loads KV that it was not asked for", capacity)
             self.pulls.forget(request.request_id)
             slots = slots_of(table, 0, capacity, self._block_size)
-            yield KVLoad(slots, None, Cause.FAULT, ends_late=True)
-            return
-        if self.may_overwrite_hits:
-            # Running requests that asked for these rows lose them, whatever the policy.
-            hit = slots_of(table, 0, offer.num_local, self._block_size)
-            yield KVLoad(hit, None, child.overwrite_cause, ends_late=offer.is_async)
+            return KVLoad(slots, None, Cause.FAULT)
         slots = slots_of(table, offer.num_local, end, self._block_size)
-        yield child.load(request.request_id, slots, offer.num_local)
+        return child.load(request.request_id, slots, offer.num_local)
 
     def _mark(self, load: Load) -> None:
         """Marks the blocks of a load that lack rows from the next step on."""

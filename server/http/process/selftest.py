@@ -16,7 +16,6 @@ from fastapi import FastAPI
 from numpy.typing import NDArray
 from starlette.middleware import Middleware
 
-from routed_experts.capture.engine.connectors import MISSING, on_load
 from routed_experts.capture.wire.envelope import SMALL_ARRAY_BYTES
 from routed_experts.capture.wire.rows import INPUT_FLAG, takes_input
 from routed_experts.protocol.codec import UNKNOWN, Rows, encode
@@ -98,7 +97,6 @@ class _Rank:
         config = captured.engine.vllm_config
         self._n = min(2, config.scheduler_config.max_num_seqs)
         self._takes_input = takes_input(config)
-        self._loads_lose_rows = config.kv_transfer_config is not None and on_load() == MISSING
 
     async def check(self) -> None:
         """Raises `SelfTestError` unless the same tokens get the same experts, however they are
@@ -180,13 +178,8 @@ class _Rank:
             raise SelfTestError(f"A request of the self-test failed: {error!r}") from error
 
     def _check_rows(self, choice: Routing) -> None:
-        rows = choice.rows
         num_expected = len(_tokens(choice)) - 1
-        if self._loads_lose_rows:
-            lost = (rows == UNKNOWN).all(axis=(1, 2))
-            rows = rows[~lost]
-            num_expected -= int(lost.sum())
-        check_rows(rows, num_expected, self._captured.shape, self._captured.num_experts)
+        check_rows(choice.rows, num_expected, self._captured.shape, self._captured.num_experts)
         if self._captured.info.weights:
             check_weights(choice.rows, choice.weights)
 
