@@ -1,16 +1,23 @@
 """Sends rows of prompts ahead of the first tokens of their requests, and rows that are needed at
 the end before it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from routed_experts.capture.scheduler.message_parts import PART_BYTES, divide, room_in_message
 from routed_experts.capture.scheduler.pending_rows import PendingRows
 from routed_experts.capture.scheduler.request_rows import RequestRows
 from routed_experts.capture.wire.message import GENERATED_ROWS, PROMPT_ROWS, RowsOutput
+
+PART_BYTES = 8 << 20
+"""Bytes of such rows in a message, which delay the tokens of other requests in it by about 3 ms. A
+prompt of 32k tokens (Qwen3-30B-A3B) takes three or four steps."""
+
+BACKLOG_SHARE = 8
+"""If more than this many parts wait, since long prefills add more than one per step, each message
+takes 1 / BACKLOG_SHARE of what waits, so that prompts wait for few steps."""
 
 
 @dataclass(eq=False)
@@ -167,8 +174,7 @@ class OutputQueue:
         clients = dict.fromkeys(entry.client for entry in self._entries.values())
         for client in clients:
             message = messages.setdefault(client, EngineCoreOutputs())
-            released = self._release(client, has_others=bool(message.outputs))
-            message.outputs = released + message.outputs
+            message.outputs = self._release(client) + message.outputs
 
     def _admit(self, client: int, outputs: Sequence[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """The outputs that wait for nothing. Last outputs make entries of their last rows."""
@@ -191,44 +197,26 @@ class OutputQueue:
                 self._entries[key] = _Entry(key, client, last.rows, header, [output])
         return admitted
 
-    def _release(self, client: int, *, has_others: bool) -> list[EngineCoreOutput]:
-        """The next rows for an API process, and the outputs that have waited for them.
-        `has_others`: whether its message has outputs beside them."""
+    def _release(self, client: int) -> list[EngineCoreOutput]:
+        """The next rows for an API process, those that came first before others, and the outputs
+        that have waited for them."""
         entries = [entry for entry in self._entries.values() if entry.client == client]
-        room = self._room(entries, has_others)
-        outputs: list[EngineCoreOutput] = []
-        while entries:
-            parts = divide(
-                room, [entry.rows.nbytes for entry in entries], entries[0].rows.row_bytes
-            )
-            room -= sum(parts)
-            for entry, num_bytes in zip(entries, parts, strict=True):
-                if num_bytes:
-                    outputs += entry.take(num_bytes)
-            before = set(self._entries)
-            outputs += self._close_sent(entries)
-            # last outputs that have waited for the rows of their prompt, and now for their own
-            entries = [entry for key, entry in self._entries.items() if key not in before]
-        return outputs
-
-    def _room(self, entries: Sequence[_Entry], has_others: bool) -> int:
-        """Bytes of rows that go into a message for the API process of `entries`."""
         backlog = sum(entry.rows.nbytes for entry in entries)
-        backlog += sum(last.rows.nbytes for last in self._last_rows.values())
-        return room_in_message(
-            backlog, self.part_bytes, delays_others=has_others or len(entries) > 1
-        )
-
-    def _close_sent(self, entries: Iterable[_Entry]) -> list[EngineCoreOutput]:
-        """Closes those whose rows are all sent. This may add entries."""
+        room = max(self.part_bytes, backlog // BACKLOG_SHARE)
         outputs: list[EngineCoreOutput] = []
         for entry in entries:
+            if room < entry.rows.row_bytes:
+                break
+            num_bytes = entry.rows.nbytes
+            outputs += entry.take(room)
+            room -= num_bytes - entry.rows.nbytes
             if not len(entry.rows):
                 outputs += self._close(entry)
         return outputs
 
     def _close(self, entry: _Entry) -> list[EngineCoreOutput]:
-        """Removes an entry whose rows are sent; gives the outputs that wait for nothing else."""
+        """Removes an entry whose rows are sent; gives the outputs that wait for nothing else. Last
+        outputs that have waited for the rows of their prompt now wait for their own."""
         del self._entries[entry.key]
         for request in entry.requests:
             if self.is_waiting(request):
