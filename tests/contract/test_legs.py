@@ -399,14 +399,10 @@ def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
     legs.decode.complete(prompt="it lives", max_tokens=1)
 
 
-@pytest.mark.parametrize("connector", ["OffloadingConnector", None])
-def test_rows_are_refused_where_nothing_transfers(tiny_model: Path, connector: str | None) -> None:
+def test_rows_are_refused_where_nothing_transfers(tiny_model: Path) -> None:
     """What is beside them is nobody's there: without rows, such a request is answered as vLLM
     answers it."""
-    transfer = {"kv_connector": connector, "kv_role": "kv_both"}
-    flags = ("--kv-transfer-config", json.dumps(transfer)) if connector else ()
-    executor = LegExecutor if connector else ServedExecutor
-    with store(), served(tiny_model, executor, *SIZES, "--enable-scale-out", *flags) as server:
+    with served(tiny_model, ServedExecutor, *SIZES, "--enable-scale-out") as server:
         for path in SHORT:
             params = {**WRONG_PULL, "routed_experts": encoded((1, L, K))}
             assert (

@@ -143,17 +143,19 @@ class Warm(Client):
     def __init__(self, is_async: bool, **sizes: Any) -> None:
         self.core = engine(is_async, **sizes)
         super().__init__(self.core)
+        self._held = patch.object(output_queue, "BACKLOG_SHARE", 1 << 60)
         self.answer("before", PROMPT, max_tokens=1)
 
     def hold(self, name: str, steps: int, **options: Any) -> list[str]:
         """Adds a request of PROMPT, of whose rows none fits a message before `let_go` is called."""
         self.core.capture.output_queue.part_bytes = 0
-        with patch.object(output_queue, "BACKLOG_SHARE", 1 << 60):
-            ids = self.add(name, PROMPT, **options)
-            self.steps(steps)
+        self._held.start()
+        ids = self.add(name, PROMPT, **options)
+        self.steps(steps)
         return ids
 
     def let_go(self) -> None:
+        self._held.stop()
         self.core.capture.output_queue.part_bytes = PART_BYTES
 
     def num_tokens(self, *ids: str) -> list[int]:
@@ -169,6 +171,7 @@ def warm(is_async: bool) -> Iterator[Warm]:
     client.add("running", tokens(5, seed=1), max_tokens=40)
     client.steps(4)
     yield client
+    client.let_go()
     client.run()
 
 
@@ -213,9 +216,9 @@ def abort(warm: Warm, late: list[str], index: int) -> None:
 
 def take_blocks(warm: Warm, late: list[str]) -> None:
     """Other requests get the blocks of those that have ended."""
-    for index in range(3):
+    for index in range(6):
         warm.add(f"other {index}", tokens(180, seed=2 + index))
-    warm.steps(9)
+    warm.steps(18)
     entry, *_ = warm.core.capture.output_queue._entries.values()
     assert all(isinstance(piece, np.ndarray) for piece in entry.rows._pieces)
 
