@@ -1,4 +1,4 @@
-"""Cuts rows as a trainer cuts its layers and tokens. Imports numpy only.
+"""Cuts rows as a trainer cuts its layers and tokens. Imports numpy and msgspec.
 
 Everywhere, a rank is given as `(rank, size)`, and tokens are the first dimension: packed sequences
 [T, L, K], or a padded batch as Megatron has it, [S, B, L, K]: `align(…).swapaxes(0, 1)`, with

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from routed_experts.replay import ReplayError, replayed
-from tests.clients.experts import ExpertsThatRan, seeing_experts
+from tests.clients.experts import ExpertsThatRan, OtherCheckpoint, seeing_experts
 from tests.clients.test_replay import (
     BATCH,
     CHECKPOINTING,
@@ -166,32 +166,12 @@ def test_rows_go_with_what_keeps_the_forward_pass(
     assert layer() is None
 
 
-class OwnCheckpoint(torch.autograd.Function):
-    """Checkpointing that is not torch's, as some trainers have it."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], hidden: torch.Tensor) -> Any:
-        ctx.function = function
-        ctx.save_for_backward(hidden)
-        with torch.no_grad():
-            return function(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (hidden,) = ctx.saved_tensors
-        with torch.enable_grad():
-            hidden = hidden.detach().requires_grad_()
-            output = ctx.function(hidden)
-        torch.autograd.backward(output, *gradients)
-        return None, hidden.grad
-
-
 def test_other_checkpointing(load: Callable[..., Any]) -> None:  # noqa: F811
     """It names no block: its backward pass has to be in its own."""
     model = load()
     loss_of = checkpointed(model, "reentrant")
     for layer in model.model.layers:
-        layer._gradient_checkpointing_func = lambda function, *args: OwnCheckpoint.apply(
+        layer._gradient_checkpointing_func = lambda function, *args: OtherCheckpoint.apply(
             partial(function), *args
         )
     given = [given_rows(QWEN3, seed) for seed in range(2)]

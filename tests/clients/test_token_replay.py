@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from routed_experts.protocol.routing import Routing
 from routed_experts.replay import ReplayError, TokenReplay, replayed
-from tests.clients.experts import ExpertsThatRan, seeing_experts
+from tests.clients.experts import ExpertsThatRan, OtherCheckpoint, seeing_experts
 from tests.clients.test_replay import CHECKPOINTING, QWEN3, load, plain_load_balancing  # noqa: F401
 from tests.e2e.harness import free_port
 from tests.protocol.answers import rows_of
@@ -364,25 +364,6 @@ def whole(model: Any, replay: TokenReplay) -> None:
     checkpoint(
         lambda factor: factor * loss_of(run(model, inputs)), needs_gradient, use_reentrant=True
     ).backward()
-
-
-class OtherCheckpoint(torch.autograd.Function):
-    """As frameworks have their own."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Any, hidden: torch.Tensor) -> Any:
-        ctx.function = function
-        ctx.save_for_backward(hidden)
-        return function(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        (saved,) = ctx.saved_tensors
-        hidden = saved.detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.function(hidden)
-        torch.autograd.backward(output, gradient)
-        return None, hidden.grad
 
 
 def other_checkpoint(model: Any, replay: TokenReplay) -> None:

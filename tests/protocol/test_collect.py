@@ -31,7 +31,7 @@ from tests.protocol.answers import (
 )
 from tests.protocol.forms import encode
 
-SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
+SETTINGS = settings(max_examples=60, deadline=None, database=None, derandomize=True)
 RAW: dict[str, Any] = {"num_layers": LAYERS, "top_k": TOP_K}
 Chunks = list[dict[str, Any]]
 

@@ -40,7 +40,7 @@ def serving(
             self.wfile.write(content)
 
     with HTTPServer(("127.0.0.1", 0), Proxy) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield server.server_port, requests
@@ -64,7 +64,7 @@ def serving_ranges(file: bytes, says_length: bool) -> Iterator[int]:
             self.wfile.write(part)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield server.server_port
@@ -73,28 +73,23 @@ def serving_ranges(file: bytes, says_length: bool) -> Iterator[int]:
             thread.join()
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/", "/a/b/v1"])
-def test_the_url_is_relative_to_the_base_of_the_api(path: str) -> None:
-    with serving((200, {})) as (port, requests):
-        array = fetch(REFERENCE, base_url=f"http://127.0.0.1:{port}{path}", api_key="k")
-    assert array.tolist() == [[[0, 0]], [[0, 0]]]
-    assert requests == [
-        (f"{path.rstrip('/')}/routed_experts/rows/7?layers=0:2&tokens=0:1", "Bearer k")
-    ]
+def test_the_url_is_relative_to_the_base_of_the_api() -> None:
+    bases = ("/v1", "/v1/", "/a/b/v1")
+    with serving(*[(200, {})] * len(bases)) as (port, requests):
+        for base in bases:
+            array = fetch(REFERENCE, base_url=f"http://127.0.0.1:{port}{base}", api_key="k")
+            assert array.tolist() == [[[0, 0]], [[0, 0]]]
+    query = "routed_experts/rows/7?layers=0:2&tokens=0:1"
+    assert requests == [(f"{base.rstrip('/')}/{query}", "Bearer k") for base in bases]
 
 
-@pytest.mark.parametrize(
-    "url", ["//localhost:{}/rows/7", "/rows/7", "@localhost:{}/7", "../7", "file:///etc/passwd"]
-)
-def test_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
+def test_a_key_goes_to_the_origin_of_base_url_alone() -> None:
     """Whatever a reference says, and wherever the server redirects."""
     with serving((200, {})) as (port, requests):
-        with pytest.raises(ValueError, match="relative"):
-            fetch(
-                {**REFERENCE, "url": url.format(port)},
-                base_url="http://127.0.0.1:1/v1",
-                api_key="k",
-            )
+        here = f"localhost:{port}"
+        for url in (f"//{here}/rows/7", "/rows/7", f"@{here}/7", "../7", "file:///etc/passwd"):
+            with pytest.raises(ValueError, match="relative"):
+                fetch({**REFERENCE, "url": url}, base_url=NOBODY, api_key="k")
         with serving((302, {"Location": f"http://localhost:{port}/elsewhere"})) as (first, _):
             fetch(REFERENCE, base_url=f"http://127.0.0.1:{first}/v1", api_key="k")
     assert requests == [("/elsewhere", None)]
@@ -104,7 +99,7 @@ def test_a_signed_url_gets_no_key_and_stands_in_no_message() -> None:
     with serving((206, {}), (403, {})) as (port, requests):
         signed = f"http://127.0.0.1:{port}/7.npy?X-Amz-Signature=abc"
         reference = {**REFERENCE, "url": signed, "uri": "s3://bucket/7.npy"}
-        options = {"base_url": "http://127.0.0.1:1/v1", "api_key": "k"}
+        options = {"base_url": NOBODY, "api_key": "k"}
         assert fetch(reference, **options).tolist() == [[[0, 0]], [[0, 0]]]
         with pytest.raises(FetchError, match=r"s3://bucket/7\.npy: 403") as error:
             fetch(reference, **options)
@@ -172,13 +167,11 @@ def test_what_is_no_reference(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [[1, 1, 2], [1, 2, 3]])
-@pytest.mark.parametrize("headers", [{}, {"Content-Length": "4"}], ids=["no length", "its length"])
-def test_another_number_of_bytes_is_refused(shape: list[int], headers: dict[str, str]) -> None:
-    with (
-        serving((200, headers)) as (port, _),
-        pytest.raises(FetchError, match="another number of bytes"),
-    ):
-        fetch({**REFERENCE, "shape": shape}, base_url=f"http://127.0.0.1:{port}/v1")
+def test_another_number_of_bytes_is_refused(shape: list[int]) -> None:
+    with serving((200, {}), (200, {"Content-Length": "4"})) as (port, _):
+        for _ in range(2):
+            with pytest.raises(FetchError, match="another number of bytes"):
+                fetch({**REFERENCE, "shape": shape}, base_url=f"http://127.0.0.1:{port}/v1")
 
 
 @pytest.mark.parametrize("says_length", [False, True])
