@@ -136,36 +136,28 @@ PART = "?layers=2:7&tokens=5:45"
 PART_BYTES = 5 * 40 * K * 2
 
 
-@pytest.mark.parametrize(
-    ("range_header", "first", "end"),
-    [
-        ("bytes=0-0", 0, 1),
-        ("bytes=10-1999", 10, 2000),
-        ("bytes=-7", PART_BYTES - 7, PART_BYTES),
-        (f"bytes=9-{PART_BYTES * 2}", 9, PART_BYTES),
-        *(
-            (text, None, None)
-            for text in ("bytes=1-2,4-5", "bytes=x-y", "lines=1-2", "bytes=5-1", "bytes=-")
-        ),
-        (f"bytes={'9' * 5000}-", None, None),
-    ],
-)
-def test_byte_ranges(
-    api: Server, reference: dict[str, Any], range_header: str, first: int | None, end: int | None
-) -> None:
-    """Those that make no sense are ignored."""
+RANGES: dict[str, tuple[int, int] | None] = {
+    "bytes=0-0": (0, 1),
+    "bytes=10-1999": (10, 2000),
+    "bytes=-7": (PART_BYTES - 7, PART_BYTES),
+    f"bytes=9-{PART_BYTES * 2}": (9, PART_BYTES),
+    # that make no sense
+    **dict.fromkeys(("bytes=1-2,4-5", "bytes=x-y", "lines=1-2", "bytes=5-1", "bytes=-")),
+    f"bytes={'9' * 5000}-": None,
+}
+
+
+def test_byte_ranges(api: Server, reference: dict[str, Any]) -> None:
     part = np.load(reference["path"])[2:7, 5:45].tobytes()
-    response = request(api, reference, "GET", PART, ("Range", range_header))
-    assert (response.status_code, response.content) == (
-        200 if first is None else 206,
-        part[first:end],
-    )
-    said = None if first is None else f"bytes {first}-{end - 1}/{PART_BYTES}"
-    assert response.headers.get("content-range") == said
-    head = request(
-        api, reference, "HEAD", PART, ("Range", range_header)
-    )  # ranges are for GET alone
-    assert (head.status_code, head.headers["content-length"]) == (200, str(PART_BYTES))
+    for text, span in RANGES.items():
+        response = request(api, reference, "GET", PART, ("Range", text))
+        first, end = span or (0, PART_BYTES)
+        status = 200 if span is None else 206
+        assert (response.status_code, response.content) == (status, part[first:end]), text
+        said = None if span is None else f"bytes {first}-{end - 1}/{PART_BYTES}"
+        assert response.headers.get("content-range") == said
+        head = request(api, reference, "HEAD", PART, ("Range", text))  # ranges are for GET alone
+        assert (head.status_code, head.headers["content-length"]) == (200, str(PART_BYTES))
 
 
 def test_a_range_that_is_conditional_or_behind_the_end(

@@ -56,36 +56,36 @@ def test_texts_need_the_key(client: httpx.Client) -> None:
     assert refused.status_code == 401
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"no json",
-        b"[1]",
-        b"{}",
-        b'{"token_ids": 1}',
-        b'{"token_ids": "1"}',
-        b'{"token_ids": [-1]}',
-        b'{"token_ids": ["1"]}',
-        b'{"token_ids": [1.5]}',
-        b'{"token_ids": [true]}',
-        b'{"token_ids": [null]}',
-        b'{"token_ids": [4000000000]}',
-        b'{"token_ids": [1' + b"0" * 5000 + b"]}",
-        b'{"token_ids": [1], "return_routed_experts": true}',
-        json.dumps({"token_ids": [1] * (MAX_TOKENS + 1)}).encode(),
-        json.dumps({"token_ids": ["x"] * 5_000_000}).encode(),
-        b'{"token_ids": ' + b"[" * 100_000,
-    ],
-    ids=lambda body: body[:40].decode(),
-)
-def test_wrong_ids_are_refused(client: httpx.Client, body: bytes) -> None:
+WRONG = [
+    b"",
+    b"no json",
+    b"[1]",
+    b"{}",
+    b'{"token_ids": 1}',
+    b'{"token_ids": "1"}',
+    b'{"token_ids": [-1]}',
+    b'{"token_ids": ["1"]}',
+    b'{"token_ids": [1.5]}',
+    b'{"token_ids": [true]}',
+    b'{"token_ids": [null]}',
+    b'{"token_ids": [4000000000]}',
+    b'{"token_ids": [1' + b"0" * 5000 + b"]}",
+    b'{"token_ids": [1], "return_routed_experts": true}',
+    json.dumps({"token_ids": [1] * (MAX_TOKENS + 1)}).encode(),
+    json.dumps({"token_ids": ["x"] * 5_000_000}).encode(),
+    b'{"token_ids": ' + b"[" * 100_000,
+]
+
+
+def test_wrong_ids_are_refused(client: httpx.Client) -> None:
     """page: with 400, a short sentence and OpenAI's form, however large the body is."""
-    refused = client.post(TEXTS_PATH, content=body, headers={"Content-Type": "application/json"})
-    assert refused.status_code == 400
-    error = refused.json()["error"]
-    assert error["code"] == 400
-    assert 0 < len(error["message"]) < 400
+    for body in WRONG:
+        headers = {"Content-Type": "application/json"}
+        refused = client.post(TEXTS_PATH, content=body, headers=headers)
+        assert refused.status_code == 400, body[:40]
+        error = refused.json()["error"]
+        assert error["code"] == 400
+        assert 0 < len(error["message"]) < 400
     assert client.post(TEXTS_PATH, json={"token_ids": [39]}).json() == {"texts": ["H"]}
 
 

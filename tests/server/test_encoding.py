@@ -133,43 +133,20 @@ def test_unsigned_dtypes_cannot_hold_unknown_rows(fmt: Any) -> None:
                 encode_all(own)
 
 
-def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
-    """255 and 32767 end or begin with the bytes that the search for -1 looks for."""
-    rows = np.array([[[255, 32767], [32767, 255]]], dtype=np.int16)
-    own = Encoder(WireForm(ids_shape=(2, 2), num_experts=32768))
-    fields = own.fields("rows", rows, 7)
-    assert orjson.loads(f"{{{fields[:-1]}}}") == {
-        "rows": encode(rows, fmt="object", dtype="int16", start=7)
-    }
-
-
-@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32"])
-@pytest.mark.parametrize("layers", ["moe", "all"])
-def test_one_row_is_that_of_the_codec(dtype: Any, layers: str) -> None:
-    shape = SHAPES[0]
-    rows = rows_of(1, shape, unknown=False)
-    of_255 = rows.copy()
-    of_255[0, -1, -1] = 255  # its byte is that of -1
-    for row in (rows, of_255):
-        own = encoder("object", dtype, (*shape[:2], 256), layers)
+def test_an_id_whose_bytes_are_those_of_an_unknown_one_is_told_from_it() -> None:
+    for ids, num_experts, dtype, missing in (
+        ([[255, 32767], [32767, 255]], 32768, "int16", 0),
+        ([[255, 255], [255, 255]], 256, "int16", 0),
+        ([[255, 255], [255, 255]], 256, "int32", 0),
+        ([[255, 255], [255, 255]], 256, "uint8", 0),
+        ([[255, 255], [-1, 255]], 256, "int16", 1),
+    ):
+        row = np.array([ids], np.int16)
+        own = Encoder(WireForm(dtype=dtype, ids_shape=(2, 2), num_experts=num_experts))
         fields = own.fields("rows", row, 7)
-        sent = spread(row) if layers == "all" else row
-        expected = encode(sent, fmt="object", dtype=dtype, start=7)
+        expected = encode(row, fmt="object", dtype=dtype, start=7)
         assert orjson.loads(f"{{{fields[:-1]}}}") == {"rows": expected}
-        assert own.counts.rows == 1
-    unknown = np.full_like(rows, -1)
-    if dtype == "uint8":
-        with pytest.raises(LostRowsError):
-            encoder("object", dtype, shape, layers).fields("rows", unknown, 7)
-
-
-def test_a_row_of_which_one_id_is_unknown_is_told_from_one_with_255() -> None:
-    ids = np.full((1, 2, 2), 255, dtype=np.int16)
-    own = Encoder(WireForm(ids_shape=(2, 2), num_experts=256))
-    assert '"missing":0' in own.fields("rows", ids, 7)
-    ids[0, 1, 0] = -1
-    assert '"missing":1' in own.fields("rows", ids, 7)
-    assert own.counts.missing == 1
+        assert expected["missing"] == own.counts.missing == missing
 
 
 def run_of(rows: np.ndarray) -> RunRows:

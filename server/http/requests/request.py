@@ -320,18 +320,6 @@ async def require_key(raw_request: Request) -> None:
         raise HTTPException(401, "Unauthorized", {"WWW-Authenticate": "Bearer"})
 
 
-async def refuse_odd_values(raw_request: Request) -> None:
-    """Returns 400 for values in the body of a failed `/invocations` request for which vLLM returns
-    500."""
-    body = await body_of(raw_request)
-    for model in (RoutedChatRequest, RoutedCompletionRequest):  # in vLLM's order
-        try:
-            model.model_validate(body)
-        except ValidationError:
-            continue
-        return
-
-
 def _check_places(body: Mapping[str, Any], *vllms: str) -> Mapping[str, Any]:
     """Refuses routing fields below the top level of `body`.
 

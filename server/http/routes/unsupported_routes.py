@@ -20,7 +20,6 @@ from routed_experts.server.http.requests.request import (
     RoutedChatRequest,
     RoutedCompletionRequest,
     misplaced_fields,
-    refuse_odd_values,
     require_key,
     routing_of,
 )
@@ -66,16 +65,6 @@ def refuse_on_other_routes(app: FastAPI) -> None:
         if isinstance(route, Route) and not is_ours(route):
             allowed = vllms_own if route.path.endswith("/render") else ()
             route.app = _refusing(route.app, allowed)
-
-
-def other_paths(app: FastAPI) -> list[str]:
-    """Paths to which a body can be sent, of routes that are not ours."""
-    posts = (
-        route
-        for route in app.routes
-        if isinstance(route, Route) and "POST" in (route.methods or ())
-    )
-    return [route.path for route in posts if not is_ours(route) and not route.param_convertors]
 
 
 def is_ours(route: Route) -> bool:
@@ -178,11 +167,7 @@ def _dispatching(vllms: Any) -> Any:
         routing_input = await input_of(raw_request)
         routing = await routing_of(raw_request)
         is_vllms = routing is None and routing_input is None
-        try:
-            response: Response = await (vllms if is_vllms else routed)(raw_request=raw_request)
-        except Exception:
-            await refuse_odd_values(raw_request)
-            raise
+        response: Response = await (vllms if is_vllms else routed)(raw_request=raw_request)
         return response
 
     return invocations
