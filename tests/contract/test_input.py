@@ -391,12 +391,12 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         replay(np.zeros((3, DECODER_LAYERS, K), np.int16)),
     ),
     "another top-k": (REPLAY, "64 experts per token", replay(rows_for(3)[..., :5])),
-    "a huge number of rows": (REPLAY, "characters of base64", replay(shape=[1 << 30, L, K])),
-    "fewer bytes than the shape has": (REPLAY, "characters of base64", replay(shape=[4, L, K])),
-    "another dtype than the bytes have": (REPLAY, "characters of base64", replay(dtype="int32")),
-    "no base64": (REPLAY, "not base64", replay(data="!" * 4096)),
-    "padding within base64": (REPLAY, "not base64", replay(data="A===" * 1024)),
-    "letters beyond ASCII": (REPLAY, "not base64", replay(data="é" * 4096)),
+    "a huge number of rows": (REPLAY, "of the prompt's", replay(shape=[1 << 30, L, K])),
+    "fewer bytes than the shape has": (REPLAY, "bytes of an array", replay(shape=[4, L, K])),
+    "another dtype than the bytes have": (REPLAY, "bytes of an array", replay(dtype="int32")),
+    "no base64": (REPLAY, "in JSON as base64", replay(data="!" * 4096)),
+    "padding within base64": (REPLAY, "in JSON as base64", replay(data="A===" * 1024)),
+    "letters beyond ASCII": (REPLAY, "in JSON as base64", replay(data="é" * 4096)),
     "an expert that the model has not": (
         REPLAY,
         "must be ids of experts",
@@ -464,7 +464,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "an array of biases that was cut": (
         BIAS,
-        "characters of base64",
+        "bytes of an array",
         {BIAS: array_of(np.zeros((1, 1), np.float32), shape=[L, NUM_EXPERTS])},
     ),
     "more activated than are chosen": (

@@ -150,7 +150,8 @@ def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -
         )
         assert np.array_equal(np.load(reference["path"]), rows[9:].swapaxes(0, 1))
         body = {"model": "tiny", "prompt": prompt_of(900, 3), "max_tokens": 3, **fields}
-        assert client.post("/v1/completions", json=body).status_code == 507
+        long = client.post("/v1/completions", json=body).json()
+        assert "data" in long["prompt_routed_experts"]  # more than the store has room for
     assert folder.exists()
     assert [*(tmp_path / "record").glob("*.jsonl")]
 
