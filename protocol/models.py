@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 try:
-    from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+    from pydantic import (
+        BaseModel,
+        ConfigDict,
+        Field,
+        StrictBool,
+        StrictInt,
+        StrictStr,
+        ValidationError,
+    )
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "routed_experts.protocol.models needs pydantic: pip install 'pydantic>=2'", name=error.name
@@ -33,6 +41,7 @@ WEIGHTS = "return_routed_expert_weights"
 STEPS = "routed_experts_steps"
 DELIVERY = "routed_experts_delivery"
 STREAM = "routed_experts_stream"
+LABEL = "routed_experts_label"
 _START_LEN = "routed_experts_start_len"
 PROMPT_STARTS = (PROMPT_START, _START_LEN)
 """Two names of one field."""
@@ -118,6 +127,12 @@ class RoutingFields(BaseModel):
         default="with_tokens",
         description="`with_tokens`: each chunk of a stream has the rows that its tokens made known. `at_end`: all "
         "rows of a choice come with the chunk that has its `finish_reason`, the prompt's with the first such chunk.",
+    )
+    routed_experts_label: StrictStr = Field(
+        default="",
+        max_length=64,
+        description="Stands beside the request's rows in what the server records (`--routed-experts-record`), and "
+        "changes nothing else.",
     )
 
 
@@ -255,7 +270,7 @@ def parse_options(
         by_reference=by_reference,
         at_end=by_reference or fields.routed_experts_stream == "at_end",
         explicit_fields=frozenset(values),
-        by_default=not of_request,
+        by_default=not of_request.keys() - {LABEL},
     )
 
 

@@ -90,6 +90,12 @@ class _Choice:
         return _writable(answer_id) if isinstance(answer_id, str) else None
 
     @property
+    def label(self) -> str | None:
+        """That the request had, in a recorded response."""
+        label = self.answer.parts[0].get("routed_experts_label")
+        return _writable(label) if isinstance(label, str) else None
+
+    @property
     def positions(self) -> range:
         return range(self.routing.start, self.routing.end)
 
@@ -144,6 +150,7 @@ COLUMNS: dict[str, Column] = {
     "group": Column(lambda choice: choice.same(choice.group), "string"),
     "request": Column(lambda choice: choice.same(choice.request), "int32", "<i4"),
     "id": Column(lambda choice: choice.same(choice.answer_id), "string"),
+    "label": Column(lambda choice: choice.same(choice.label), "string"),
     "choice": Column(lambda choice: choice.same(choice.routing.index), "int32", "<i4"),
     "position": Column(lambda choice: choice.positions, "int32", "<i4"),
     "is_prompt": Column(_Choice.is_prompt, "bool_", "|i1"),

@@ -3,10 +3,12 @@ notice nothing."""
 
 import json
 import re
+import subprocess
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -229,6 +231,32 @@ def test_beam_search_is_counted_once_and_not_recorded(tiny_model: Path, tmp_path
             client.post(COMPLETIONS, json=body)
         assert dropped() == {"beam_search": 1}
     assert not files_in(tmp_path)
+
+
+def test_labels(tiny_model: Path, tmp_path: Path, documented: list[str]) -> None:
+    """Of all choices of a prompt; a request's own wins over the server's, on routes that know it."""
+    default = '--routed-experts-default={"routed_experts_label": "others"}'
+    labelled: list[tuple[str, str | None]] = [
+        (COMPLETIONS, "a/b: 'c' é"),
+        (CHAT, "x" * 64),
+        (GENERATE, "of tokens"),
+        (COMPLETIONS, ""),
+        (COMPLETIONS, None),
+        ("/v1/responses", None),
+    ]
+    bodies = dict(reversed(REQUESTS))
+    with serving(tiny_model, *FLAGS, *record(tmp_path), default) as server:
+        for (path, label), stream in product(labelled, (False, True)):
+            said = {} if label is None else {"routed_experts_label": label}
+            send(server, path, {**bodies[path], **said, "stream": stream})
+        (program,) = documented
+        program = program.replace("http://localhost:8000", server.url).replace("tiny-moe", "tiny")
+        subprocess.run(["bash", "-c", program], check=True, capture_output=True)
+        with server.client() as client:
+            assert "others" not in client.get("/metrics").text
+    expected = Counter("others" if label is None else label for _, label in 2 * labelled)
+    written = Counter(line.get("routed_experts_label", "") for line in lines_of(tmp_path))
+    assert written == expected + Counter(["gsm8k"])
 
 
 class SlowFiles(RecordFiles):

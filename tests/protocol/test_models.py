@@ -48,7 +48,9 @@ INVALID = {
     "routed_experts_steps": [None, 0, 1, "true", "", [], {}],
     "routed_experts_delivery": [None, "", "Reference", "url", 1, True],
     "routed_experts_stream": [None, "", "at end", True, False, 1],
+    "routed_experts_label": [None, "x" * 65, 1, True, ["a"], {"a": "b"}, "\ud800"],
 }
+LABEL = {"routed_experts_label": "é" * 64}
 
 
 def parse(*body_and_defaults: Any) -> RoutingOptions:
@@ -66,7 +68,7 @@ def refuse(param: str, message: str, check: Callable[..., Any], *args: Any) -> s
 
 def test_the_tables_above_have_every_field() -> None:
     assert set(INVALID) == set(RoutingFields.model_fields)
-    assert set(VALID) == set(INVALID) - set(OPT_IN) - set(HISTOGRAM)
+    assert set(VALID) == set(INVALID) - set(OPT_IN) - set(HISTOGRAM) - set(LABEL)
 
 
 def test_accepted_values() -> None:
@@ -108,6 +110,16 @@ def test_a_field_requires_the_opt_in() -> None:
         assert parse_options({"return_routed_experts": False}, body) is None
         assert parse_options(OPT_IN, body) == parse({**OPT_IN, **body})
         assert parse(HISTOGRAM, body).rows is False
+
+
+def test_a_label_asks_for_nothing() -> None:
+    assert parse_options(LABEL) is None
+    assert parse_options({}, LABEL) is None
+    for ask in (OPT_IN, HISTOGRAM):
+        assert parse({**ask, **LABEL}) == parse(ask) == parse(ask, LABEL)
+        assert parse(LABEL, ask) == parse({}, ask)
+    assert parse(LABEL, OPT_IN).by_default
+    refuse("routed_experts_label", ".", parse_options, {"routed_experts_label": 1})
 
 
 def test_the_two_names_of_prompt_start() -> None:

@@ -78,6 +78,7 @@ def expected(folder: Path) -> Iterator[dict[str, Any]]:
                     },
                     **{
                         "id": "cmpl-1" if request == 0 else None,
+                        "label": "gsm8k" if request == 0 else None,
                         "choice": choice,
                         "position": position,
                     },
@@ -97,7 +98,12 @@ def folder(tmp_path: Path) -> Path:
     """Files with the answers above; the first two say which layers they have."""
     folder = tmp_path / "answers"
     folder.mkdir()
-    first = {"id": "cmpl-1", **answer(SEVERAL), "routed_experts_info": INFO}
+    first = {
+        "id": "cmpl-1",
+        "routed_experts_label": "gsm8k",
+        **answer(SEVERAL),
+        "routed_experts_info": INFO,
+    }
     chunks, texts = stream(STREAMED), iter(TEXTS[1][7:])
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         choice["logprobs"] = {"tokens": [next(texts) for _ in choice.get("token_ids", ())]}
@@ -211,7 +217,7 @@ def remove_info(folder: Path) -> None:
 
 def without_texts(tokens: Tokens) -> Tokens:
     """As npz has them: it has no texts but the file's name."""
-    texts = ("group", "id", "token")
+    texts = ("group", "id", "label", "token")
     return [{name: value for name, value in token.items() if name not in texts} for token in tokens]
 
 

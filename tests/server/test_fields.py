@@ -26,11 +26,13 @@ LEFT_TO_REQUESTS_OF_TOOLS = {
     "return_routed_expert_weights",
     "routed_experts_steps",  # stand beside the rows
     "routed_experts_stream",  # these requests are not streamed
+    "routed_experts_label",
 }
 LEFT_OUT_BY_THE_PAGE = {
     "routed_experts_start_len",  # another name of a field that it has
     "routed_experts_histogram",
     "routed_experts_steps",  # which it does not read
+    "routed_experts_label",
 }
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from routed_experts.capture.wire.message import OptIn
 from routed_experts.protocol.codec import resolve_dtype
-from routed_experts.protocol.models import RoutingOptions
+from routed_experts.protocol.models import LABEL, RoutingOptions
 from routed_experts.server.http.answers.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.encoding.encoding import Encoder
 from routed_experts.server.http.encoding.wire_form import LostRowsError, WireForm
@@ -24,6 +24,7 @@ class Record:
     request_id: str
     created: int  # Unix time, in seconds
     opt_in: OptIn  # the client's, or the recorder's own
+    label: str
     num_running: int  # number of choices that have not finished
     is_dropped: bool = False  # not recorded: it holds no rows
     nbytes: int = 0  # size of the rows so far
@@ -63,6 +64,8 @@ def _response(
         "model": record.model or captured.info.model,
         "routed_experts_info": captured.info.model_dump(),
     }
+    if record.label:
+        fields[LABEL] = record.label
     if keeps_tokens and record.prompt_token_ids is not None:
         fields["prompt_token_ids"] = record.prompt_token_ids
     fields["choices"] = [_choice(choice, keeps_tokens) for choice in choices]

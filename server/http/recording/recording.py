@@ -18,7 +18,7 @@ from typing import Any
 from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.buckets import is_bucket
-from routed_experts.protocol.models import STEPS
+from routed_experts.protocol.models import LABEL, STEPS
 from routed_experts.protocol.routing_input import EncodedInput
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import NotRecorded, count_dropped
@@ -83,11 +83,14 @@ class Recorder(NoRecorder):
         files: RecordFiles,
         share: float,
         keeps_tokens: bool,
+        *,
         has_steps: bool = False,  # whether those that do not ask for rows are recorded with steps
+        label: str = "",  # of requests that do not say theirs
     ) -> None:
         self._captured = captured
         self._share = share  # of the prompts that are recorded, drawn for each
         self._has_steps = has_steps
+        self._label = label
         self._random = Random()
         self._running_bytes = 0
         self._failures = FailureLog()
@@ -162,6 +165,7 @@ class Recorder(NoRecorder):
             request_id=request.external_req_id or request.request_id,
             created=int(time.time()),
             opt_in=clients_opt_in or self._own_opt_in(params, num_choices),
+            label=(params.extra_args or {}).get(LABEL, self._label),
             num_running=num_choices,
         )
 
@@ -260,7 +264,8 @@ def start_recording(captured: CapturedEngine, place: str | Path, settings: Setti
         _files_in(place, room, takes_over=rank == 0),
         settings.routed_experts_record_share,
         settings.routed_experts_record_tokens,
-        settings.routed_experts_default.get(STEPS, False),
+        has_steps=settings.routed_experts_default.get(STEPS, False),
+        label=settings.routed_experts_default.get(LABEL, ""),
     )
     captured.buffers.recorder = recorder
     shutdown = engine.shutdown

@@ -50,6 +50,7 @@ CHECKS: dict[str, Check | None] = {
     "routed_experts_steps": None,
     "routed_experts_delivery": None,
     "routed_experts_stream": None,
+    "routed_experts_label": None,
 }
 """Of every field of what is returned. None: each value that `Settings` accepts fits each model."""
 

@@ -27,6 +27,7 @@ from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
 from routed_experts.protocol.input_fields import FieldsOfInput, InputFields
 from routed_experts.protocol.models import (
     BIAS,
+    LABEL,
     OPT_IN,
     PREFIXES,
     PROMPT_START,
@@ -222,6 +223,8 @@ class RoutedRequest(RoutingFields, InputFields):
             )
         if self._input is not None:
             params.extra_args = {**(params.extra_args or {}), INPUT_ARG: self._input}
+        if LABEL in self.model_fields_set:  # for the recorder
+            params.extra_args = {**(params.extra_args or {}), LABEL: self.routed_experts_label}
         # Not used here. vLLM checks its own field of this name too late, after a stream has begun.
         params.routed_experts_prompt_start = 0
         return params
