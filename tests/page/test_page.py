@@ -1,5 +1,8 @@
 """The page on a server: what people ask, see grow, stop, save, and are refused."""
 
+import base64
+import csv
+import io
 import json
 import re
 import time
@@ -15,8 +18,8 @@ from routed_experts.server.cli.tiny_model import make_tokenizer
 from routed_experts.server.page import page_files
 from routed_experts.server.tools.saved import opened
 from tests.contract.engine import weights_for
-from tests.contract.served import serving
-from tests.e2e.harness import ASK, Answer, Server, answers_of
+from tests.contract.served import serving, serving_quickly
+from tests.e2e.harness import ASK, FLOAT32, Answer, Server, answers_of, prompt_of
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab
 from tests.page.conftest import Viewed
@@ -127,6 +130,60 @@ def check_saved(file: Path, rows: np.ndarray, tokens: list[int], info: dict[str,
     assert saved.info == ModelInfo(
         *dimensions, tuple(info["layer_ids"]), weights_scale=tuple(info["weights_scale"])
     )
+
+
+def load_in(tab: Tab, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Counts and sums of weights [L, E] of the page's table."""
+    rows = list(
+        csv.DictReader(io.StringIO(download(tab, "#save-load", "load.csv", folder).decode()))
+    )
+    layers = len({row["layer"] for row in rows})
+    names = {"tokens": np.int64, "sum_of_weights": np.float64}
+    counts, sums = (
+        np.array([row[name] for row in rows], dtype).reshape(layers, -1)
+        for name, dtype in names.items()
+    )
+    return counts, sums
+
+
+def test_the_load_of_the_server(tab: Tab, tiny_model: Path, tmp_path: Path) -> None:
+    """And, the next time, what came since: the rows of the only request."""
+    flags = ("--enable-return-routed-expert-weights", "--kv-cache-memory-bytes", str(64 << 20))
+    ask_all = {"return_routed_experts": True, "return_routed_expert_weights": True}
+    with serving_quickly(tiny_model, tmp_path / "log", *FLOAT32, *flags) as server:
+        tab.open(f"{server.url}/routed_experts")
+        tab.click("#profile")
+        tab.wait_for_text("#summary", "profile 1")
+        with server.client() as client:
+            told = client.get("/v1/routed_experts/profile").json()
+        array = told["counts"]
+        counts = np.frombuffer(base64.b64decode(array["data"]), array["dtype"])
+        assert f"profile 1, {told['tokens']} tokens with experts of 5 layers" in tab.text(
+            "#summary"
+        )
+        assert load_in(tab, tmp_path)[0].tolist() == counts.reshape(array["shape"]).tolist()
+        assert tab.js("$('#save').disabled")
+        shown = "['#tokens-a', '#map', '#detail', '#load'].map(id => $(id).getClientRects().length)"
+        assert tab.js(shown) == [0, 0, 0, 1]
+
+        (routing,) = collect(server.complete(prompt=prompt_of(40, 9), max_tokens=4, **ask_all))
+        tab.click("#profile")
+        name = "profile 2 \u2212 profile 1"
+        tab.wait_for_text("#summary", f"{name}, {len(routing.rows)} tokens with experts")
+        since, sums = load_in(tab, tmp_path)
+        assert routing.weights is not None
+        for layer, (ids, weights) in enumerate(
+            zip(routing.rows.swapaxes(0, 1), routing.weights.swapaxes(0, 1), strict=True)
+        ):
+            assert since[layer].tolist() == np.bincount(ids.ravel(), minlength=16).tolist()
+            of_experts = np.bincount(ids.ravel(), weights.ravel(), minlength=16)
+            assert np.allclose(sums[layer], of_experts, rtol=1e-5)
+        tab.choose("#pick-b", "0")
+        tab.wait_for_text("#parting", "Load: ")
+        assert tab.text("#name-b") == "B: profile 1"
+        ask(tab, tokens=5)
+        ended(tab)
+        tab.wait("$('#tokens-a').getClientRects().length")
 
 
 def test_stop_ends_the_request(tab: Tab, api: Server) -> None:

@@ -30,6 +30,7 @@ export class Answer {
     this.begins = new Set(); // of a sample (samples.js): the positions where those of another response begin
     this.members = null; // of a group: its responses
     this.whole = null; // of some tokens of a response: that response
+    this.counted = null; // of a profile, which has no rows: how many tokens
   }
 
   /** The position after the last row. */
@@ -39,7 +40,11 @@ export class Answer {
 
   /** Whether it is no response, but tokens of some. */
   get isSample() {
-    return Boolean(this.members || this.whole);
+    return Boolean(this.members || this.whole) || this.isProfile;
+  }
+
+  get isProfile() {
+    return this.counted !== null;
   }
 
   /** Appends whole rows, an Int16Array, and their weights, a Float32Array, if it has them; ids out of range are an error. */

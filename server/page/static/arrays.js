@@ -24,16 +24,25 @@ function arrayOf(json, types) {
   if (Array.isArray(json)) return ofLists(json, Object.values(types)[0]);
   if (typeof json?.data !== "string" || !types[json.dtype]) throw new Error(READABLE);
   const { data, dtype, shape, start, missing } = json;
-  const text = atob(data);
-  const bytes = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-  const values = new types[dtype](bytes.buffer);
+  const values = new types[dtype](bytesOf(data));
   const isShape = Array.isArray(shape) && shape.length === 3 && shape.every(isCount);
   if (!isShape || values.length !== shape[0] * shape[1] * shape[2]) throw new Error("The number of ids in an array does not match its shape.");
   if (!isCount(start)) throw new Error("An array does not say at which token its first row is.");
   const counted = countMissing(values, shape);
   if (missing !== counted) throw new Error(`${counted} rows of an array are not known, said to be ${missing}.`);
   return { values, shape, start };
+}
+
+function bytesOf(base64) {
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return bytes.buffer;
+}
+
+/** The values of an array of int64 or float64. */
+export function numbersOf({ data, dtype }) {
+  return dtype === "int64" ? Float64Array.from(new BigInt64Array(bytesOf(data)), Number) : new Float64Array(bytesOf(data));
 }
 
 const isCount = (value) => Number.isInteger(value) && value >= 0;

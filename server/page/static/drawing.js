@@ -34,11 +34,12 @@ export function build() {
   $("name-b").textContent = `B: ${b?.name}`;
   document.body.classList.toggle("two", Boolean(b));
   document.body.classList.toggle("ranked", hasRanks());
+  document.body.classList.toggle("counted", a.isProfile);
   $("rank").max = a.topK;
   $("expert").max = a.experts - 1;
   $("views").hidden = false;
   $("empty").hidden = true;
-  $("save").disabled = false;
+  $("save").disabled = a.isProfile;
   recolour();
 }
 

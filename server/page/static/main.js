@@ -12,7 +12,7 @@ import { watchKeys } from "./keys.js";
 import { followAddress, followLink, forgetLink, numberIn, writeLink } from "./link.js";
 import { notify, say } from "./messages.js";
 import { watchPrinting } from "./print.js";
-import { isOpened, openExample, openFiles, openTexts, openSaved, pick, save } from "./responses.js";
+import { isOpened, openExample, openFiles, openProfile, openTexts, openSaved, pick, save } from "./responses.js";
 import { askForKey, connect, setKey } from "./server.js";
 import { watchTheme } from "./theme.js";
 import { changed, select, view } from "./view.js";
@@ -66,6 +66,7 @@ const CLICKS = {
   stop,
   save,
   example: () => openExample().then(followLink),
+  profile: openProfile,
   go: () => {
     const { position: token, layer } = view.comparison.first;
     select({ token, layer });

@@ -7,6 +7,7 @@ import { save as saveFile } from "./download.js";
 import { build } from "./drawing.js";
 import { hideError, notify, say, showError } from "./messages.js";
 import { name as nameToken } from "./names.js";
+import { profilesOf } from "./profile.js";
 import { groupOf, groupsIn, partOf } from "./samples.js";
 import { line, Reader } from "./saved.js";
 import { failed, server } from "./server.js";
@@ -181,6 +182,19 @@ export const openTexts = (files) => open(new Reader(), () => files.map(([name, t
 
 /** Two responses of a trained model, to code and to prose. */
 export const openExample = () => open(new Reader(), () => [{ name: EXAMPLE, stream: () => bytesAt(`routed_experts/${EXAMPLE}`) }]);
+
+/** Shows the load of all that the server has computed; from the second time on, of what came since the time before. */
+export async function openProfile() {
+  hideError();
+  try {
+    const profiles = profilesOf(await (await request("v1/routed_experts/profile")).json(), server.info);
+    add(...profiles);
+    $("ask").open = false;
+    show(profiles.at(-1), null);
+  } catch (error) {
+    failed(error);
+  }
+}
 
 export function save() {
   saveFile(new Blob([line(view.a)], { type: "application/json" }), "answer.jsonl");

@@ -18,7 +18,7 @@ export async function connect() {
   hideError();
   $("key-form").hidden = true;
   $("model").textContent = `${model}: ${num_layers} MoE layers, top ${top_k} of ${num_experts} experts`;
-  $("ask").hidden = false;
+  $("ask").hidden = $("profile").hidden = false;
   if (matchMedia("(min-width: 700px)").matches) $("prompt").focus();
 }
 

@@ -16,9 +16,9 @@ export function describe(answer, position) {
 export const describeSelected = ({ a, b, comparison, token }) => (b && !comparison ? "A: " : "") + describe(a, token);
 
 export function summary(answer, name) {
-  const { tokens, promptLength, length, missing, layers, topK, experts, finished } = answer;
+  const { tokens, promptLength, length, counted, missing, layers, topK, experts, finished } = answer;
   const parts = promptLength === null ? `${tokens.length} tokens` : `${promptLength} prompt and ${tokens.length - promptLength} generated tokens`;
-  if (answer.isSample) return `${name}${answer.name}, ${length} tokens with experts of ${layers} layers × ${topK} of ${experts} experts.`;
+  if (answer.isSample) return `${name}${answer.name}, ${counted ?? length} tokens with experts of ${layers} layers × ${topK} of ${experts} experts.`;
   const end = finished === null ? "streaming" : finished === UNFINISHED ? UNFINISHED : `finish reason: ${finished}`;
   return `${name}${parts}, ${length} rows${missing ? ` (${missing} unknown)` : ""} of ${layers} layers × ${topK} of ${experts} experts, ${end}.`;
 }
@@ -49,7 +49,7 @@ export function expertInWords({ a, b, layer, expert }) {
   const load = (answer) => {
     const sum = answer.sums[layer * answer.experts + expert]?.toFixed(2);
     const weighed = answer.hasWeights ? `; by weights ${answer.load(layer, expert, true).toFixed(2)} × (sum ${sum})` : "";
-    return `${answer.load(layer, expert).toFixed(2)} × (${answer.count(layer, expert)} of ${answer.length} tokens)${weighed}`;
+    return `${answer.load(layer, expert).toFixed(2)} × (${answer.count(layer, expert)} of ${answer.counted ?? answer.length} tokens)${weighed}`;
   };
   return `Expert ${expert}: ${b ? `A ${load(a)}; B ${load(b)}` : load(a)}.`;
 }
