@@ -16,7 +16,7 @@ from routed_experts.server.http.arrays.references import ReferenceMaker
 from routed_experts.server.http.encoding.encoding import Encoder
 from routed_experts.server.http.encoding.wire_form import WireForm
 from routed_experts.server.outputs.array_store import ArrayStore
-from routed_experts.server.outputs.folders import default_folder
+from routed_experts.server.outputs.folders import default_folder, remove_arrays
 
 L, K, NUM_ROWS = 48, 8, 43_000
 NUM_STREAMS, NUM_ARRAYS = 64, 16
@@ -85,11 +85,12 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="what is measured, where git does not say")
     args = parser.parse_args()
     place = args.place or default_folder("bench")
-    store = ArrayStore(place, 4 << 30, keeps=args.place is not None)
+    store = ArrayStore(place, 4 << 30)
     store.open()
     print(f"{described(commit_and_device('cpu', args.commit))}. {store.folder or args.place}\n")
     asyncio.run(measure(store, args.repeats))
-    store.close()
+    if args.place is None:
+        remove_arrays(store.folder)
 
 
 if __name__ == "__main__":

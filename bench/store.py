@@ -19,7 +19,7 @@ from routed_experts.server.http.arrays.references import ROWS_PATH
 from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.routes.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore
-from routed_experts.server.outputs.folders import default_folder
+from routed_experts.server.outputs.folders import default_folder, remove_arrays
 
 L, K = 48, 8
 SHORT, LONG = 384, 43_000  # rows: 295 kB, 33 MB
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=500, help="of an array of 295 kB")
     args = parser.parse_args()
     folder = args.place or default_folder("bench")
-    store = ArrayStore(folder, 4 << 30, keeps=args.place is not None)
+    store = ArrayStore(folder, 4 << 30)
     short = np.zeros((L, SHORT, K), np.int16)
     put = cpu_s(lambda: store.delete(store.put(short).id), args.repeats)
     print(f"to store and delete an array of {short.nbytes:,} bytes: {1e6 * put:.0f} µs of CPU")
@@ -64,7 +64,8 @@ def main() -> None:
         sent = cpu_s(lambda query=query: asyncio.run(get(query)), 5)  # type: ignore[misc]
         print(f"to send {size:,} bytes of an array{query}: {1e3 * sent:.1f} ms of CPU")
     store.delete(stored.id)
-    store.close()
+    if args.place is None:
+        remove_arrays(store.folder)
 
 
 if __name__ == "__main__":

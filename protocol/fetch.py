@@ -9,7 +9,6 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -90,44 +89,6 @@ def read_reference(json: Mapping[str, Any]) -> Reference:
             "reference has data, so the array came inline: decode it with routed_experts.protocol.codec.decode"
         )
     return reference
-
-
-@dataclass(frozen=True, eq=False)
-class ArrayReference:
-    """Refers to an array, and is one for numpy: the array is read where it is used, not before. Can
-    be pickled.
-
-    Engines in programs put it on outputs of requests that ask for references.
-
-    Attributes:
-        reference: as in HTTP responses; without `url` where there is no server.
-    """
-
-    reference: dict[str, Any]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(n, L, K)"""
-        return read_reference(self.reference).shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the elements."""
-        return read_reference(self.reference).numpy_dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """A view of the file, [n, L, K], or a copy of it."""
-        array = self.fetch().swapaxes(0, 1)
-        return array if copy is False else np.array(array, dtype=dtype, copy=copy)
-
-    def fetch(
-        self, *, layers: Range | None = None, tokens: Range | None = None, **options: Any
-    ) -> NDArray[Any]:
-        """See `fetch`: layers first."""
-        return fetch(self.reference, layers=layers, tokens=tokens, **options)
 
 
 def fetch(

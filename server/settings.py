@@ -4,13 +4,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from routed_experts.protocol.buckets import SCHEMES, is_broken_url, is_bucket
 from routed_experts.protocol.input_fields import FieldsOfInput, parse_input, take_input
-from routed_experts.protocol.models import WEIGHTS, Delivery, FieldError, check_defaults
+from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES
 
 _LONGEST_S = 1e9
@@ -77,7 +77,6 @@ class Kind:
 
 
 _BYTES = Kind("a positive integer", "BYTES")
-_DELIVERY = Kind(" or ".join(get_args(Delivery)), "DELIVERY")
 _FIELDS = Kind("a JSON object with routing fields", "JSON|@FILE", json_or_file)
 _PLACE = Kind(
     "a path, or a URL as text, such as s3://bucket/prefix (also gs://, az://; keys and the endpoint "
@@ -94,7 +93,7 @@ _SWITCH = Kind("true or false")
 
 
 class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """All settings by their keys: the type, the kind and, if there is a flag, its help."""
+    """All settings by their keys: the type, the kind, and the help of its flag."""
 
     routed_experts_default: Annotated[
         dict[str, Any],
@@ -102,7 +101,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
         "defaults of routing fields, for requests that omit them, for example '{\"return_routed_experts\": true}', or "
         "@ and the name of a file that has them",
     ] = Field(default_factory=dict)
-    routed_experts_delivery: Annotated[Delivery, _DELIVERY] = "inline"  # of engines in programs
     routed_experts_max_response_bytes: Annotated[
         Bytes, _BYTES, "maximum bytes of routing in one response (default: 1 GiB)"
     ] = MAX_RESPONSE_BYTES
@@ -116,8 +114,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
         _PLACE,
         "where arrays are that are returned by reference (routed_experts_delivery): a folder, which servers of one "
         "host may share, or a bucket, s3://BUCKET/PREFIX, gs://…, az://…, which those of many may; keys and endpoint "
-        "come from the environment (default: a folder for this port in /dev/shm, removed at start and stop if no "
-        "process uses it)",
+        "come from the environment (default: a folder for this port in /dev/shm, which the command removes when it "
+        "starts and stops)",
     ] = None
     routed_experts_store_bytes: Annotated[
         Bytes | None,
@@ -135,8 +133,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
     routed_experts_record: Annotated[
         Place | None,
         _PLACE,
-        "record the routing of what clients ask, whether or not they ask for routing, in files *.jsonl of a folder or "
-        "bucket, which export and view read; the files contain the token ids of prompts and answers",
+        "record the routing of what clients ask, whether or not they ask for routing, in files *.jsonl of a folder, "
+        "which export and view read; the files contain the token ids of prompts and answers",
     ] = None
     routed_experts_record_tokens: Annotated[
         bool,
@@ -151,8 +149,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
     routed_experts_record_bytes: Annotated[
         Bytes,
         _BYTES,
-        "maximum bytes of all files in the folder, with those found at start (default: 10 GiB), or of those that "
-        "are not sent to the bucket yet; then recording stops",
+        "maximum bytes of all files in the folder, with those found at start (default: 10 GiB); then recording stops",
     ] = 10 << 30
     routed_experts_input_bytes: Annotated[
         Bytes,
@@ -208,6 +205,11 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid"):
             is_set = getattr(self, name) != setting.default
             if is_of_record and is_set and self.routed_experts_record is None:
                 raise SettingsError(f"{name} needs routed_experts_record.")
+        if is_bucket(self.routed_experts_record):
+            raise SettingsError(
+                "routed_experts_record must be a folder: have a tool such as rclone move its complete files to a "
+                "bucket."
+            )
         if is_bucket(self.routed_experts_store):
             self._check_bucket()
         self._check_default()
@@ -260,11 +262,11 @@ KINDS: dict[str, Kind] = {
     name: next(part for part in setting.metadata if isinstance(part, Kind))
     for name, setting in Settings.model_fields.items()
 }
-HELP: dict[str, str | None] = {
-    name: next((part for part in setting.metadata if isinstance(part, str)), None)
+HELP: dict[str, str] = {
+    name: next(part for part in setting.metadata if isinstance(part, str))
     for name, setting in Settings.model_fields.items()
 }
-"""Of the flags; None: a setting has none."""
+"""Of the flags."""
 
 
 def _first_of(error: ValidationError) -> SettingsError:

@@ -32,7 +32,7 @@ from routed_experts.server.http.process.selftest import SelfTestError
 from routed_experts.server.http.seams import cli_env_setup, configure_logging_from_args
 from routed_experts.server.inprocess import plugin as program_plugin
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
-from routed_experts.server.outputs.folders import default_folder, private_folder, remove_unused
+from routed_experts.server.outputs.folders import default_folder, private_folder, remove_arrays
 from routed_experts.server.outputs.record_files import prepare
 from routed_experts.server.settings import HELP, KINDS, Settings, SettingsError
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
@@ -164,15 +164,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds our own flags. Those that are not given are not in the arguments."""
     group = parser.add_argument_group("routed experts", "Routing in responses.")
     for name, kind in KINDS.items():
-        help_text = HELP[name]
-        if help_text is None:
-            continue
-        options: dict[str, Any] = {"type": kind.parse, "metavar": kind.metavar, "help": help_text}
+        options: dict[str, Any] = {"type": kind.parse, "metavar": kind.metavar, "help": HELP[name]}
         if kind.metavar is None:  # a switch
             default = "on" if Settings.model_fields[name].default else "off"
             options = {
                 "action": argparse.BooleanOptionalAction,
-                "help": f"{help_text} (default: {default})",
+                "help": f"{HELP[name]} (default: {default})",
             }
         group.add_argument(flag_of(name), default=argparse.SUPPRESS, **options)
 
@@ -329,7 +326,7 @@ def _refuse_what_needs_the_capture(settings: Settings) -> None:
 @contextmanager
 def prepared_folders(settings: Settings, port: int | str) -> Iterator[None]:
     """Raises `CommandError` if a folder of the settings cannot be used. The port's own folder for
-    stored arrays is removed before and after if it is unused."""
+    stored arrays is removed before and after."""
     for name, make in (
         ("routed_experts_store", try_store),
         ("routed_experts_record", prepare),
@@ -345,11 +342,11 @@ def prepared_folders(settings: Settings, port: int | str) -> Iterator[None]:
         except StoreError as error:
             raise CommandError(f"{flag_of(name)}: {error}.") from error
     own_folder = default_folder(str(port))
-    remove_unused(own_folder)
+    remove_arrays(own_folder)
     try:
         yield
     finally:
-        remove_unused(own_folder)
+        remove_arrays(own_folder)
 
 
 def try_store(place: str | Path) -> None:

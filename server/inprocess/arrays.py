@@ -5,7 +5,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from copy import copy
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,21 +14,16 @@ from routed_experts.capture.wire.message import OptIn
 from routed_experts.capture.wire.rows import captures_weights, ids_of, row_shape, weights_of
 from routed_experts.capture.wire.vllm_rows import in_vllms_form
 from routed_experts.protocol.batch import has_dense_layers, spread_layers
-from routed_experts.protocol.codec import Rows, count_missing
-from routed_experts.protocol.fetch import ArrayReference
-from routed_experts.protocol.models import DELIVERY, Delivery
+from routed_experts.protocol.codec import Rows
 from routed_experts.server.inprocess.input_check import InputCheck
-from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
-from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.outputs.processor import (
     BufferedRequestState,
     RowBuffers,
     opt_in,
-    refuse_if_streamed_in,
     refuse_used_ids,
 )
 from routed_experts.server.outputs.row_buffer import RowBuffer, is_complete
-from routed_experts.server.settings import KINDS, Settings
+from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     CompletionOutput,
@@ -37,8 +32,6 @@ from routed_experts.server.vllm_api import (
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
-    SamplingParams,
-    VLLMValidationError,
     get_logger,
 )
 
@@ -87,8 +80,7 @@ class ArrayForm:
 
 
 class ArrayBuffer(RowBuffer):
-    """The rows of one choice, which become arrays on its outputs, or references to arrays on its
-    last output."""
+    """The rows of one choice, which become arrays on its outputs."""
 
     def __init__(
         self,
@@ -98,22 +90,15 @@ class ArrayBuffer(RowBuffer):
         start: int,  # position of the first row to return
         prompt_len: int,
         kind: RequestOutputKind,  # of the outputs
-        store: ArrayStore | None = None,
     ) -> None:
         super().__init__(request_id)
-        self._store = store  # of a request that asks for references
         self._form = form
         self._next_row = start
         self._prompt_len = prompt_len
         self._kind = kind
         self._num_tokens = 0
 
-    @property
-    def is_stored_at_end(self) -> bool:
-        """Whether its request asks for references."""
-        return self._store is not None
-
-    def arrays_of(self, choice: CompletionOutput) -> tuple[Array | ArrayReference | None, Any]:
+    def arrays_of(self, choice: CompletionOutput) -> tuple[Array | None, Weights | None]:
         """The arrays for an output, and their weights: with `DELTA`, the rows that became known
         with its tokens; otherwise all rows of a finished choice. None before the end, and for a
         choice that ended without rows."""
@@ -131,9 +116,7 @@ class ArrayBuffer(RowBuffer):
                 self._request_id,
                 first,
             )
-        if self._store is None:
-            return array, weights
-        return self._references(self._store, array, weights, first)
+        return array, weights
 
     def _count_tokens(self, choice: CompletionOutput) -> None:
         """An output with `DELTA` has the new tokens; others have all."""
@@ -143,9 +126,7 @@ class ArrayBuffer(RowBuffer):
             self._num_tokens = len(choice.token_ids)
 
     def _are_due(self, choice: CompletionOutput) -> bool:
-        if choice.finish_reason is not None:
-            return True
-        return self._kind == RequestOutputKind.DELTA and self._store is None
+        return choice.finish_reason is not None or self._kind == RequestOutputKind.DELTA
 
     def _take_rows(self, choice: CompletionOutput) -> list[Rows]:
         # The last token has no row.
@@ -154,48 +135,6 @@ class ArrayBuffer(RowBuffer):
         rows = self.take(self._next_row, end, shape)
         self._next_row += sum(map(len, rows))
         return rows
-
-    def _references(
-        self, store: ArrayStore, array: Array, weights: Weights | None, start: int
-    ) -> tuple[Array | ArrayReference, Any]:
-        """References to both arrays, or both arrays if the store cannot take them."""
-        stored = None
-        try:
-            stored = _stored(store, array, start)
-            if weights is None:
-                return stored, None
-            return stored, _stored(store, weights, start)
-        except StoreError as error:
-            store.warnings.log(
-                "Request %r has arrays instead of references: %s", self._request_id, error
-            )
-            if stored is not None:
-                store.discard(stored.reference["id"])
-            return array, weights
-
-
-def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReference:
-    layers_first = array.swapaxes(0, 1)
-    stored = store.put(layers_first)
-    # unsigned integers have no -1
-    missing = 0 if array.dtype.kind == "u" else count_missing(array)
-    where = {"path": stored.place}
-    if stored.url is not None:
-        where = {"uri": stored.place, "url": stored.url}
-    return ArrayReference(stored.reference(layers_first, start, missing, part="joined", **where))
-
-
-def _is_to_be_stored(output: Any) -> bool:
-    """Whether an output has a choice that has ended and gets references. Other choices of its
-    request get references too, and nothing is taken of those that go on."""
-    if not isinstance(output, RequestOutput):
-        return False
-    return any(
-        choice.finish_reason is not None
-        and isinstance(choice.routed_experts, ArrayBuffer)
-        and choice.routed_experts.is_stored_at_end
-        for choice in output.outputs
-    )
 
 
 class ArrayCollector(RequestOutputCollector):
@@ -207,34 +146,15 @@ class ArrayCollector(RequestOutputCollector):
     """
 
     arrays: "InProcessCapture"
-    _filling: asyncio.Future[Any] | None = None
-    """The next output, whose arrays a thread stores, so that other requests go on meanwhile."""
 
     async def get(self) -> Any:
-        if self._filling is None:
-            await self.arrays.ready()
-            output = await super().get()
-            if (filling := self.arrays.fill_soon(output)) is None:
-                return output
-            self._filling = filling
-        await asyncio.wait([self._filling])
-        return self._filled()
+        await self.arrays.ready()
+        return self.arrays.fill(await super().get())
 
     def get_nowait(self) -> Any:
-        if self._filling is None:
-            if not (self.arrays.is_ready() or isinstance(self.output, Exception)):
-                return None
-            output = super().get_nowait()
-            if output is None or (filling := self.arrays.fill_soon(output)) is None:
-                return output
-            self._filling = filling
-        return self._filled() if self._filling.done() else None
-
-    def _filled(self) -> Any:
-        filling = self._filling
-        assert filling is not None
-        self._filling = None
-        return filling.result()
+        if not (self.arrays.is_ready() or isinstance(self.output, Exception)):
+            return None
+        return self.arrays.fill(super().get_nowait())
 
 
 class InProcessCapture:
@@ -244,9 +164,8 @@ class InProcessCapture:
         processor = engine.output_processor
         self.is_on = True  # False over HTTP, where each request opts in by itself
         self.form = ArrayForm(engine.model_config, captures_weights(engine.vllm_config))
-        self._settings = Settings.of(engine.vllm_config.additional_config)
-        self._input_check = InputCheck(self._settings.enable_routed_experts_input)
-        self._store: ArrayStore | None = None  # made for the first request that needs it
+        settings = Settings.of(engine.vllm_config.additional_config)
+        self._input_check = InputCheck(settings.enable_routed_experts_input)
         self._states = processor.request_states
         self._add: Callable[..., None] = processor.add_request
         self._ask: Callable[[], Awaitable[list[Any]]] | None = None
@@ -314,7 +233,6 @@ class InProcessCapture:
         start: int = params.routed_experts_prompt_start
         # A copy, because other requests and the program may use the same object.
         request.sampling_params = params = copy(params)
-        by_reference = self._is_by_reference(params)
         prompt_id = None  # the same for all requests of one prompt with `n` > 1
         if parent_req is not None:
             prompt_id = vars(parent_req).setdefault("routed_experts_prompt_id", os.urandom(16))
@@ -322,13 +240,9 @@ class InProcessCapture:
             params,
             start,
             weights=self.form.has_weights,
-            at_end=by_reference,
             own_prompt=True,
             prompt_id=prompt_id,
         )
-        # Before a store is made for it. And that may fail: vLLM must not know the request then.
-        refuse_if_streamed_in(request)
-        store = self._store_of_engine() if by_reference else None
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
         buffer = ArrayBuffer(
@@ -337,39 +251,11 @@ class InProcessCapture:
             start=start,
             prompt_len=state.prompt_len,
             kind=params.output_kind,
-            store=store,
         )
         BufferedRequestState.give(state, buffer)
         if queue is not None:
             queue.__class__ = ArrayCollector
             queue.arrays = self
-
-    def _is_by_reference(self, params: SamplingParams) -> bool:
-        """Whether a request asks for references, by itself (`DELIVERY` in
-        `SamplingParams.extra_args`) or by the default of the engine."""
-        delivery = (params.extra_args or {}).get(DELIVERY, self._settings.routed_experts_delivery)
-        if delivery not in get_args(Delivery):
-            raise VLLMValidationError(
-                f"{DELIVERY} must be {KINDS[DELIVERY].expected}, not {delivery!r}",
-                parameter=DELIVERY,
-            )
-        return bool(delivery == "reference")
-
-    def _store_of_engine(self) -> ArrayStore:
-        if self._store is None:
-            self._store = store_with(self._settings, default_folder("programs"))
-        return self._store
-
-    def fill_soon(self, output: Any) -> asyncio.Future[Any] | None:
-        """As `fill`: at once, or in the store's thread if an array is to be stored.
-
-        What is not stored may not be taken there: the event loop gives rows to a choice that goes
-        on, and an output may have one beside a choice that has ended.
-        """
-        if self._store is not None and _is_to_be_stored(output):
-            return asyncio.wrap_future(self._store.writer.submit(self.fill, output))
-        self.fill(output)
-        return None
 
     def fill(self, output: Any) -> Any:
         """`output` with arrays in place of buffers."""

@@ -8,9 +8,9 @@ server that has the folder or bucket, and nothing is handed over when a server e
 
 **Who deletes.** A client with `DELETE`; the server, if the client left before the part with the
 reference was sent; and every server of the folder or bucket, which sweep it for arrays whose time has passed.
-A folder that nobody named goes with its last process.
+`routed-experts serve` removes the folder of its port, which nobody named, when it starts and stops.
 
-**Full.** A folder has a limit of bytes (`Folder` counts them); a bucket has its own.
+**Full.** A folder has a limit of bytes, which `Folder` counts; a bucket has its own.
 An array that does not fit or cannot be written is a `StoreError`: the response then has it inline, or
 is an error with status 507. A reference is made when its array has been written to the end.
 """
@@ -20,14 +20,12 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from math import ceil, prod
-from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -44,21 +42,15 @@ from routed_experts.server.settings import DEFAULT_LIFETIME_S, Settings
 from routed_experts.server.vllm_api import get_logger
 
 logger = get_logger(__name__)
-T = TypeVar("T")
-R = TypeVar("R")
 
 _ID = re.compile("[0-9a-f]{40}")
 ANSWERS_AT_ONCE = 16
 """How many answers write to a bucket at once. Others wait for one of them to end."""
-PUTS_AT_ONCE = 16
-"""How many more arrays of these answers are on their way to a bucket at once than one of each."""
 READS_AT_ONCE = 16
 _SILENT_S = 5.0
 """A bucket is gone if a request fails after so long, all tries included: others would as well."""
 _GONE_S = 10.0
 """How long nothing is written to a bucket that is gone."""
-_CLOSE_S = 2.0
-"""How long a process that ends waits for what is being written."""
 
 
 class StoreError(Exception):
@@ -113,7 +105,6 @@ class ArrayStore:
         # of a folder; by default half of the space that is free at first
         max_bytes: int | None = None,
         lifetime_s: float = DEFAULT_LIFETIME_S,  # until an array expires
-        keeps: bool = True,  # whether the folder stays when no process uses it
     ) -> None:
         if is_broken_url(place):
             raise ValueError(f"{place}: pass a URL as text, with both slashes, not as a Path")
@@ -121,14 +112,12 @@ class ArrayStore:
         self.folder = None if self.bucket else Path(str(place).removeprefix("file://"))
         self.place = self.bucket.url if self.bucket else str(self.folder)
         self.lifetime_s = lifetime_s
-        self._objects = self.bucket or Folder(Path(self.folder or ""), keeps, max_bytes)
+        self._objects = self.bucket or Folder(Path(self.folder or ""), max_bytes)
         self._is_open = False
         self._opening = threading.Lock()
         # For a folder, several threads would take twice the CPU time, and keep the event loop
         # waiting for Python's lock. Those of a bucket wait for the network.
         self.writer = Threads(ANSWERS_AT_ONCE if self.bucket else 1, "routed-experts-store")
-        # What runs in `writer` waits for these, so they are not the same threads.
-        self._putter = Threads(PUTS_AT_ONCE, "routed-experts-store-puts")
         # Copies of large arrays, one at a time: the event loop would compete with all for a core.
         self._copying = threading.Lock()
         # for whatever else waits for a disk or a bucket; nothing of the server waits behind it
@@ -136,8 +125,6 @@ class ArrayStore:
         # A full store is a reason to log for each array.
         self.warnings = RareLog(logger, logging.WARNING)
         self._gone_until = 0.0  # of a bucket, on the monotonic clock
-        # `atexit` does nothing in a process of another
-        Finalize(None, self.close, exitpriority=0)
 
     @property
     def used_bytes(self) -> int:
@@ -180,32 +167,6 @@ class ArrayStore:
         minute, a few at a time."""
         if self.bucket is not None and time.monotonic() < self._gone_until:
             raise StoreError(f"{self.place} does not answer")
-
-    def run_all(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """What `function` returns for each of `items`, which it stores or deletes: in a bucket
-        several at once, the first of them in this thread."""
-        if self.bucket is None:
-            return [function(item) for item in items]
-        others = [self._putter.submit(function, item) for item in items[1:]]
-        try:
-            first = [function(item) for item in items[:1]]
-        finally:
-            wait(others)  # all, also if one has failed
-        return [*first, *(other.result() for other in others)]
-
-    def close(self) -> None:
-        """Ends the use of the folder, which goes if it is not kept and nobody else uses it. Gives
-        up what is not written in time: whoever waited for the references has left by now."""
-        lost = self.writer.close(_CLOSE_S)
-        if lost:
-            logger.warning(
-                "Stopping: the arrays of %d responses were neither stored nor deleted in %s: "
-                "it has not answered for %g s.",
-                lost,
-                self.place,
-                _CLOSE_S,
-            )
-        self._objects.close()
 
     def sweep(self) -> int:
         """Removes arrays that have expired, of all servers. Returns the bytes of the others in a
@@ -318,10 +279,8 @@ def expiry_of(key: str) -> int:
 
 def store_with(settings: Settings, default: Path) -> ArrayStore:
     """Creates the store; `default` is the folder if the settings name none."""
-    named = settings.routed_experts_store
     return ArrayStore(
-        default if named is None else named,
+        settings.routed_experts_store or default,
         settings.routed_experts_store_bytes,
         settings.routed_experts_store_seconds,
-        keeps=named is not None,
     )

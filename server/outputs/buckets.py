@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -53,11 +52,6 @@ class Bucket:
         with bucket_errors(self.url):
             self._objects.put(name, content, attributes=attributes)
 
-    def put_file(self, name: str, path: Path) -> None:
-        """Writes a file's content."""
-        with bucket_errors(self.url):
-            self._objects.put(name, path, attributes={"Content-Type": "application/jsonl"})
-
     def size(self, name: str) -> int:
         with bucket_errors(self.url):
             size: int = self._objects.head(name)["size"]
@@ -79,9 +73,6 @@ class Bucket:
 
         with bucket_errors(self.url):
             return str(obstore.sign(self._objects, method, name, timedelta(seconds=seconds)))
-
-    def close(self) -> None:
-        """Nobody has to know who uses a bucket."""
 
     def sweep(self) -> None:
         """Deletes the hours that have passed, which a rule of the bucket may have done before."""

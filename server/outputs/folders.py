@@ -1,16 +1,15 @@
 """Arrays as files of a folder, which servers of one host may share: `FOLDER/HOUR/ID.npy`.
 
-Files are written as they are: nobody knows an id before its file is whole, and what a killed
-process left has its time to go in its name. So nothing is locked but the folder that nobody named,
-by those who use it, so that the last one of them, or the next server, removes it.
+Files are written as they are, and nothing is locked between processes: nobody knows an id before its
+file is whole, and what a killed process left has its time to go in its name.
 """
 
 import errno
-import fcntl
 import os
 import re
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -18,17 +17,17 @@ from io import FileIO
 from pathlib import Path
 
 from routed_experts.protocol.files import open_file
-from routed_experts.server.outputs.folder_bytes import FolderBytes
 
 MEMORY = Path("/dev/shm")
 HOUR = re.compile(r"\d{4}-\d\d-\d\dT\d\d")
 ARRAY = re.compile(r"[0-9a-f]{40}\.npy")
 """Parts of the names of our objects. Others in the same place are their users' own."""
-_IN_USE = ".in-use"
 _BLOCK_BYTES = 4096  # files take whole blocks
-_TRIES = 300  # to use a folder that others may be removing
-_PAUSE_S = 0.01  # between two of them
 _END_OF_TIME = float(1 << 32)  # behind all that an id can say
+_COUNT_S = 1.0
+"""How old a count of a folder's bytes may be."""
+_COUNT_SHARE = 0.02
+"""Of the time, what counting may take: a folder with very many arrays is counted less often."""
 
 
 def hour_of(expires: float) -> str:
@@ -39,8 +38,7 @@ def hour_of(expires: float) -> str:
 def private_folder(folder: Path) -> None:
     """Makes a folder unless it is there. A link, or a folder that others own or may write to, is an
     OSError."""
-    with suppress(FileExistsError):  # unlike `exist_ok`, if another process removes it just then
-        folder.mkdir(mode=0o700, parents=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PermissionError(
@@ -49,8 +47,7 @@ def private_folder(folder: Path) -> None:
 
 
 def default_folder(name: str) -> Path:
-    """The folder of servers or programs called `name`, in memory if the system has a file system
-    there."""
+    """The folder of a server called `name`, in memory if the system has a file system there."""
     parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     return parent / f"routed-experts-{os.geteuid()}-{name}"
 
@@ -67,15 +64,6 @@ def write_all(file: FileIO, part: bytes | memoryview) -> None:
         left = left[os.write(file.fileno(), left) :]
 
 
-def try_lock(file: FileIO, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
-    """Locks a file unless another process has locked or removed it. Raises OSError if files cannot
-    be locked."""
-    with suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
-    return False
-
-
 def _blocks(size: int) -> int:
     """What a file of so many bytes takes."""
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -89,108 +77,53 @@ class Folder:
     others may read, and takes up to four times the CPU for a call (obstore 0.12).
     """
 
-    def __init__(self, path: Path, keeps: bool, max_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, max_bytes: int | None = None) -> None:
         self.path = path
         self.max_bytes = max_bytes  # by default half of the space that is free at first
-        self._keeps = keeps  # whether it stays when nobody uses it
-        self._in_use: FileIO | None = None  # a locked file that says so
-        self._bytes = FolderBytes(self._remove_expired)
-
-    @property
-    def used_bytes(self) -> int:
-        """Of all servers."""
-        return self._bytes.used
+        self.used_bytes = 0  # of all servers when they were counted, and of this one since then
+        self._count_again = 0.0  # on the monotonic clock
+        self._writing = threading.Lock()  # while arrays are counted or written
 
     def open(self) -> None:
         """Makes the folder and counts what it has."""
-        if not self._keeps:
-            self.remove()  # what a process that was killed has left
-        self._make()
-        self._bytes.count()
+        private_folder(self.path)
+        self.sweep()
         if self.max_bytes is None:
             disk = os.statvfs(self.path)
             self.max_bytes = (disk.f_bavail * disk.f_frsize + self.used_bytes) // 2
 
-    def _make(self) -> None:
-        for _ in range(_TRIES):
-            with suppress(FileNotFoundError):
-                private_folder(self.path)
-                if self._keeps or self._is_locked():
-                    return
-            time.sleep(_PAUSE_S)  # another process is removing it
-        raise BlockingIOError(errno.EAGAIN, "another process removes it again and again")
-
-    def _is_locked(self) -> bool:
-        """Locks the file, if this process has not: a lock that is given up for a moment is a
-        moment in which another server may remove the folder."""
-        path = self.path / _IN_USE
-        if self._in_use is not None and os.path.samestat(
-            os.fstat(self._in_use.fileno()), path.lstat()
-        ):
-            return True
-        self._unlock()
-        file = FileIO(path, "a+", opener=open_private)
-        if try_lock(file, path, fcntl.LOCK_SH):
-            self._in_use = file
-            return True
-        file.close()
-        return False
-
-    def close(self) -> None:
-        """Ends this process's use of the folder, which goes if it is not kept and nobody else uses
-        it."""
-        if self._keeps:
-            self._unlock()
-        else:
-            self.remove()
-
-    def _unlock(self) -> None:
-        if self._in_use is not None:
-            fcntl.flock(self._in_use, fcntl.LOCK_UN)  # forked processes may have the file open
-            self._in_use.close()
-            self._in_use = None
-
-    def has_room(self, num_bytes: int) -> bool:
-        return self.max_bytes is not None and self.used_bytes + num_bytes <= self.max_bytes
-
-    def make_room(self, num_bytes: int) -> None:
-        """Counts again, without what has expired, if `num_bytes` more do not fit."""
-        if self.has_room(num_bytes):
-            return
-        if self.path.is_dir():
-            self._bytes.count_if_old()  # somebody may have deleted arrays
-        else:
-            self._bytes.count()  # somebody has removed the folder
-        if not self.has_room(num_bytes):
+    def _make_room(self, num_bytes: int) -> None:
+        """Counts again, without what has expired, if the count is old. Not enough room is an
+        error."""
+        if time.monotonic() >= self._count_again:  # others may have written or deleted
+            self._count()
+        assert self.max_bytes is not None  # it is open
+        if self.used_bytes + num_bytes > self.max_bytes:
             used = f"{self.used_bytes} of {self.max_bytes} bytes are used"
             raise OSError(errno.ENOSPC, f"{used}, {num_bytes} more do not fit")
+
+    def _count(self) -> None:
+        began = time.monotonic()
+        self.used_bytes = _remove_expired(self.path, time.time())
+        ended = time.monotonic()
+        self._count_again = ended + max(_COUNT_S, (ended - began) / _COUNT_SHARE)
 
     def put(self, name: str, content: bytes | memoryview, metadata: dict[str, str]) -> None:
         """Writes a file, which has no `metadata`."""
         size = _blocks(len(content))
-        self._bytes.count_if_old()  # others may have written
-        while not self._bytes.reserve(size, self.max_bytes or 0):
-            self.make_room(size)
-        try:
+        with self._writing:
+            self._make_room(size)
             self._write(name, content)
-        except OSError:
-            self._bytes.take_off(size)
-            raise
-        finally:
-            self._bytes.has_written(size)
+            self.used_bytes += size
 
     def _write(self, name: str, content: bytes | memoryview) -> None:
         path = self.path / name
-        for left in reversed(range(_TRIES)):
-            try:
-                file = FileIO(path, "x", opener=open_private)
-                break
-            except FileNotFoundError:  # the hour has begun, or somebody removed the folder
-                if not left:
-                    raise
-                self._make()
-                with suppress(FileNotFoundError):
-                    private_folder(path.parent)
+        try:
+            file = FileIO(path, "x", opener=open_private)
+        except FileNotFoundError:  # the hour has begun, or somebody removed the folder
+            private_folder(self.path)
+            private_folder(path.parent)
+            file = FileIO(path, "x", opener=open_private)
         try:
             with file:
                 write_all(file, content)
@@ -217,47 +150,39 @@ class Folder:
     def delete(self, name: str) -> None:
         size = self.size(name)
         (self.path / name).unlink()
-        self._bytes.take_off(_blocks(size))
+        # without waiting for what is written: the next count is right whatever happens meanwhile
+        self.used_bytes -= _blocks(size)
 
     def sweep(self) -> None:
         """Removes what has expired, and counts the rest."""
-        self._bytes.count()
-
-    def _remove_expired(self, now: float) -> int:
-        """Returns the bytes of the arrays that have not."""
-        used = 0
-        this_hour = hour_of(now)
-        for hour in _entries(self.path, HOUR):
-            for file in _entries(hour.path, ARRAY):
-                with suppress(OSError):  # somebody else removed it
-                    if int(file.name[:8], 16) < now:
-                        os.unlink(file.path)
-                    else:
-                        used += _blocks(file.stat(follow_symlinks=False).st_size)
-            if hour.name < this_hour:
-                with suppress(OSError):  # the user may have files there
-                    os.rmdir(hour.path)
-        return used
-
-    def remove(self) -> None:
-        """Removes the folder with its arrays, unless a process uses it or it has other files."""
-        self._unlock()
-        with suppress(OSError):
-            if not self.path.is_dir():
-                return
-            private_folder(self.path)
-            path = self.path / _IN_USE
-            with FileIO(path, "a+", opener=open_private) as file:
-                if not try_lock(file, path):
-                    return
-                self._remove_expired(_END_OF_TIME)
-                path.unlink()
-            self.path.rmdir()
+        with self._writing:
+            self._count()
 
 
-def remove_unused(folder: Path) -> None:
-    """Removes a folder that nobody named, with its arrays, unless a process uses it."""
-    Folder(folder, keeps=False).remove()
+def remove_arrays(folder: Path) -> None:
+    """Removes a folder that nobody named, with its arrays, unless it has other files."""
+    with suppress(OSError):
+        if folder.is_dir():
+            private_folder(folder)
+            _remove_expired(folder, _END_OF_TIME)
+            folder.rmdir()
+
+
+def _remove_expired(folder: Path, now: float) -> int:
+    """Removes arrays that have expired. Returns the bytes of those that have not."""
+    used = 0
+    this_hour = hour_of(now)
+    for hour in _entries(folder, HOUR):
+        for file in _entries(hour.path, ARRAY):
+            with suppress(OSError):  # somebody else removed it
+                if int(file.name[:8], 16) < now:
+                    os.unlink(file.path)
+                else:
+                    used += _blocks(file.stat(follow_symlinks=False).st_size)
+        if hour.name < this_hour:
+            with suppress(OSError):  # the user may have files there
+                os.rmdir(hour.path)
+    return used
 
 
 def _parts(descriptor: int, first: int, end: int) -> Iterator[bytes]:

@@ -4,15 +4,13 @@
 import asyncio
 import gc
 import itertools
-import pickle
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import closing
 from functools import partial, wraps
 from pathlib import Path
-from threading import get_ident
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -26,12 +24,9 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from examples import turns
@@ -42,10 +37,7 @@ from routed_experts.capture.scheduler.scheduler import SchedulerCapture
 from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.capture.worker.worker import WorkerCapture
-from routed_experts.protocol.fetch import ArrayReference, FetchError
 from routed_experts.server.http.process import entry_point
-from routed_experts.server.inprocess.arrays import ArrayBuffer, ArrayForm, InProcessCapture
-from routed_experts.server.outputs.array_store import ArrayStore
 from tests import programs
 from tests.contract.engine import BLOCK, NUM_BLOCKS, K, no_collections
 from tests.contract.served import DECODER_LAYERS, InProcessClient, ServedExecutor, every_layer_of
@@ -195,113 +187,6 @@ def test_a_stop_string(llm: LLM) -> None:
         llm, prompts_of(25), params(max_tokens=20, stop=whole.outputs[0].text[7:10])
     )
     assert 7 < len(output.outputs[0].token_ids) < 20
-
-
-BY_REFERENCE = {"routed_experts_delivery": "reference"}
-
-
-def check_reference(output: RequestOutput, start: int = 0) -> None:
-    """What a program sends to others refers to a file, which numpy reads when asked."""
-    for choice in output.outputs:
-        rows = pickle.loads(pickle.dumps(choice.routed_experts))
-        tokens = [*output.prompt_token_ids, *choice.token_ids]
-        assert (
-            rows.shape
-            == (len(rows), DECODER_LAYERS, K)
-            == (len(tokens) - 1 - start, DECODER_LAYERS, K)
-        )
-        assert rows.reference["start"] == start
-        check(np.array(rows, order="C"), tokens, start)
-        assert np.array_equal(
-            rows.fetch(layers=(2, 5), tokens=(1, 3)), np.asarray(rows)[1:3, 2:5].swapaxes(0, 1)
-        )
-        choice.routed_experts = None  # or the array would be in the way of the next check
-
-
-def test_references(llm: LLM, tmp_path: Path) -> None:
-    for options in (
-        {},
-        {"n": 3, "routed_experts_prompt_start": 7},
-        {"stop": ["no such text"], "max_tokens": 90},
-    ):
-        for output in llm.generate(
-            prompts_of(20, 100), params(extra_args=BY_REFERENCE, **options), use_tqdm=False
-        ):
-            check_reference(output, options.get("routed_experts_prompt_start", 0))
-    (output,) = llm.generate(prompts_of(20), params(extra_args=BY_REFERENCE), use_tqdm=False)
-    rows = output.outputs[0].routed_experts
-    Path(rows.reference["path"]).unlink()
-    with pytest.raises(FetchError, match="expired"):
-        np.asarray(rows)
-    with pytest.raises(VLLMValidationError, match="inline or reference"):
-        llm.generate(
-            prompts_of(20), params(extra_args={"routed_experts_delivery": "mail"}), use_tqdm=False
-        )
-    generate(llm, prompts_of(20), params())
-
-
-def test_ids_are_not_kept_in_a_store_without_their_weights(llm: LLM, tmp_path: Path) -> None:
-    form = ArrayForm(llm.model_config, has_weights=True)
-    form.learn({"num_layers": DECODER_LAYERS, "top_k": 2, "layer_ids": [*range(DECODER_LAYERS)]})
-    store = ArrayStore(tmp_path / "store", 4096)
-    buffer = ArrayBuffer(form, "full", start=0, prompt_len=1, kind=FINAL, store=store)
-    buffer.push(0, np.zeros((1, *form.shape), dtype=np.int16))
-    arrays = buffer.arrays_of(CompletionOutput(0, "", [1], None, None, finish_reason="length"))
-    assert [array.shape for array in arrays] == [(1, DECODER_LAYERS, 2)] * 2
-    assert not any(isinstance(array, ArrayReference) for array in arrays)
-    assert store.used_bytes == 0
-
-
-@pytest.mark.parametrize("by_reference", [False, True])
-def test_a_thread_takes_no_rows_of_a_choice_that_goes_on(
-    llm: LLM, tmp_path: Path, by_reference: bool
-) -> None:
-    """The event loop gives it more meanwhile. vLLM puts it into one output with a choice that has
-    ended, where a program reads slowly."""
-    form = ArrayForm(llm.model_config)
-    form.learn({"num_layers": DECODER_LAYERS, "top_k": 2, "layer_ids": [*range(DECODER_LAYERS)]})
-    takers: dict[str, int] = {}
-
-    class Buffer(ArrayBuffer):
-        def take(self, *args: Any) -> Any:
-            takers[self._request_id] = get_ident()
-            return super().take(*args)
-
-    every = InProcessCapture.__new__(InProcessCapture)  # without an engine
-    every.form = form
-    every._store = ArrayStore(tmp_path / "store", 1 << 20)  # another request asked for references
-
-    def choice(index: int, name: str, finish: str | None) -> CompletionOutput:
-        buffer = Buffer(
-            form,
-            name,
-            start=0,
-            prompt_len=1,
-            kind=RequestOutputKind.DELTA,
-            store=every._store if by_reference else None,
-        )
-        buffer.push(0, np.zeros((1, *form.shape), dtype=np.int16))
-        made = CompletionOutput(index, "", [1], None, None, finish_reason=finish)
-        made.routed_experts = buffer
-        return made
-
-    async def fill() -> RequestOutput:
-        choices = [choice(0, "ended", "stop"), choice(1, "goes on", None)]
-        output = RequestOutput("r", None, [1], None, choices, finished=False)
-        filling = every.fill_soon(output)
-        assert (filling is not None) == by_reference
-        if filling is not None:
-            await filling
-        return output
-
-    output = asyncio.run(fill())
-    if by_reference:
-        assert takers.keys() == {"ended"}
-        assert takers["ended"] != get_ident()
-        assert isinstance(output.outputs[0].routed_experts, ArrayReference)
-    else:
-        assert takers == {"ended": get_ident(), "goes on": get_ident()}
-        assert [len(one.routed_experts) for one in output.outputs] == [1, 1]
 
 
 @pytest.mark.skipif(
@@ -463,34 +348,6 @@ _names = itertools.count()
 
 
 @in_loop
-async def test_references_of_an_asynchronous_engine(online: Online) -> None:
-    for kind in (DELTA, CUMULATIVE, FINAL):
-        (prompt,) = prompts_of(40)
-        outputs = await read(
-            online, prompt, params(output_kind=kind, max_tokens=9, extra_args=BY_REFERENCE)
-        )
-        assert all(output.outputs[0].routed_experts is None for output in outputs[:-1])
-        if kind is DELTA:
-            tokens = [token for output in outputs for token in output.outputs[0].token_ids]
-            outputs[-1].outputs[0].token_ids = tokens
-        check_reference(outputs[-1])
-
-
-@in_loop
-async def test_references_are_stored_outside_of_the_loop(
-    online: Online, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For those who wait and for those who poll."""
-    threads, put = [], ArrayStore.put
-    monkeypatch.setattr(ArrayStore, "put", lambda *args: threads.append(get_ident()) or put(*args))
-    sampling = params(output_kind=FINAL, n=2, extra_args=BY_REFERENCE)
-    check_reference(await poll(online, "polled", sampling))
-    check_reference(*await read(online, prompts_of(40)[0], sampling))
-    assert len(threads) == 4
-    assert get_ident() not in threads
-
-
-@in_loop
 async def test_all_kinds_of_outputs_at_once(online: Online) -> None:
     jobs = list(itertools.product((DELTA, CUMULATIVE, FINAL), (0, 100), (1, 3)))
     jobs_sampling = [
@@ -590,39 +447,6 @@ async def test_a_prompt_that_is_streamed_in_is_refused(online: Online) -> None:
         await read(online, inputs(), params(output_kind=DELTA))
 
 
-@in_loop
-async def test_nothing_is_made_for_a_prompt_that_is_streamed_in(
-    new: Online, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor known to vLLM."""
-    store = Mock(side_effect=AssertionError("a store was made"))
-    sampling = params(output_kind=FINAL, extra_args=BY_REFERENCE)
-    prompt = prompts_of(5)[0]["prompt_token_ids"]
-    request = EngineCoreRequest("r", prompt, None, sampling, None, 0.0, None, None, None)
-    request.resumable = True
-    processor = new.engine.output_processor
-    with monkeypatch.context() as patch:
-        patch.setattr(ArrayStore, "__init__", store)
-        with pytest.raises(VLLMValidationError, match="for a prompt that is streamed in"):
-            processor.add_request(request, None, None, 0, RequestOutputCollector(FINAL, "r"))
-    assert not processor.has_unfinished_requests()
-    check_reference(*await read(new, prompts_of(40)[0], sampling))
-
-
-@in_loop
-async def test_nothing_is_left_of_a_request_whose_store_cannot_be_made(
-    new: Online, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampling = params(output_kind=FINAL, extra_args=BY_REFERENCE)
-    with monkeypatch.context() as patch:
-        patch.setattr(ArrayStore, "__init__", Mock(side_effect=OSError("Too many open files")))
-        with pytest.raises(EngineGenerateError) as raised:
-            await read(new, prompts_of(40)[0], sampling)
-    assert isinstance(raised.value.__cause__, OSError)
-    assert not new.engine.output_processor.has_unfinished_requests()
-    check_reference(*await read(new, prompts_of(40)[0], sampling))
-
-
 # ---- classes of a program's own ----
 
 
@@ -687,8 +511,8 @@ def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
         ),
         ({"kv_sharing_fast_prefill": True}, "Fast prefill skips layers"),
         (
-            {"additional_config": {"routed_experts_delivery": "by mail"}},
-            "must be inline or reference, not 'by mail'",
+            {"additional_config": {"routed_experts_default": []}},
+            "routed_experts_default must be a JSON object",
         ),
     ],
 )

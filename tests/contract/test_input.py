@@ -260,7 +260,7 @@ def test_both_arrays_of_an_answer(api: Server, arrived: Arrived) -> None:
 def stored(server: Server, rows: NDArray[Any], lifetime_s: float = 60.0) -> str:
     """The id of an array in the server's store, which another process may have written."""
     port = server.url.rpartition(":")[2]
-    store = ArrayStore(default_folder(port), 1 << 30, lifetime_s, keeps=False)
+    store = ArrayStore(default_folder(port), 1 << 30, lifetime_s)
     return store.put(np.ascontiguousarray(rows.transpose(1, 0, 2))).id
 
 

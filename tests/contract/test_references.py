@@ -33,9 +33,8 @@ from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.routes.routes import router
 from routed_experts.server.outputs import array_store
 from routed_experts.server.outputs.array_store import ArrayStore
-from routed_experts.server.outputs.folders import default_folder
+from routed_experts.server.outputs.folders import default_folder, remove_arrays
 from routed_experts.server.settings import Settings
-from tests import programs
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
 from tests.e2e.harness import ASK, COMPLETIONS, Server, prompt_of, wait_until
@@ -183,9 +182,8 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
     reads_header = in_which_thread(array_store.read_npy_header)
     monkeypatch.setattr(array_store, "read_npy_header", reads_header)
     monkeypatch.setattr(os, "pread", in_which_thread(os.pread))
-    store = ArrayStore(
-        default_folder(f"test-{os.getpid()}") if is_in_memory else tmp_path / "store", keeps=False
-    )
+    in_memory = default_folder(f"test-{os.getpid()}")
+    store = ArrayStore(in_memory if is_in_memory else tmp_path / "store")
     array = np.random.default_rng(15).integers(0, 1 << 14, (6, 120_001, 7), dtype=np.int16)
     app = FastAPI()
     app.include_router(router)
@@ -208,7 +206,7 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
         stored = store.put(array)
         asyncio.run(fetch_all())
     finally:
-        store.close()
+        remove_arrays(in_memory)
     assert (get_ident() in threads) == is_in_memory
 
 
@@ -546,50 +544,11 @@ def test_a_full_store_where_only_the_server_asks_for_references(
         assert post(3, max_tokens=90, **ASK).status_code == 507
 
 
-ENDING = """
-import multiprocessing
-import sys
-import numpy as np
-from routed_experts.server.outputs.array_store import store_with
-from routed_experts.server.outputs.folders import default_folder
-from routed_experts.server.http.encoding.wire_form import WireForm
-from routed_experts.server.settings import Settings
-
-def serve():
-    store = store_with(Settings(), default_folder(sys.argv[1]))
-    store.put(np.zeros((2, 2, 2)))
-    print(f"{store.folder}\\n", end="", flush=True)  # in one piece, as several processes print
-
-multiprocessing.set_start_method("fork")
-for _ in range(int(sys.argv[2])):
-    multiprocessing.Process(target=serve).start()
-if sys.argv[2] == "0":
-    serve()
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("num_processes", [0, 1, 2])
-def test_the_folder_of_vllms_own_command_is_removed_when_the_process_ends(
-    num_processes: int,
-) -> None:
-    """Also where that starts API processes, which end in another way than the first process of a
-    program."""
-    program = ["-c", ENDING, f"test-{os.getpid()}-{num_processes}", str(num_processes)]
-    done = programs.run(program, as_users_do=num_processes == 0, check=True)
-    folders = done.stdout.split()
-    assert len(folders) == max(num_processes, 1)
-    assert not Path(folders[0]).exists()
-
-
-def test_the_folder_of_another_server_of_this_port_is_kept() -> None:
-    """Containers have ports of their own, and may share the memory of the host."""
+def test_the_folder_of_a_server_goes_when_it_begins_and_ends() -> None:
     port = f"test-{os.getpid()}"
-    other, own = (ArrayStore(default_folder(port), 1 << 20, keeps=False) for _ in range(2))
-    stored = other.put(np.zeros((2, 2, 2)))
+    store = ArrayStore(default_folder(port), 1 << 20)
+    left = store.put(np.zeros((2, 2, 2)))
     with prepared_folders(Settings(), port):
-        assert own.put(np.zeros((2, 2, 2))).path.exists()
-    assert stored.path.exists()
-    for store in (other, own):
-        store.close()
-    assert not stored.path.parents[1].exists()
+        assert not left.path.exists()
+        assert store.put(np.zeros((2, 2, 2))).path.exists()
+    assert not default_folder(port).exists()

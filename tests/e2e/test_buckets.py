@@ -1,17 +1,12 @@
 """Arrays by reference in a bucket of a real S3 server, which may be slow, full, gone or closed."""
 
 import re
-import subprocess
-import sys
-import tempfile
 import time
 import tracemalloc
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
@@ -24,14 +19,11 @@ from obstore.store import from_url
 from routed_experts.protocol import buckets
 from routed_experts.protocol.batch import join_turns
 from routed_experts.protocol.fetch import FetchError, fetch, fetch_all, fetch_spans
-from routed_experts.server.cli.main import main
 from routed_experts.server.http.arrays import stored_arrays
 from routed_experts.server.http.arrays.references import ReferenceMaker
-from routed_experts.server.outputs import array_store, record_files
+from routed_experts.server.outputs import array_store
 from routed_experts.server.outputs import buckets as stored_objects
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError
-from routed_experts.server.outputs.buckets import Bucket
-from routed_experts.server.outputs.sent_files import SentFiles
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
 from tests.contract.test_references import ENCODER
@@ -310,34 +302,6 @@ def references_of(store: ArrayStore, num_choices: int) -> "Future[Any]":
     return store.writer.submit(maker.references, ENCODER, arrays)
 
 
-def puts_wait_for_each_other(
-    store: ArrayStore, num_puts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None goes on before so many have begun, which those that follow each other never have."""
-    put = store._objects.put
-    begun = count(1)
-    all_have_begun = Event()
-
-    def put_beside(*args: Any) -> None:
-        if next(begun) == num_puts:
-            all_have_begun.set()
-        assert all_have_begun.wait(60), "one waits for another"
-        put(*args)
-
-    monkeypatch.setattr(store._objects, "put", put_beside)
-
-
-def test_the_arrays_of_an_answer_are_stored_beside_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store = ArrayStore(f"{URL}-beside")
-    store.open()
-    puts_wait_for_each_other(store, 16, monkeypatch)
-    made, failure = references_of(store, num_choices=16).result(60)
-    assert failure is None
-    assert [references["routed_experts"]["choice"] for references in made] == [*range(16)]
-
-
 def test_an_array_is_copied_once_on_its_way_to_a_bucket() -> None:
     """To join what is sent takes memory under Python's lock, while the event loop waits."""
     store = ArrayStore(f"{URL}-copied")
@@ -391,54 +355,8 @@ def test_arrays_of_a_client_that_left_are_deleted_behind_their_put(
     arrays = [("routed_experts", 0, 0, [])]
     maker._prepared.append(store.writer.submit(maker.references, ENCODER, arrays))
     maker.end()
-    assert store.writer.close(60) == 0
+    store.writer.shutdown()
     assert names_in(f"{URL}-left") == []
-
-
-LEAVING = f"""
-import multiprocessing, sys
-
-def serve():
-    import numpy as np
-    from routed_experts.protocol import buckets
-    from routed_experts.server.outputs.array_store import ArrayStore
-
-    buckets.REQUEST_S = 300.0  # whoever waits for a request waits longer than the test
-    store = ArrayStore("{URL}-ending")
-    store.open()
-    print("ready", flush=True)
-    sys.stdin = open(0)
-    sys.stdin.readline()
-    for _ in range(40):
-        store.writer.submit(store.put, np.zeros((4, 10, 2), np.int16))
-
-if __name__ == "__main__":
-    if "child" in sys.argv:
-        process = multiprocessing.get_context("spawn").Process(target=serve)
-        process.start()
-        process.join()
-    else:
-        serve()
-"""
-
-
-@pytest.mark.parametrize("process", ["main", pytest.param("child", marks=pytest.mark.long)])
-def test_a_process_ends_in_seconds_though_its_bucket_is_gone(
-    s3: Weed, tmp_path: Path, process: str
-) -> None:
-    """The only API process, and one of several. The log says what is lost."""
-    program = tmp_path / "leaving.py"
-    program.write_text(LEAVING)
-    command = [sys.executable, str(program), process]
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, text=True, **pipes) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "ready\n"
-        with s3.stopped():
-            # Seconds on an idle machine, up to a minute on a busy one.
-            output = "".join(server.communicate("go\n", timeout=150))
-    assert server.returncode == 0
-    assert "the arrays of 40 responses were neither stored nor deleted" in output
 
 
 def test_a_store_that_cannot_be_is_refused_at_start() -> None:
@@ -454,71 +372,3 @@ def test_a_store_that_cannot_be_is_refused_at_start() -> None:
     ):
         pass
     patch.undo()
-
-
-def test_what_is_recorded_in_a_bucket_is_exported_from_there(
-    tiny_model: Path, tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also what was complete while the bucket could not be written to, and what a server that was
-    killed left on this machine."""
-    url = f"{URL}-records"
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(buckets, "RETRY_S", 0.1)
-    record_files.prepare(url)
-    left = record_files.folder_of(url) / "20260101T000000Z-1-1-0.jsonl"
-    bodies = [{"prompt": prompt_of(9, seed), "max_tokens": 3} for seed in range(3)]
-    with serving(tiny_model, "--routed-experts-record", str(tmp_path / "folder")) as server:
-        server.complete(**bodies[0])
-    (file,) = (tmp_path / "folder").glob("*.jsonl")
-    file.rename(left)
-    put_file, may_send = Bucket.put_file, Event()
-
-    def put_behind_the_start(*args: Any) -> None:
-        may_send.wait()
-        put_file(*args)
-
-    monkeypatch.setattr(Bucket, "put_file", put_behind_the_start)
-    with serving(tiny_model, "--routed-experts-record", url) as server:
-        proxy.fault = "full"
-        proxy.requests.clear()
-        may_send.set()
-        wait_until(lambda: proxy.requests, "what was left is not sent")
-        server.complete(**bodies[1])
-        proxy.fault = ""
-        server.complete(**bodies[2])
-    assert [*record_files.folder_of(url).iterdir()] == []
-    names = names_in(url)
-    assert all(name.endswith(".jsonl") for name in names)
-    table = tmp_path / "rows.npz"
-    assert main(["export", url, "--output", str(table)]) == 0
-    with np.load(table) as rows:
-        experts = rows["experts"]
-    tokens = [body["prompt"] for body in bodies]
-    assert len(experts) == 3 * 11
-    for number, prompt in enumerate(tokens):
-        assert np.array_equal(experts[11 * number : 11 * number + 9], rows_of(prompt))
-
-
-def test_duckdb_reads_what_is_recorded_in_a_bucket(
-    s3: Weed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By its own S3, which is a package of its own."""
-    not_required = "DuckDB is not a requirement of the tests"
-    duckdb = pytest.importorskip("duckdb", reason=not_required)
-    httpfs = pytest.importorskip("duckdb_extension_httpfs", reason=not_required)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    url = f"{URL}-duckdb"
-    files = SentFiles(tmp_path, 10_000, url, takes_over=False)
-    for name in ("first", "second"):
-        files.write([f'{{"id": "{name}", "choices": [{{"token_ids": [1, 2]}}]}}\n'.encode()])
-    files.rotate(at_once=True)
-    files.close(60)
-    with duckdb.connect() as connection:
-        (extension,) = Path(httpfs.__file__).parent.rglob("*.duckdb_extension")
-        connection.execute(f"INSTALL '{extension}'")
-        connection.execute(
-            f"CREATE SECRET (TYPE s3, KEY_ID '{KEY}', SECRET '{SECRET}', REGION 'us-east-1', "
-            f"ENDPOINT '127.0.0.1:{s3.port}', URL_STYLE 'path', USE_SSL false)"
-        )
-        lines = connection.sql(f"SELECT id, len(choices[1].token_ids) FROM '{url}/*.jsonl'")
-        assert lines.fetchall() == [("first", 2), ("second", 2)]

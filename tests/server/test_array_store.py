@@ -1,30 +1,24 @@
-"""The folder of stored arrays, used by several processes and threads at once."""
+"""The folder of stored arrays, used by several stores and threads at once."""
 
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Event, current_thread
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from routed_experts.server.outputs import array_store, folder_bytes, folders
+from routed_experts.server.outputs import array_store, folders
 from routed_experts.server.outputs.array_store import (
     ArrayGoneError,
     ArrayStore,
     StoreError,
     UnknownArrayError,
 )
-from routed_experts.server.outputs.folders import open_private, private_folder, remove_unused
+from routed_experts.server.outputs.folders import remove_arrays
 
 ARRAY = np.arange(4 * 10 * 2, dtype=np.int16).reshape(4, 10, 2)
 FILE_BYTES = 4096  # a block
@@ -43,9 +37,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    both = SimpleNamespace(time=clock.time, monotonic=clock.time)
-    monkeypatch.setattr(array_store, "time", both)
-    monkeypatch.setattr(folder_bytes, "time", both)
+    both = {"time": clock.time, "monotonic": clock.time}
+    for module in (array_store, folders):
+        monkeypatch.setattr(module, "time", SimpleNamespace(**{**vars(time), **both}))
     return clock
 
 
@@ -55,46 +49,6 @@ def sizes(folder: Path) -> int:
 
 def content(store: ArrayStore, key: str) -> bytes:
     return store.read(key, [(0, store.size(key))])
-
-
-class Another:
-    """A process with two arrays in `folder`, whose names are `keys`."""
-
-    def __init__(self, folder: Path) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, pipe = context.Pipe()
-        self.process = context.Process(target=_keep_two, args=(folder, pipe), daemon=True)
-        self.process.start()
-        self.keys: list[str] = self._pipe.recv()
-
-    def signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def used_bytes(self) -> int:
-        """How much it says that it uses, after a sweep."""
-        self._pipe.send(None)
-        used: int = self._pipe.recv()
-        return used
-
-
-def _keep_two(folder: Path, pipe: Connection) -> None:
-    store = ArrayStore(folder, 1 << 20)
-    pipe.send([store.put(ARRAY).id for _ in range(2)])
-    while True:
-        pipe.recv()
-        store.sweep()
-        pipe.send(store.used_bytes)
-
-
-@contextmanager
-def another(folder: Path) -> Iterator[Another]:
-    other = Another(folder)
-    try:
-        yield other
-    finally:
-        other.process.kill()
-        other.process.join()
 
 
 def test_numpy_alone_reads_what_is_stored(tmp_path: Path) -> None:
@@ -136,18 +90,6 @@ def test_ids_that_never_were_are_told_from_those_that_are_gone(
             for method in (store.size, store.delete):
                 with pytest.raises(error):
                     method(key)
-
-
-def test_arrays_of_servers_whose_ids_had_no_checksum_are_read(tmp_path: Path) -> None:
-    """Until they expire: those of a version before are in the same folder."""
-    store = ArrayStore(tmp_path / "store", 1 << 20)
-    stored = store.put(ARRAY)
-    without = f"{stored.id[:8]}{'0' * 32}"
-    stored.path.rename(stored.path.with_name(f"{without}.npy"))
-    assert store.header(without) == (ARRAY.shape, ARRAY.dtype)
-    store.delete(without)
-    with pytest.raises(UnknownArrayError):
-        store.size(without)
 
 
 def test_an_id_says_when_it_expires_and_nothing_else(tmp_path: Path) -> None:
@@ -234,10 +176,7 @@ def test_an_array_that_is_not_written_to_its_end_is_gone(
         patch.setattr(os, "write", half)
         with pytest.raises((KeyboardInterrupt, StoreError)):
             store.put(ARRAY)
-    was_killed = error is KeyboardInterrupt
-    assert len([*tmp_path.rglob("*.npy")]) == was_killed
-    assert store.used_bytes == was_killed * FILE_BYTES
-    store.close()
+    assert len([*tmp_path.rglob("*.npy")]) == (error is KeyboardInterrupt)
     another_server = ArrayStore(tmp_path)
     another_server.open()
     assert another_server.used_bytes == sizes(tmp_path)
@@ -245,24 +184,26 @@ def test_an_array_that_is_not_written_to_its_end_is_gone(
     assert another_server.sweep() == sizes(tmp_path) == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["labels.npy", "labels.tmp", f"{'0' * 39}.npy", f"{'A' * 40}.npy", "0" * 16, "2020-01-01T00"],
-)
-@pytest.mark.parametrize("keeps", [False, True])
-def test_files_of_the_user_are_kept(tmp_path: Path, name: str, keeps: bool) -> None:
-    """Where the folder that is named has some, or the subfolder."""
+def test_files_of_the_user_are_kept(tmp_path: Path) -> None:
+    """Where the folder has some, or the subfolder."""
+    names = ("labels.npy", f"{'0' * 39}.npy", f"{'A' * 40}.npy", "0" * 16, "2020-01-01T00")
     store = ArrayStore(tmp_path, 1 << 20, lifetime_s=0)
     subfolder = store.put(ARRAY).path.parent
-    for folder in (tmp_path, subfolder):
-        (folder / name).write_bytes(b"12345")
-        os.utime(folder / name, (1, 1))
-    store.close()
-    other = ArrayStore(tmp_path, 1 << 20, keeps=keeps)
-    other.open()
-    other.close()
-    remove_unused(tmp_path)
-    assert (tmp_path / name).read_bytes() == (subfolder / name).read_bytes() == b"12345"
+    files = [folder / name for folder in (tmp_path, subfolder) for name in names]
+    for file in files:
+        file.write_bytes(b"12345")
+        os.utime(file, (1, 1))
+    ArrayStore(tmp_path, 1 << 20).open()
+    remove_arrays(tmp_path)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(files)
+
+
+def test_the_folder_of_a_server_is_removed_whole(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", 1 << 20)
+    store.put(ARRAY)
+    remove_arrays(store.folder)
+    assert not store.folder.exists()
+    remove_arrays(store.folder)
 
 
 def test_the_limit_holds_for_threads_together(tmp_path: Path) -> None:
@@ -295,33 +236,6 @@ def test_a_system_that_reads_fewer_bytes_at_once(
     assert store.read(stored.id, [(0, size)]) == content
     assert store.read(stored.id, [(3, 30), (1, 5)]) == content[3:30] + content[1:5]
     assert store.read(stored.id, [(size - 3, size + 9)]) == content[-3:], "what there is"
-
-
-def test_an_array_that_is_alone_waits_for_no_other_thread() -> None:
-    """To hand it to one costs CPU time, for every answer."""
-    store = ArrayStore("s3://bucket/threads")
-    first, *others = store.run_all(lambda _: current_thread(), range(3))
-    assert first is current_thread()
-    assert first not in others
-
-
-def test_all_arrays_of_an_answer_have_ended_though_the_first_fails() -> None:
-    """Or one that is stored later would not be deleted."""
-    store = ArrayStore("s3://bucket/threads")
-    has_failed = Event()
-    ended = []
-
-    def store_one(number: int) -> None:
-        if number == 0:
-            has_failed.set()
-            raise StoreError
-        has_failed.wait()
-        time.sleep(0.1)  # clock: who does not wait has ended by then
-        ended.append(number)
-
-    with pytest.raises(StoreError):
-        store.run_all(store_one, range(3))
-    assert sorted(ended) == [1, 2]
 
 
 def test_threads_that_count_at_once_count_each_array_once(tmp_path: Path) -> None:
@@ -368,7 +282,7 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     for path in (theirs, open_to_all, link):
         with pytest.raises(StoreError, match="folder of this user"):
             ArrayStore(path).put(ARRAY)
-        remove_unused(path)
+        remove_arrays(path)
     assert (theirs / "0123456789abcdef").exists()
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be used"):
@@ -376,16 +290,16 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-@pytest.mark.parametrize("room", [2, 4])
 def test_a_folder_that_is_removed_or_renamed_is_made_again(
-    tmp_path: Path, room: int, renamed: bool
+    tmp_path: Path, clock: Clock, renamed: bool
 ) -> None:
     """Also by a store that was full."""
-    store, other = (ArrayStore(tmp_path / "store", room * FILE_BYTES) for _ in range(2))
+    store, other = (ArrayStore(tmp_path / "store", 2 * FILE_BYTES) for _ in range(2))
     first, _ = store.put(ARRAY), store.put(ARRAY)
     store.folder.rename(tmp_path / "elsewhere") if renamed else shutil.rmtree(store.folder)
     with pytest.raises(LookupError):
         store.size(first.id)
+    clock.now += 1
     second = store.put(ARRAY)
     assert content(other, second.id)
     assert sizes(store.folder) == FILE_BYTES
@@ -430,49 +344,19 @@ def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     assert store.used_bytes == FILE_BYTES
 
 
-def test_a_process_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
-    """No call waits: what is stored, fetched and deleted, of others too; starting; ending."""
-    with another(tmp_path) as other:
-        other.signal(signal.SIGSTOP)
-        process = multiprocessing.get_context("fork").Process(
-            target=_use_all, args=(tmp_path, other.keys)
-        )
-        process.start()
-        process.join(60)
-        exitcode = process.exitcode
-        process.kill()
-        assert exitcode == 0
-        other.signal(signal.SIGCONT)
-        assert other.used_bytes() == 0
-
-
-def _use_all(folder: Path, keys: list[str]) -> None:
-    store = ArrayStore(folder, 1 << 20)
-    stored = [store.put(ARRAY) for _ in range(3)]
-    store.delete(stored[0].id)
-    store.sweep()
-    for key in keys:
-        content(store, key)
-        store.delete(key)
-    for entry in stored[1:]:
-        store.delete(entry.id)
-    store.close()
-    remove_unused(folder)
-
-
 def test_counting_many_arrays_takes_a_small_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """Not each request that is refused looks at all files."""
     store = ArrayStore(tmp_path, 2 * FILE_BYTES)
-    counts, remove_expired = [], store._objects._remove_expired
+    counts, remove_expired = [], folders._remove_expired
 
-    def slowly(now: float) -> int:
+    def slowly(folder: Path, now: float) -> int:
         counts.append(clock.now)
         clock.now += 0.5
-        return remove_expired(now)
+        return remove_expired(folder, now)
 
-    monkeypatch.setattr(store._objects._bytes, "_count", slowly)
+    monkeypatch.setattr(folders, "_remove_expired", slowly)
     store.put(ARRAY), store.put(ARRAY)
     began = clock.now
     while clock.now < began + 100:
@@ -482,10 +366,10 @@ def test_counting_many_arrays_takes_a_small_share_of_the_time(
     assert 3 <= len([at for at in counts if at >= began]) <= 5
 
 
-def test_what_a_killed_process_left_is_swept_by_another(tmp_path: Path, clock: Clock) -> None:
-    """In a folder that is kept; the limit holds over restarts. It may be another host's server."""
-    with another(tmp_path) as other:
-        keys = other.keys
+def test_what_a_killed_server_left_is_swept_by_another(tmp_path: Path, clock: Clock) -> None:
+    """The limit holds over restarts. It may be another host's server."""
+    killed = ArrayStore(tmp_path, 1 << 20)
+    keys = [killed.put(ARRAY).id for _ in range(2)]
     store = ArrayStore(tmp_path, 3 * FILE_BYTES)
     mine = store.put(ARRAY)
     assert store.used_bytes == 3 * FILE_BYTES
@@ -495,108 +379,3 @@ def test_what_a_killed_process_left_is_swept_by_another(tmp_path: Path, clock: C
     store.delete(keys[0])
     clock.now = max(mine.expires, *map(array_store.expiry_of, keys)) + 100
     assert store.sweep() == sizes(tmp_path) == 0
-
-
-def test_a_folder_that_nobody_named_goes_at_the_next_start(tmp_path: Path) -> None:
-    """Where its process was killed. Not while another process uses it, as in a container that
-    shares the host's memory."""
-    folder = tmp_path / "store"
-    store, other = (ArrayStore(folder, 1 << 20, keeps=False) for _ in range(2))
-    stored = store.put(ARRAY)
-    other.open()
-    remove_unused(folder)
-    store.close()
-    assert stored.path.exists()
-    other._objects._unlock()  # as the system does where a process is killed
-    remove_unused(folder)
-    assert not folder.exists()
-
-
-def test_no_new_hour_is_a_moment_in_which_another_server_takes_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whenever the one that uses it is about to lock it, or has made the folder of an hour."""
-    folder = tmp_path / "store"
-    store = ArrayStore(folder, 1 << 20, keeps=False)
-    first = store.put(ARRAY)
-
-    def open_while_another_begins(path: str, flags: int) -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(folders, "open_private", open_private)
-            remove_unused(folder)
-        return open_private(path, flags)
-
-    monkeypatch.setattr(folders, "open_private", open_while_another_begins)
-    monkeypatch.setattr(array_store, "hour_of", lambda expires: "2999-01-01T00")
-    store.put(ARRAY)
-    assert first.path.exists()
-
-
-def test_a_program_begins_without_what_a_killed_one_left(tmp_path: Path) -> None:
-    """It would have no room, and the memory would be taken until the arrays expire."""
-    folder = tmp_path / "store"
-    killed = ArrayStore(folder, 1 << 20, keeps=False)
-    stored = killed.put(ARRAY)
-    killed._objects._unlock()  # as the system does where a process is killed
-    program = ArrayStore(folder, 1 << 20, keeps=False)
-    program.open()
-    assert not stored.path.exists()
-    assert program.used_bytes == 0
-
-
-def test_the_end_of_a_process_whose_child_goes_on(tmp_path: Path) -> None:
-    """The child has its files open."""
-    store = ArrayStore(tmp_path / "store", 1 << 20, keeps=False)
-    store.put(ARRAY)
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-    child.start()
-    store.close()
-    child.kill()
-    child.join()
-    assert not store.folder.exists()
-
-
-def _put_and_leave_work_to_the_thread(folder: Path, count: int) -> None:
-    store = ArrayStore(folder, 1 << 20, keeps=False)
-    for _ in range(count):
-        store.writer.submit(store.put, ARRAY)
-    store.put(ARRAY)
-
-
-def test_a_process_may_end_while_another_begins(tmp_path: Path) -> None:
-    folder, context = tmp_path / "store", multiprocessing.get_context("fork")
-    for _ in range(3):
-        processes = [
-            context.Process(target=_put_and_leave_work_to_the_thread, args=(folder, n))
-            for n in (0, 20)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(60)
-        assert [process.exitcode for process in processes] == [0, 0]
-        assert not folder.exists()
-
-
-def test_a_folder_that_another_process_removes_while_it_is_made(tmp_path: Path) -> None:
-    """It is gone, and made again: "File exists" would have the first array of a process
-    fail."""
-    folder, context = tmp_path / "store", multiprocessing.get_context("fork")
-    remover = context.Process(target=_remove_forever, args=(folder,), daemon=True)
-    remover.start()
-    found_gone = 0
-    try:
-        while found_gone < 10:
-            try:
-                private_folder(folder)
-            except FileNotFoundError:
-                found_gone += 1
-    finally:
-        remover.kill()
-        remover.join()
-
-
-def _remove_forever(folder: Path) -> None:
-    while True:
-        with suppress(FileNotFoundError):
-            folder.rmdir()

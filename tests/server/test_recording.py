@@ -1,19 +1,9 @@
 """Aborted requests in recorded routing, through vLLM's own output processor."""
 
-import fcntl
 import json
-import os
-import re
 import resource
-import socket
-from collections.abc import Iterator
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import FileIO
 from pathlib import Path
-from threading import Event, Thread
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -26,10 +16,8 @@ from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.server.http import metrics
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.recording.recording import Recorder
-from routed_experts.server.outputs import rare_log, record_files, sent_files
-from routed_experts.server.outputs.buckets import Bucket
+from routed_experts.server.outputs import record_files
 from routed_experts.server.outputs.record_files import PART, FullError, RecordFiles, prepare
-from routed_experts.server.outputs.sent_files import SentFiles
 from tests.e2e.harness import wait_until
 from tests.server.known import K, L
 from tests.server.test_row_buffer import (
@@ -82,57 +70,6 @@ def test_files_are_completed_by_size_and_age(
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", PART]
 
 
-@pytest.mark.parametrize("is_writing", [False, True])
-def test_a_server_that_begins_while_another_makes_or_completes_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_writing: bool
-) -> None:
-    """Both look at it before one has it locked: no line is lost, and both go on."""
-    files, flock = RecordFiles(tmp_path, 1000), fcntl.flock
-
-    def meanwhile(file: FileIO, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", flock)
-        prepare(tmp_path) if is_writing else files.rotate(at_once=True)
-        flock(file, operation)
-
-    for line in ("one\n", "two\n"):
-        if is_writing:
-            monkeypatch.setattr(fcntl, "flock", meanwhile)
-        files.write([line.encode()])
-        if not is_writing:
-            monkeypatch.setattr(fcntl, "flock", meanwhile)
-            prepare(tmp_path)
-        files.rotate(at_once=True)
-    assert {*texts_in(tmp_path).values()} == {"one\n", "two\n"}
-
-
-def test_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path) -> None:
-    """Files that no server made are left alone: a link is not followed, and a folder or a pipe
-    does not keep a server from starting."""
-    folder, elsewhere = tmp_path / "record", tmp_path / "elsewhere"
-    folder.mkdir(mode=0o700)
-    elsewhere.write_text("a letter without an end of line")
-    (folder / f"link.jsonl{PART}").symlink_to(elsewhere)
-    (folder / f"folder.jsonl{PART}").mkdir()
-    os.mkfifo(folder / f"pipe.jsonl{PART}")
-    for name, text in (
-        ("cut", 'one\ntwo\n{"thr'),
-        ("whole", "one\n"),
-        ("half", '{"on'),
-        ("empty", ""),
-    ):
-        (folder / f"{name}.jsonl{PART}").write_text(text)
-    running = RecordFiles(folder, 1000)
-    running.write([b"of another server\n"])
-    (of_another,) = {path.name for path in folder.iterdir() if path.name[0].isdigit()}
-    prepare(folder)
-    assert elsewhere.read_text() == "a letter without an end of line"
-    for name in ("link", "folder", "pipe"):
-        path = folder / f"{name}.jsonl{PART}"
-        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-    texts = {"cut.jsonl": "one\ntwo\n", "whole.jsonl": "one\n", of_another: "of another server\n"}
-    assert texts_in(folder) == texts
-
-
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 def test_a_folder_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
     """They could put links there, and read or change what is recorded."""
@@ -145,184 +82,6 @@ def test_a_folder_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(OSError, match="a folder of this user that nobody else may write to"):
         prepare(folder)
-
-
-@pytest.fixture
-def silent_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a bucket whose server takes connections and answers nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        yield "s3://bucket/records"
-
-
-def test_a_bucket_that_is_gone_holds_up_neither_recording_nor_the_end(
-    tmp_path: Path,
-    silent_bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The log says which files were not sent. They stay for the next server."""
-    is_over = Event()
-    monkeypatch.setattr(Bucket, "put_file", lambda *_: is_over.wait())
-    files = SentFiles(tmp_path, 1000, silent_bucket, takes_over=False)
-    for line in (b"one\n", b"two\n"):
-        files.write([line])
-        files.rotate(at_once=True)
-    files.close(0.5)
-    left = texts_in(tmp_path)
-    is_over.set()
-    assert sorted(left.values()) == ["one\n", "two\n"]
-    assert all(name in caplog.records[-1].getMessage() for name in left)
-    files._thread.join()  # or it would log its next failure within another test
-
-
-def test_a_file_that_another_server_has_sent_meanwhile_is_no_error(
-    tmp_path: Path,
-    silent_bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Its room is free again."""
-    put_file = Bucket.put_file
-
-    def put_what_is_gone(bucket: Bucket, name: str, path: Path) -> None:
-        path.unlink()
-        put_file(bucket, name, path)
-
-    monkeypatch.setattr(Bucket, "put_file", put_what_is_gone)
-    (tmp_path / "left.jsonl").write_bytes(b"x" * 900)
-    files = SentFiles(tmp_path, 1000, silent_bucket, takes_over=True)
-    files.close(60)
-    files.write([b"y" * 900])
-    assert not caplog.records
-
-
-class RefusingBucket(BaseHTTPRequestHandler):
-    """Speaks as much of S3 as writing takes, and refuses some objects."""
-
-    asked: ClassVar[list[str]] = []
-    sent: ClassVar[list[str]] = []
-    refused: ClassVar[set[str]] = set()
-
-    def do_PUT(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        name = self.path.rpartition("/")[2]
-        self.asked.append(name)
-        is_refused = name in self.refused
-        if not is_refused:
-            self.sent.append(name)
-        self.send_response(HTTPStatus.FORBIDDEN if is_refused else HTTPStatus.OK)
-        self.send_header("ETag", '"1"')
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-@pytest.fixture
-def refusing_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a bucket that refuses `refused.jsonl`."""
-    monkeypatch.setattr(RefusingBucket, "asked", [])
-    monkeypatch.setattr(RefusingBucket, "sent", [])
-    monkeypatch.setattr(RefusingBucket, "refused", {"refused.jsonl"})
-    with ThreadingHTTPServer(("127.0.0.1", 0), RefusingBucket) as server:
-        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        yield "s3://bucket/records"
-        server.shutdown()
-
-
-def refused_before_two_others(folder: Path, url: str) -> SentFiles:
-    for name in ("refused", "second", "third"):
-        (folder / f"{name}.jsonl").write_text(f"{name}\n")
-    return SentFiles(folder, 1000, url, takes_over=True)
-
-
-def test_a_file_that_a_bucket_refuses_holds_up_no_other(
-    tmp_path: Path, refusing_bucket: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The log names it when it is refused, and when the server stops without having sent it."""
-    files = refused_before_two_others(tmp_path, refusing_bucket)
-    wait_until(lambda: len(RefusingBucket.sent) == 2, "the others are held up")
-    files.close(60)
-    assert RefusingBucket.sent == ["second.jsonl", "third.jsonl"]
-    assert texts_in(tmp_path) == {"refused.jsonl": "refused\n"}
-    refused, unsent = (record.getMessage() for record in caplog.records)
-    assert refused.startswith("refused.jsonl of recorded routing cannot be sent to s3://bucket")
-    assert unsent.endswith("bucket: refused.jsonl")
-
-
-def test_a_backlog_that_a_bucket_refuses_is_one_line_a_minute(
-    tmp_path: Path,
-    refusing_bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """With the number of the others."""
-    monkeypatch.setattr(sent_files, "_SEND_AGAIN_S", 0.2)
-    clock = SimpleNamespace(monotonic=lambda: minutes * rare_log.INTERVAL_S)
-    minutes = 1
-    monkeypatch.setattr(rare_log, "time", clock)
-    RefusingBucket.refused |= {"second.jsonl", "third.jsonl"}
-    files = refused_before_two_others(tmp_path, refusing_bucket)
-    wait_until(lambda: len(RefusingBucket.asked) > 3, "none is sent again")
-    assert len(caplog.records) == 1
-    minutes = 2
-    wait_until(lambda: len(caplog.records) == 2, "it is not logged again")
-    files.close(60)
-    first, second = (record.getMessage() for record in caplog.records[:2])
-    assert first.startswith("refused.jsonl of recorded routing cannot be sent to s3://bucket")
-    others = re.search(r"\((\d+) more like this were not logged\)$", second)
-    assert others is not None
-    assert int(others[1]) >= 2
-
-
-def names_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
-
-
-def test_what_a_bucket_refused_is_sent_again_later(
-    tmp_path: Path, refusing_bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that is refused again does not hold up the others that were refused."""
-    monkeypatch.setattr(sent_files, "_SEND_AGAIN_S", 0.2)
-    RefusingBucket.refused |= {"second.jsonl", "third.jsonl"}
-    files = refused_before_two_others(tmp_path, refusing_bucket)
-    wait_until(lambda: len(RefusingBucket.asked) > 3, "none is sent again")
-    assert RefusingBucket.sent == []
-    RefusingBucket.refused -= {"second.jsonl", "third.jsonl"}
-    wait_until(lambda: len(RefusingBucket.sent) == 2, "the others are held up")
-    # A file goes after its bucket has it.
-    wait_until(lambda: names_in(tmp_path) == ["refused.jsonl"], "a sent file stays")
-    RefusingBucket.refused.clear()
-    wait_until(lambda: len(RefusingBucket.sent) == 3, "it is not sent again")
-    files.close(60)
-    assert not texts_in(tmp_path)
-
-
-def test_files_that_are_refused_do_not_put_off_those_that_were(
-    tmp_path: Path, refusing_bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bucket may refuse all new files for hours."""
-    monkeypatch.setattr(sent_files, "_SEND_AGAIN_S", 0.5)
-    (tmp_path / "refused.jsonl").write_text("refused\n")
-    files = SentFiles(tmp_path, 1 << 20, refusing_bucket, takes_over=True)
-
-    def refuse_another() -> bool:
-        files.write([b"new\n"])
-        (new,) = tmp_path.glob(f"*{PART}")
-        RefusingBucket.refused.add(new.stem)
-        files.rotate(at_once=True)
-        return RefusingBucket.asked.count("refused.jsonl") > 1
-
-    wait_until(refuse_another, "it is not sent again")
-    files.close(60)
 
 
 def recorder_of(frontend: Frontend, folder: Path, room: int = 10**6) -> Recorder:

@@ -27,12 +27,10 @@ MASK = {"routed_experts_deactivate": [[1, 2]]}
 VALID = [
     {"routed_experts_default": {"return_routed_experts": True}},
     {"routed_experts_default": MASK, INPUT_KEY: True},
-    {"routed_experts_delivery": "reference"},
     {"routed_experts_max_response_bytes": 1},
     {"routed_experts_page": False},
     {"routed_experts_store": "5"},
     {"routed_experts_store": "s3://bucket/some/prefix"},
-    {"routed_experts_record": "gs://bucket/prefix"},
     {"routed_experts_store_bytes": 1 << 40},
     *({"routed_experts_store_seconds": value} for value in (0.5, 10**9)),
     {"routed_experts_store_paths": True},
@@ -58,15 +56,14 @@ def test_a_setting_is_a_key_and_a_flag(values: dict[str, Any]) -> None:
     settings = Settings.of({**values, "another": 1})
     assert {name: getattr(settings, name) for name in values} == values
     assert settings != Settings.of({}) == Settings.of(None) == Settings.of(dict.fromkeys(KINDS))
-    if all(HELP[name] for name in values):
-        flags = [word for setting in values.items() for word in flags_of(*setting)]
-        args = serve.parse(["model", "--additional-config", '{"another": 1}', *flags])
-        assert serve.configure(args) == settings
-        # vLLM hashes what is there, also for its answers.
-        assert args.additional_config == {
-            "another": 1,
-            **{key: True for key in FOR_THE_ENGINE if key in values},
-        }
+    flags = [word for setting in values.items() for word in flags_of(*setting)]
+    args = serve.parse(["model", "--additional-config", '{"another": 1}', *flags])
+    assert serve.configure(args) == settings
+    # vLLM hashes what is there, also for its answers.
+    assert args.additional_config == {
+        "another": 1,
+        **{key: True for key in FOR_THE_ENGINE if key in values},
+    }
 
 
 def test_numbers_that_are_not_json() -> None:
@@ -100,7 +97,6 @@ SECRET = ("s3://key:secret@bucket/x", "s3://bucket/x?endpoint=http://y")
 NO_PLACES = (5, "", False, "ftp://host/x", "s3://", *SECRET)
 INVALID: list[tuple[str, tuple[Any, ...], str]] = [
     ("routed_experts_default", ([], "{"), "a JSON object with routing fields"),
-    ("routed_experts_delivery", ("by mail", True), "inline or reference"),
     *((f"routed_experts_{name}_bytes", NOT_POSITIVE, "a positive integer") for name in BYTES),
     (
         "routed_experts_store_seconds",
@@ -135,6 +131,10 @@ def test_a_value_that_a_setting_cannot_have(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (
+            {"routed_experts_record": "gs://bucket/prefix"},
+            "routed_experts_record must be a folder",
+        ),
         (
             {"routed_experts_record_share": 0.5},
             "routed_experts_record_share needs routed_experts_record",

@@ -92,7 +92,8 @@ class ReferenceMaker(Delivery):
 
     def _delete_stored(self) -> None:
         wait(self._prepared)  # they were submitted before this, so each has ended or has a thread
-        self.store.run_all(self.store.discard, [*self._stored])
+        for key in [*self._stored]:
+            self.store.discard(key)
 
     def references(
         self, encoder: Encoder, arrays: Arrays
@@ -108,7 +109,7 @@ class ReferenceMaker(Delivery):
                 count_stored(succeeded=False)
                 return {}
 
-        made = self.store.run_all(try_to_store, arrays)
+        made = [try_to_store(array) for array in arrays]
         if not failures:
             return made, None
         self.store.warnings.log("Routed experts come inline: %s", failures[0])

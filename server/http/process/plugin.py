@@ -39,7 +39,7 @@ from routed_experts.server.http.routes import unsupported_routes
 from routed_experts.server.http.routes.routes import generate_router, router
 from routed_experts.server.http.seams import replace_routes, scales_out
 from routed_experts.server.outputs.array_store import ArrayStore, store_with
-from routed_experts.server.outputs.folders import default_folder, remove_unused
+from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router
 from routed_experts.server.settings import Settings, asks_for_every_request
@@ -127,9 +127,7 @@ class RoutedExpertsPlugin:
         input_default = encoded_default(settings.input_default, reader)
         default = default_folder(str(args.port))
         ours.store = store_with(settings, default)
-        if ours.store.folder == default:
-            remove_unused(default)  # of a process that was killed
-        else:
+        if ours.store.folder != default:
             ours.store.open()
         await probe(self._app, captured, model)
         ours.settings = settings

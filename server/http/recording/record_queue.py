@@ -1,7 +1,6 @@
 """Records that wait to be written, and the thread that writes them."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -19,7 +18,7 @@ _QUEUE_BYTES = 128 << 20
 _IDLE_S = 5.0
 """How often the thread looks whether its file is old while nothing is to be written."""
 _CLOSE_S = 5.0
-"""How long a server that stops waits for what is not written or sent yet."""
+"""How long a server that stops waits for what is not written yet."""
 
 
 class FailureLog:
@@ -80,7 +79,6 @@ class RecordQueue:
         if self.is_closed:
             return
         self.is_closed = True
-        deadline = time.monotonic() + _CLOSE_S
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
@@ -88,7 +86,6 @@ class RecordQueue:
                 "The routing of about %d requests was not recorded: the disk is slow.",
                 self._queue.qsize(),
             )
-        self._files.close(deadline - time.monotonic())
 
     def _run(self) -> None:
         is_open = True

@@ -17,7 +17,6 @@ from typing import Any
 
 from routed_experts.capture.wire.envelope import RunRows
 from routed_experts.capture.wire.message import OPT_IN_ARG, OptIn
-from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.models import LABEL, STEPS
 from routed_experts.protocol.routing_input import EncodedInput
 from routed_experts.server.http.engine import CapturedEngine
@@ -25,9 +24,8 @@ from routed_experts.server.http.metrics import NotRecorded, count_dropped
 from routed_experts.server.http.recording.record_line import Record, line_of
 from routed_experts.server.http.recording.record_queue import FailureLog, RecordQueue
 from routed_experts.server.outputs.processor import NoRecorder
-from routed_experts.server.outputs.record_files import RecordFiles, folder_of, prepare
+from routed_experts.server.outputs.record_files import RecordFiles, prepare
 from routed_experts.server.outputs.row_buffer import RowBuffer
-from routed_experts.server.outputs.sent_files import SentFiles
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     CompletionOutput,
@@ -255,13 +253,13 @@ def _opt_in(request: EngineCoreRequest, params: SamplingParams, opt_in: OptIn) -
 
 def start_recording(captured: CapturedEngine, place: str | Path, settings: Settings) -> None:
     """Starts to record what the engine is asked, until it is shut down."""
-    prepare(place)
+    folder = prepare(place)
     engine = captured.engine
-    rank, num_processes = rank_of_process(engine.vllm_config)
-    room = _room_in(place, settings.routed_experts_record_bytes) // num_processes
+    _, num_processes = rank_of_process(engine.vllm_config)
+    room = _room_in(folder, settings.routed_experts_record_bytes) // num_processes
     recorder = Recorder(
         captured,
-        _files_in(place, room, takes_over=rank == 0),
+        RecordFiles(folder, room),
         settings.routed_experts_record_share,
         settings.routed_experts_record_tokens,
         has_steps=settings.routed_experts_default.get(STEPS, False),
@@ -286,21 +284,11 @@ def start_recording(captured: CapturedEngine, place: str | Path, settings: Setti
     )
 
 
-def _room_in(place: str | Path, max_bytes: int) -> int:
-    """Bytes that all processes of the server may write. For a bucket, files that are found are
-    sent, and count until then."""
-    if is_bucket(place):
-        return max_bytes
+def _room_in(folder: Path, max_bytes: int) -> int:
+    """Bytes that all processes of the server may write."""
     used_bytes = sum(
         entry.stat(follow_symlinks=False).st_size
-        for entry in os.scandir(folder_of(place))
+        for entry in os.scandir(folder)
         if entry.is_file(follow_symlinks=False)
     )
     return max(max_bytes - used_bytes, 0)
-
-
-def _files_in(place: str | Path, room: int, takes_over: bool) -> RecordFiles:
-    folder = folder_of(place)
-    if is_bucket(place):
-        return SentFiles(folder, room, str(place), takes_over)
-    return RecordFiles(folder, room)
