@@ -140,13 +140,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "Fast prefill skips layers for prompt tokens: remove --kv-sharing-fast-prefill.",
     ),
     Refusal(
-        "equal request ids with several API processes",
-        # One that refuses an id in use does not know those of the others.
-        lambda c: (
-            envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION and c.parallel_config._api_process_count > 1
-        ),
-        "Where request ids have no random end, a client of one API process can end another's request of the same id: "
-        "remove VLLM_DISABLE_REQUEST_ID_RANDOMIZATION from the environment, or set --api-server-count to 1.",
+        "equal request ids",
+        lambda _: envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION,
+        "Where request ids have no random end, two requests may have one id, which ends the engine: remove "
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION from the environment.",
     ),
     Refusal(
         "adaptive draft verification",

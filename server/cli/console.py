@@ -1,46 +1,14 @@
 """Console output: errors, tables, and progress if standard error is a terminal."""
 
-import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
 
 class CommandError(Exception):
     """A command cannot run. The message says what is wrong and what to change."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Says which flag was meant by one that is misspelt."""
-
-    _words: Sequence[str] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._words = sys.argv[1:] if args is None else args
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        super().error(message + guess(self._words, self._option_string_actions))
-
-
-def guess(words: Iterable[str], flags: Iterable[str]) -> str:
-    """The end of an error about the words of a command, if one of them nearly is one of these
-    flags."""
-    known = [flag for flag in flags if flag.startswith("--")]
-    for word in words:
-        flag = word.partition("=")[0]
-        # argparse takes the beginning of a flag
-        is_known = any(name.startswith(flag) for name in known)
-        if (
-            flag.startswith("--")
-            and not is_known
-            and (near := get_close_matches(flag, known, 1, cutoff=0.75))
-        ):
-            return f" ({flag}: did you mean {near[0]}?)"
-    return ""
 
 
 def complain(message: object) -> int:

@@ -1,5 +1,6 @@
 """The command `routed-experts`."""
 
+import argparse
 import os
 import sys
 from importlib import import_module
@@ -7,7 +8,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from routed_experts.protocol.version import VERSION
-from routed_experts.server.cli.console import CommandError, Parser, complain, say
+from routed_experts.server.cli.console import CommandError, complain, say
 from routed_experts.server.cli.signals import EndedError, end_on_signals, stop_on_signals
 
 NO_VLLM = (
@@ -28,7 +29,6 @@ EPILOG = (
     "routed-experts COMMAND --help lists a command's flags; serve takes any flag of vllm serve."
 )
 INTERRUPTED = 128 + 2  # exit status of shells for SIGINT
-NO_READER = 128 + 13  # and for SIGPIPE
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,10 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             end_on_signals()
     try:
-        try:
-            return run(argv)
-        finally:
-            _flush()
+        return run(argv)
     except CommandError as error:
         return complain(error)
     except KeyboardInterrupt as error:
@@ -54,20 +51,6 @@ def main(argv: list[str] | None = None) -> int:
         if is_command:
             os._exit(status)  # the interpreter's own end takes seconds once torch is loaded
         return status
-    except BrokenPipeError:
-        return NO_READER
-
-
-def _flush() -> None:
-    """Flushes standard output. If that fails, drops the rest and raises: the interpreter would try
-    again at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise CommandError(f"Standard output cannot be written: {error.strerror}.") from error
 
 
 def run(argv: list[str]) -> int:
@@ -85,7 +68,7 @@ def run(argv: list[str]) -> int:
 
 def answer_without_command(argv: list[str]) -> NoReturn:
     """Says the help or the version, or what is wrong with words that begin with no command."""
-    parser = Parser(prog="routed-experts", epilog=EPILOG)
+    parser = argparse.ArgumentParser(prog="routed-experts", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"routed-experts-server {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, purpose in COMMANDS.items():
@@ -106,8 +89,6 @@ def run_tool(command: str, rest: list[str]) -> int:
         with np.errstate(all="ignore"):  # numbers that no router has
             status: int = import_module(f"routed_experts.server.{module}").main(rest)
             return status
-    except BrokenPipeError:
-        raise
     except OSError as error:  # a full disk, a folder without permission
         reason = error.strerror or str(error)
         file_name = f": {error.filename}" if error.filename else ""

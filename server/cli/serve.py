@@ -27,7 +27,7 @@ from routed_experts.protocol.buckets import is_bucket
 from routed_experts.protocol.models import parse_options
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
-from routed_experts.server.cli.console import CommandError, guess, say, sentence_of
+from routed_experts.server.cli.console import CommandError, say, sentence_of
 from routed_experts.server.http.process.selftest import SelfTestError
 from routed_experts.server.http.seams import cli_env_setup, configure_logging_from_args
 from routed_experts.server.inprocess import plugin as program_plugin
@@ -55,16 +55,6 @@ All flags of vllm serve are accepted; --no-enable-return-routed-experts disables
   routed-experts serve --help=ModelConfig    list the flags of one group
   routed-experts serve --help=max-model-len  show one flag
 """
-_ENGINE_FAILED = "Engine core initialization failed"
-ENGINE_DID_NOT_START = (
-    "The engine did not start; its own error stands above. If memory ran out, lower --max-model-len, --max-num-seqs or "
-    "--gpu-memory-utilization, or spread the model over more GPUs with --tensor-parallel-size."
-)
-_ENGINE_DIED = "Engine core process"
-ENGINE_HAS_DIED = (
-    "The engine has died; its own error stands above, unless it was killed, "
-    "for example because memory ran out."
-)
 
 
 def main(argv: list[str]) -> int:
@@ -80,7 +70,7 @@ def main(argv: list[str]) -> int:
     if settings is None or args.headless:  # which stores and records nothing here
         run(args)
     else:
-        with prepared_folders(settings, args.port):
+        with prepared_folders(settings, args.uds or args.port):
             run(args)
     return 0
 
@@ -88,17 +78,10 @@ def main(argv: list[str]) -> int:
 # ---- flags ----
 
 
-class _Parser(FlexibleArgumentParser):
-    guess = ""  # which flag was meant by one that is misspelt
-
-    def error(self, message: str) -> None:
-        super().error(message + self.guess)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     """vLLM's parsed `serve` arguments, with the capture on unless it was switched off."""
     cli_env_setup()
-    parser = _parser_for(argv)
+    parser = _parser(argv)
     try:
         args: argparse.Namespace = parser.parse_args(["serve", *argv])
     except ValueError as error:
@@ -108,15 +91,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     # as in vLLM's own command, but before checking the configuration
     if args.model_tag is not None:
         args.model = args.model_tag
-    _configure_log(args)
+    configure_logging_from_args(args)
     _refuse_other_front_ends(args)
     return args
 
 
-def _parser_for(argv: list[str]) -> _Parser:
-    """vLLM's parser of `serve` with our flags and help. It guesses what a misspelt word of `argv`
-    means."""
-    parser = _Parser(prog="routed-experts")
+def _parser(argv: list[str]) -> FlexibleArgumentParser:
+    """vLLM's parser of `serve` with our flags and help."""
+    parser = FlexibleArgumentParser(prog="routed-experts")
     serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     serve.usage = "routed-experts serve [MODEL] [options]"
     serve.set_defaults(enable_return_routed_experts=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
@@ -128,23 +110,7 @@ def _parser_for(argv: list[str]) -> _Parser:
         ours = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
         add_flags(ours)
         serve.description += f"\n{ours.format_help()}"
-    words = [word.partition("=")[0].replace("_", "-") for word in argv]
-    parser.guess = serve.guess = guess(words, serve._option_string_actions)
     return parser
-
-
-def _configure_log(args: argparse.Namespace) -> None:
-    try:
-        configure_logging_from_args(args)
-    except Exception as error:  # whatever Python's logging raises for what a file says
-        raise CommandError(f"The log cannot be configured: {_reason_of_log(error)}.") from error
-
-
-def _reason_of_log(error: Exception) -> str:
-    text, *values = error.args or ("",)
-    if values and "%s" in str(text):  # vLLM raises some errors as it would log them
-        return str(text) % tuple(values)
-    return str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
 
 
 def _refuse_other_front_ends(args: argparse.Namespace) -> None:
@@ -182,7 +148,7 @@ def check_port(host: str | None, port: int) -> None:
     """Raises `CommandError` if the server cannot listen there, before the model is read.
 
     Several API processes of vLLM would share a port with another server of this user without an
-    error.
+    error, and this command removes the folder of the port.
     """
     try:
         family = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][0]
@@ -341,7 +307,7 @@ def prepared_folders(settings: Settings, port: int | str) -> Iterator[None]:
             raise CommandError(f"{flag_of(name)}: {why}.") from error
         except StoreError as error:
             raise CommandError(f"{flag_of(name)}: {error}.") from error
-    own_folder = default_folder(str(port))
+    own_folder = default_folder(port)
     remove_arrays(own_folder)
     try:
         yield
@@ -375,13 +341,6 @@ def run(args: argparse.Namespace) -> None:
         raise CommandError(str(error)) from error
     except OSError as error:  # for example a missing tokenizer
         raise CommandError(f"The server cannot run: {error}.") from error
-    except RuntimeError as error:
-        message = str(error)
-        if message.startswith(_ENGINE_DIED):
-            raise CommandError(ENGINE_HAS_DIED) from error
-        if message.startswith(_ENGINE_FAILED):
-            raise CommandError(ENGINE_DID_NOT_START) from error
-        raise
 
 
 def _check_arguments(args: argparse.Namespace) -> None:

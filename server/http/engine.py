@@ -22,7 +22,7 @@ from routed_experts.server.http.drain import Drain
 from routed_experts.server.http.input_memory import InputMemory
 from routed_experts.server.http.metrics import EngineMetrics, label_with
 from routed_experts.server.outputs.array_store import ArrayStore
-from routed_experts.server.outputs.processor import RowBuffers, refuse_used_ids
+from routed_experts.server.outputs.processor import RowBuffers
 from routed_experts.server.settings import INPUT_BYTES, Settings
 from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
 
@@ -43,7 +43,6 @@ class CapturedEngine:
         """Asks the workers for the dimensions of rows, and installs the row buffers."""
         info = await _info(engine, model)
         buffers = RowBuffers.install(engine.output_processor)
-        refuse_used_ids(engine)
         if buffers.every_request is not None:
             buffers.every_request.is_on = False  # over HTTP, each request opts in
         label_with(model)

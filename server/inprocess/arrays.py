@@ -20,7 +20,6 @@ from routed_experts.server.outputs.processor import (
     BufferedRequestState,
     RowBuffers,
     opt_in,
-    refuse_used_ids,
 )
 from routed_experts.server.outputs.row_buffer import RowBuffer, is_complete
 from routed_experts.server.settings import Settings
@@ -182,7 +181,6 @@ class InProcessCapture:
         the engine."""
         processor = engine.output_processor
         buffers = RowBuffers.install(processor)
-        refuse_used_ids(engine)
         every = cls(engine)  # after the buffers, whose `add_request` it calls
         buffers.every_request = every
         processor.add_request = every.add_request

@@ -46,10 +46,11 @@ def private_folder(folder: Path) -> None:
         )
 
 
-def default_folder(name: str) -> Path:
-    """The folder of a server called `name`, in memory if the system has a file system there."""
+def default_folder(address: str | int) -> Path:
+    """The folder of the server at a port or socket, in memory if the system has a file system
+    there."""
     parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    return parent / f"routed-experts-{os.geteuid()}-{name}"
+    return parent / f"routed-experts-{os.geteuid()}-{str(address).replace('/', '_')}"
 
 
 def open_private(path: str, flags: int) -> int:

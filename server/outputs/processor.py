@@ -24,11 +24,9 @@ from routed_experts.server.outputs.held_input import put_input
 from routed_experts.server.outputs.prefill_param import put_rows
 from routed_experts.server.outputs.row_buffer import RowBuffer, owned_copy
 from routed_experts.server.vllm_api import (
-    AsyncLLM,
     CompletionOutput,
     EngineCoreOutput,
     EngineCoreRequest,
-    LLMEngine,
     OutputProcessor,
     OutputProcessorOutput,
     RequestState,
@@ -324,43 +322,6 @@ class RowBuffers:
             elif (state := self._state(unknown.prompt_id, unknown.request_id)) is not None:
                 for buffer in _buffers_of(state):
                     buffer.own_causes = buffer.own_causes + counted
-
-
-def refuse_used_ids(engine: LLMEngine | AsyncLLM) -> None:
-    """Replaces `assign_request_id` of the engine's input processor, once per engine: a request whose
-    id another one has is refused.
-
-    vLLM gives each request an id of its own, unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set.
-    Then two of one id would end its engine. One that was aborted runs until the engine has sent the
-    rows of its end. This is the last place before vLLM adds choices one by one: if one of several
-    is refused, it aborts all of that id, and so the request that runs.
-    """
-    inputs = engine.input_processor
-    outputs = engine.output_processor
-    if "assign_request_id" in vars(inputs):
-        return
-    assign: Callable[[EngineCoreRequest], None] = inputs.assign_request_id
-
-    def assign_unused_id(request: EngineCoreRequest) -> None:
-        assign(request)
-        names = _names_of(request)
-        if any(name in outputs.request_states or name in outputs.parent_requests for name in names):
-            raise VLLMValidationError(
-                f"The request id {request.external_req_id!r} is in use by a request that has not ended, or is ending. "
-                "Use another id.",
-                parameter="request_id",
-            )
-
-    inputs.assign_request_id = assign_unused_id
-
-
-def _names_of(request: EngineCoreRequest) -> list[str]:
-    """The id of a request, and those that vLLM gives its choices if there are several."""
-    request_id = request.request_id
-    params = request.sampling_params
-    count = 1 if params is None else params.n
-    choices = [f"{index}_{request_id}" for index in range(count)] if count > 1 else []
-    return [request_id, *choices]
 
 
 def _buffers_of(state: RequestState) -> tuple[RowBuffer, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from routed_experts.protocol.routing import RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
-from routed_experts.server.cli.console import CommandError, Parser, say
+from routed_experts.server.cli.console import CommandError, say
 from routed_experts.server.tools.differences import Comparison, table
 from routed_experts.server.tools.reference import Reference
 from routed_experts.server.tools.running import RunningServer, add_server_flags, bodies_of
@@ -32,7 +32,7 @@ PROMPTS = (
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="routed-experts compare",
         description="Compares the experts in responses with a Hugging Face forward pass of the same checkpoint. "
         "Exit status: 0 if they are equal or differ only in near-ties, 1 if they differ by more, 2 on error.",

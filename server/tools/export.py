@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_STEP, Rows, count_missing
 from routed_experts.protocol.routing import Routing, RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
-from routed_experts.server.cli.console import CommandError, Parser, progress
+from routed_experts.server.cli.console import CommandError, progress
 from routed_experts.server.tools.running import RunningServer, add_server_flags, bodies_of
 from routed_experts.server.tools.saved import atomic_file, opened
 
@@ -304,7 +304,7 @@ def _npz_values(name: str, values: Any, dtype: str) -> NDArray[Any]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="routed-experts export",
         description="Writes the experts in responses to a file for other programs. The file is complete or absent.",
     )

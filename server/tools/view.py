@@ -15,7 +15,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from routed_experts.protocol.files import open_file
-from routed_experts.server.cli.console import CommandError, Parser
+from routed_experts.server.cli.console import CommandError
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
 from routed_experts.server.page.one_file import page_with
 from routed_experts.server.tools.saved import STDIN, atomic_file, files_in, open_text
@@ -118,7 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="routed-experts view", description="Shows saved responses in a browser.")
+    parser = argparse.ArgumentParser(
+        prog="routed-experts view", description="Shows saved responses in a browser."
+    )
     parser.add_argument(
         "file",
         nargs="*",

@@ -25,7 +25,6 @@ from tests.e2e.harness import (
     Server,
     answers_of,
     answers_of_stream,
-    located,
     prompt_of,
     read_events,
     wait_until,
@@ -183,59 +182,6 @@ def test_readers_that_stop(api: Server, idle: dict[str, float]) -> None:
         assert sum(array["shape"][0] for array in arrays if array) == 5 * 929
     settled(api, idle)
     at_most(num_held, before)
-
-
-@pytest.mark.parametrize("delivery", ["inline", "reference"])
-def test_a_request_id_that_comes_again(
-    api: Server, idle: dict[str, float], delivery: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without vLLM's random end of ids: refused while the first request runs or ends, and right
-    after that."""
-    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    fields = {"request_id": "mine", "routed_experts_delivery": delivery}
-    with connect(api) as sock:
-        sock.sendall(
-            request(prompt=prompt_of(60, 1), max_tokens=800, ignore_eos=True, stream=True, **fields)
-        )
-        assert sock.recv(12) == b"HTTP/1.1 200"
-        body = {
-            "model": "tiny",
-            **ASK,
-            "prompt": prompt_of(40, 2),
-            "max_tokens": 5,
-            "ignore_eos": True,
-            **fields,
-        }
-        refused = api.client().post("/v1/completions", json=body)
-        assert refused.status_code == 400
-        assert "The request id 'cmpl-mine-0' is in use" in refused.json()["error"]["message"]
-    response = api.client().post("/v1/completions", json=body)
-    while response.status_code == 400:
-        response = api.client().post("/v1/completions", json=body)
-    (answer,) = answers_of(located(response.json(), f"{api.url}/v1"))
-    check(answer, tokens=5)
-    settled(api, idle)
-
-
-@pytest.mark.parametrize(("n", "others_n"), [(2, 2), (1, 2), (2, 1), (2, 3)])
-def test_a_request_that_is_refused_for_its_id_ends_nobody_else(
-    api: Server, idle: dict[str, float], n: int, others_n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM adds choices one by one, and aborts the id of all of them if one fails."""
-    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    fields = {"request_id": "mine", "ignore_eos": True, "temperature": 1, "model": "tiny"}
-    body = {**ASK, **fields, "prompt": prompt_of(60, 1), "max_tokens": 300, "n": n, "stream": True}
-    other = {**fields, "prompt": prompt_of(40, 2), "max_tokens": 5, "n": others_n}
-    with api.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
-        events = read_events(response.iter_lines())
-        first = next(events)
-        refused = api.client().post("/v1/completions", json=other)
-        answers = answers_of_stream([first, *events], per_prompt=n)
-    assert refused.status_code == 400
-    assert "in use by a request that has not ended" in refused.json()["error"]["message"]
-    for answer in answers:
-        check(answer, tokens=300)
-    settled(api, idle)
 
 
 def unchunked(body: bytes) -> bytes:

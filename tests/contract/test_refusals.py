@@ -102,8 +102,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"speculative_config.enable_adaptive_verification": True},
     ),
     (
-        "equal request ids with several API processes",
-        {"_api_process_count": 2},
+        "equal request ids",
+        {},
         {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"},
     ),
     # Needs expert load balancing, which needs CUDA.

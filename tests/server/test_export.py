@@ -560,7 +560,6 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "FILE -o out.xyz",
             "--output out.xyz must end in .parquet or .npz",
         ),
-        ("FILE --ouput out.npz", "(--ouput: did you mean --output?)"),
         ("-o out.npz", "give files, or --url and --prompts"),
         ("-o out.npz --url host", "give files, or --url and --prompts"),
         ("FILE -o out.npz --url host --prompts p", "give files, or --url and --prompts"),

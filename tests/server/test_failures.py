@@ -61,7 +61,6 @@ def words(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Words:
     return words_for(tiny_model, tmp_path_factory.mktemp("files"))
 
 
-COMMAND = "export FILES/answer -o FILES/out.npz"
 rare = partial(pytest.param, marks=pytest.mark.release)
 """Commands that import torch first."""
 
@@ -81,22 +80,6 @@ def test_vllms_command_has_no_other_front_ends() -> None:
     }
     engines = {"CoreEngineProcManager"}
     assert names - engines - in_python == {"serve_grpc", "RustFrontendProcessManager"}
-
-
-def test_a_reader_that_leaves(words: Words) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with started(*words(COMMAND), stdout=write) as process:
-        os.close(write)
-        _, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (141, "")
-
-
-def test_a_disk_that_is_full(words: Words) -> None:
-    with open("/dev/full", "w") as full, started(*words(COMMAND), stdout=full.fileno()) as process:
-        _, err = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert err.endswith("No space left on device.\n"), err
 
 
 @pytest.mark.parametrize(

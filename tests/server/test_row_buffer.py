@@ -5,14 +5,12 @@ import logging
 import random
 import time
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -29,12 +27,10 @@ from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.server.outputs.processor import (
     RowBuffers,
     opt_in,
-    refuse_used_ids,
 )
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import (
     RequestOutput,
-    VLLMValidationError,
 )
 from tests.server.known import K, L, buffer_of, push_from_message, rows_of
 
@@ -443,34 +439,6 @@ def test_an_id_that_comes_again() -> None:
         first_token("a"),
     )
     assert frontend.taken(3, queue) == [[0, 1, 2]]
-
-
-@pytest.mark.parametrize("is_ending", [False, True], ids=["running", "ending"])
-def test_an_id_that_is_in_use_is_refused(is_ending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM takes the second for more of the first one's prompt, and its engine ends."""
-    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    frontend = Frontend()
-    inputs = object.__new__(InputProcessor)
-    refuse_used_ids(SimpleNamespace(input_processor=inputs, output_processor=frontend.processor))
-    asks = SamplingParams(output_kind=DELTA, detokenize=False)
-    opt_in(asks, prompt_start=0, at_end=True, prompt_id=prompt_id_of("b"))
-    queue = frontend.add("b", params=asks)
-    if is_ending:
-        frontend.processor.abort_requests(["b"], internal=True)
-    with pytest.raises(
-        VLLMValidationError, match="The request id 'b' is in use by a request that has not ended"
-    ):
-        inputs.assign_request_id(without_ids("b"))
-    frontend.step(prompt("b"), output("b", 1, first=3, finish=ABORT))
-    assert [positions(buffer.take(0, 4)) for buffer in buffers_of(take(queue))] == [[0, 1, 2, 3]]
-    inputs.assign_request_id(without_ids("b"))
-
-
-def without_ids(request_id: str) -> EngineCoreRequest:
-    """A request as it comes to where vLLM gives it its id."""
-    request = request_of(request_id, SamplingParams())
-    request.external_req_id = None
-    return request
 
 
 # ---- what goes with them ----

@@ -125,7 +125,7 @@ class RoutedExpertsPlugin:
         check_defaults_of_model(settings.routed_experts_default, limits)
         reader = InputReader(captured, ours.store, ours.input_memory)
         input_default = encoded_default(settings.input_default, reader)
-        default = default_folder(str(args.port))
+        default = default_folder(args.uds or args.port)
         ours.store = store_with(settings, default)
         if ours.store.folder != default:
             ours.store.open()
