@@ -94,9 +94,10 @@ class Folder:
             self.max_bytes = (disk.f_bavail * disk.f_frsize + self.used_bytes) // 2
 
     def _make_room(self, num_bytes: int) -> None:
-        """Counts again, without what has expired, if the count is old. Not enough room is an
+        """Counts again, without what has expired, unless that was just done. Not enough room is an
         error."""
-        if time.monotonic() >= self._count_again:  # others may have written or deleted
+        is_old = time.monotonic() >= self._count_again  # others may have written or deleted
+        if is_old or not self.path.is_dir():  # or somebody has removed the folder
             self._count()
         assert self.max_bytes is not None  # it is open
         if self.used_bytes + num_bytes > self.max_bytes:

@@ -17,8 +17,7 @@ from typing import Any
 from routed_experts.protocol.files import open_file
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
-from routed_experts.server.page.one_file import page_with
-from routed_experts.server.tools.saved import STDIN, atomic_file, files_in, open_text
+from routed_experts.server.tools.saved import STDIN, files_in, open_text
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
 HOST = "127.0.0.1"
@@ -128,29 +127,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "the page has an example",
     )
     parser.add_argument("--port", type=int, default=0, help="local port (default: any free port)")
-    parser.add_argument(
-        "--output",
-        "-o",
-        type=Path,
-        help="write the page with these responses to an HTML file that needs no server, and end",
-    )
     parser.add_argument("--no-browser", action="store_true", help="only print the URL")
-    args = parser.parse_args(argv)
-    if args.output and not args.file:
-        parser.error("--output needs files with responses")
-    return args
-
-
-def write_page(viewed: Sequence[ViewedFile], output: Path) -> None:
-    """Writes the page with all files to one file."""
-    title = viewed[0].name if len(viewed) == 1 else f"{viewed[0].name} and {len(viewed) - 1} more"
-    with atomic_file(output, "--output") as path:
-        try:
-            page = page_with([(file.name, file.path) for file in viewed], title)
-        except ValueError as error:
-            raise CommandError(str(error)) from error
-        path.write_text(page, encoding="utf-8")
-    print(f"Wrote {output}.")
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -158,9 +136,6 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     with ExitStack() as stack:
         viewed = viewed_files(args.file, stack)
-        if args.output:
-            write_page(viewed, args.output)
-            return 0
         try:
             server = ViewServer(viewed, args.port)
         except (OSError, OverflowError) as error:

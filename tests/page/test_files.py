@@ -19,7 +19,7 @@ import pytest
 
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.main import main
-from routed_experts.server.page import one_file, page_files
+from routed_experts.server.page import page_files
 from routed_experts.server.tools import view
 from tests.contract.served import serving
 from tests.e2e.harness import Server
@@ -102,21 +102,17 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.e2e
 def test_the_documented_commands(saved: Path, documented: list[str]) -> None:
-    """The first and the third open a browser, which says here what it would open; the last writes
-    a file."""
+    """The first and the third open a browser, which says here what it would open."""
     for folder in ("code", "prose"):
         (saved.parent / folder).mkdir()
         shutil.copy(saved, saved.parent / folder)
     (text,) = documented
-    *serving_commands, writing = map(partial(shlex.split, comments=True), text.splitlines())
-    said = [said_by(command, saved.parent) for command in serving_commands]
+    commands = map(partial(shlex.split, comments=True), text.splitlines())
+    said = [said_by(command, saved.parent) for command in commands]
     assert [len(lines) for lines in said] == [2, 1, 2]
     for line in itertools.chain(*said):
         assert re.search(r"http://127\.0\.0\.1:\d+/routed_experts\b", line)
     assert said[0][1].startswith("opened ")
-    command = [sys.executable, "-m", "routed_experts.server.cli", *writing[1:]]
-    assert subprocess.check_output(command, cwd=saved.parent, text=True) == "Wrote page.html.\n"
-    assert "<html data-one-file" in (saved.parent / "page.html").read_text()
 
 
 def said_by(command: list[str], folder: Path) -> list[str]:
@@ -162,19 +158,6 @@ def test_two_views_at_once_take_two_ports() -> None:
         assert first.url != second.url
 
 
-def test_a_page_in_one_file_must_have_responses_that_fit(
-    capsys: pytest.CaptureFixture[str], saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = saved.with_name("page.html")
-    monkeypatch.setattr(one_file, "MAX_FILE_BYTES", 100)
-    assert main(["view", str(saved), "--output", str(output)]) == 2
-    assert "choose fewer" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["view", "--output", str(output)])
-    assert "--output needs files with responses" in capsys.readouterr().err
-    assert not output.exists()
-
-
 def test_view_reads_folders(tmp_path: Path, saved: Path) -> None:
     for path in ("code/b.jsonl", "code/deep/a.json", "code/notes.txt", "empty/x.txt"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -186,8 +169,6 @@ def test_view_reads_folders(tmp_path: Path, saved: Path) -> None:
         assert view.viewed_files([], stack) == []
         with pytest.raises(CommandError, match="has no files"):
             view.viewed_files([str(tmp_path / "empty")], stack)
-        with pytest.raises(CommandError, match=r"a\.jsonl: view shows files of this machine"):
-            view.viewed_files(["s3://b/a.jsonl"], stack)
 
 
 def test_view_reads_no_file_at_the_start(tmp_path: Path) -> None:
@@ -197,10 +178,3 @@ def test_view_reads_no_file_at_the_start(tmp_path: Path) -> None:
         (file,), peak = peak_of(lambda: view.viewed_files([str(tmp_path)], stack))
     assert file.path.name == "0.jsonl"
     assert peak < 1 << 20
-
-
-def test_a_page_in_one_file_needs_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "0.jsonl").write_bytes(b"\xff\xfe")
-    assert main(["view", str(tmp_path / "0.jsonl"), "-o", str(tmp_path / "page.html")]) == 2
-    assert "0.jsonl" in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()

@@ -9,16 +9,14 @@ import pytest
 
 from routed_experts.protocol.collect import collect
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.cli.main import main
 from routed_experts.server.tools.saved import opened
 from routed_experts.server.tools.view import ViewServer
-from tests.page.answers import answer, array, rows_of, weights_of, words_of
+from tests.page.answers import answer, array, rows_of, weights_of
 from tests.page.browser import Tab
 from tests.page.conftest import Viewed
 from tests.page.seen import (
     TIMES,
     TOKENS,
-    by_weight,
     choose,
     download,
     ended,
@@ -71,27 +69,6 @@ def test_saving_and_opening_change_nothing(
     assert saved["choices"][0].get("token_ids") == body["choices"][0].get("token_ids")
     assert saved["choices"][0]["finish_reason"] == reason
     assert saved["routed_experts_info"] == (INFO if info else {"num_layers": 3, "top_k": 2})
-
-
-def test_a_page_in_one_file(tab: Tab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It loads nothing, shows what a server would, and takes no token for markup."""
-    rows = rows_of(29, 3, 2, 32)
-    texts = ["</script><script>hacked = 1</script>", *words_of(1)[:29]]
-    bodies = answer(rows, 12, texts, weights_of(rows)), answer(rows + 1, 12)
-    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, bodies)))
-    page = tmp_path / "page.html"
-    assert main(["view", str(tmp_path / "answers.jsonl"), "--output", str(page)]) == 0
-    assert capsys.readouterr().out == f"Wrote {page}.\n"
-    show(tab, page.as_uri())
-    assert tab.texts(TOKENS) == texts
-    choose(tab, 20)
-    order = by_weight(weights_of(rows)[20])
-    shows(tab, np.take_along_axis(rows[20], order, 1))
-    assert tab.js("typeof hacked") == "undefined"
-    tab.wait("location.hash.includes('token=20')")
-    assert [url for url in tab.requested if not url.startswith(("file:", "data:"))] == []
-    tab.choose("#pick-b", "1")
-    tab.wait_for_text("#parting-text", "The prompts differ from position 0. Load: ")
 
 
 def test_weights_are_saved(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:

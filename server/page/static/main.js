@@ -12,7 +12,7 @@ import { watchKeys } from "./keys.js";
 import { followAddress, followLink, forgetLink, numberIn, writeLink } from "./link.js";
 import { notify, say } from "./messages.js";
 import { watchPrinting } from "./print.js";
-import { isOpened, openExample, openFiles, openProfile, openTexts, openSaved, pick, save } from "./responses.js";
+import { isOpened, openExample, openFiles, openProfile, openSaved, pick, save } from "./responses.js";
 import { askForKey, connect, setKey } from "./server.js";
 import { watchTheme } from "./theme.js";
 import { changed, select, view } from "./view.js";
@@ -21,8 +21,7 @@ import { cellInWords } from "./words.js";
 /** Starts with what the server told the page: that it has files to show, wants a key, or captures nothing. */
 async function start() {
   const told = document.documentElement.dataset;
-  if ("oneFile" in told) await openTexts(JSON.parse($("responses").textContent));
-  else if (told.saved) await openSaved(JSON.parse(told.saved));
+  if (told.saved) await openSaved(JSON.parse(told.saved));
   else if (told.capture !== "off" && told.apiKey) askForKey();
   else if (told.capture !== "off") connect();
   await followLink();

@@ -177,9 +177,6 @@ function openViewed(files) {
 
 const bytesAt = async (path) => (await request(path)).body;
 
-/** Opens the files that a page in one file has in itself, [[name, text]]. */
-export const openTexts = (files) => open(new Reader(), () => files.map(([name, text]) => ({ name, stream: () => new Blob([text]).stream() })));
-
 /** Two responses of a trained model, to code and to prose. */
 export const openExample = () => open(new Reader(), () => [{ name: EXAMPLE, stream: () => bytesAt(`routed_experts/${EXAMPLE}`) }]);
 
