@@ -143,7 +143,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "equal request ids",
         lambda _: envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION,
         "Where request ids have no random end, two requests may have one id, which ends the engine: remove "
-        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION from the environment.",
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION from the environment, or set --no-enable-return-routed-experts.",
     ),
     Refusal(
         "adaptive draft verification",
