@@ -24,6 +24,7 @@ from routed_experts.capture.seams import engine as seams
 from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.wire.rows import (
     INPUT_FLAG,
+    NO_WEIGHTS_FLAG,
     RECOMPUTE_FLAG,
     WEIGHTS_FLAG,
     captures_weights,
@@ -186,8 +187,14 @@ def _takes_kv_of_others(config: VllmConfig) -> bool:
     )
 
 
-# What cannot be exact where requests say which experts their tokens take.
 REFUSALS += (
+    Refusal(
+        "the router's weights with KV of other instances",
+        lambda c: captures_weights(c) and _takes_kv_of_others(c),
+        "KV of another instance comes with the ids of its tokens' experts, and not with their weights: serve "
+        f"without weights ({NO_WEIGHTS_FLAG}), remove --kv-transfer-config, or use OffloadingConnector.",
+    ),
+    # What cannot be exact where requests say which experts their tokens take.
     Refusal(
         "routing as an input with KV of other instances",
         lambda c: takes_input(c) and _takes_kv_of_others(c),

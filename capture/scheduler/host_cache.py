@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.wire.message import Cause
-from routed_experts.capture.wire.rows import ids_of, missing_weights
+from routed_experts.capture.wire.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_STEP, Rows, Steps
 
 Slots = NDArray[np.int64]
@@ -141,16 +141,6 @@ class HostCache:
         """Which of `slots` ([n]) have a row."""
         written: Mask = within(slots, self._written.size)
         written &= self._written_by_slot[np.where(written, slots, 0)]
-        return written
-
-    def missing_weights(self, slots: Slots) -> Mask:
-        """Which of `slots` ([n]) have rows [3L, K] without weights (`rows.py`); none where no row
-        has any."""
-        written = self.are_written(slots) & self.has_weights
-        if written.any():
-            written[written] = missing_weights(
-                self._rows.reshape(-1, *self.row_shape), slots[written]
-            )
         return written
 
     def copy_from(self, other: "HostCache", sources: Slots, slots: Slots) -> None:

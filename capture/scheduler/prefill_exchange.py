@@ -12,13 +12,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine import transfer_params
-from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.scheduler.kv.pulls import Arrival, Pulls
 from routed_experts.capture.scheduler.row_source import RowSource, block_ids
 from routed_experts.capture.wire import prefill_rows
 from routed_experts.capture.wire.message import OptIn
 from routed_experts.capture.wire.prefill_rows import PARAM, TRANSFER_PARAMS
-from routed_experts.capture.wire.rows import ids_shape
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -48,7 +46,6 @@ class PrefillRowsExchange:
     def __init__(self, source: RowSource, pulls: Pulls) -> None:
         self.pulls = pulls
         self._source = source
-        self._has_weights = source.cache.has_weights
         self._to_export: set[str] = set()  # requests whose rows go with their KV
 
     def receive(self, request: Request, config: KVTransferConfig | None) -> TakenParams:
@@ -72,17 +69,10 @@ class PrefillRowsExchange:
         rows = prefill_rows.decode(value)
         if rows is None or not params_of_connector.get("do_remote_prefill"):
             return TakenParams()
-        return TakenParams(arrival=self._arrival_or_prefill(request, rows))
-
-    def _arrival_or_prefill(
-        self, request: Request, rows: prefill_rows.PrefillRows
-    ) -> Arrival | None:
-        """What a request may do that came with `rows`. If it may not pull its KV, it computes its
-        prompt."""
         arrival = self._arrival(request, rows)
-        if arrival is None or arrival.pull is None:
-            _set_transfer_params(request, None)
-        return arrival
+        if arrival.pull is None:
+            _set_transfer_params(request, None)  # it computes its prompt
+        return TakenParams(arrival=arrival)
 
     def _without_invalid(
         self, request: Request, config: KVTransferConfig | None
@@ -107,13 +97,9 @@ class PrefillRowsExchange:
         if taken.arrival is not None:
             self.pulls.add(request, taken.arrival)
 
-    def _arrival(self, request: Request, rows: prefill_rows.PrefillRows) -> Arrival | None:
-        """What a request may do that came with `rows`; None if it needs weights and they have
-        none."""
+    def _arrival(self, request: Request, rows: prefill_rows.PrefillRows) -> Arrival:
+        """What a request may do that came with `rows`."""
         opt_in = OptIn.of(request.sampling_params)
-        needs_weights = opt_in is not None and opt_in.weights and not opt_in.allow_missing
-        if needs_weights and self._has_weights and not rows.has_weights:
-            return None
         # vLLM's name of a prompt's first choice
         is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")
         params = request.kv_transfer_params or {}
@@ -129,12 +115,7 @@ class PrefillRowsExchange:
     def _fitting(self, rows: prefill_rows.PrefillRows) -> prefill_rows.PrefillRows:
         """The rows as this engine uses them; none of another model's, and as long as no step has
         run."""
-        if rows.has_weights and not self._has_weights:
-            rows = rows._replace(rows=rows.ids, has_weights=False)
-        row_shape = self._source.cache.row_shape
-        if self._has_weights and not rows.has_weights:
-            row_shape = ids_shape(row_shape)
-        if rows.rows.shape[1:] != row_shape:
+        if rows.rows.shape[1:] != self._source.cache.row_shape:
             return rows._replace(rows=rows.rows[:0])
         return rows
 
@@ -162,7 +143,7 @@ class PrefillRowsExchange:
         if not (is_wanted and has_ended and params and params.get("do_remote_prefill")):
             return params
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
-        value = self._encoded(self._source.cache, request, count)
+        value = self._encoded(request, count)
         if value is None:
             logger.warning(
                 "Request %r: the rows of %d tokens are too large to send.",
@@ -172,18 +153,12 @@ class PrefillRowsExchange:
             return params
         return {**params, PARAM: value}
 
-    def _encoded(self, cache: HostCache, request: Request, count: int) -> dict[str, Any] | None:
-        """The first `count` rows, with weights if the request asks for them and they are not too
-        many."""
-        num_layers, top_k = ids_shape(cache.row_shape) if self._has_weights else cache.row_shape
+    def _encoded(self, request: Request, count: int) -> dict[str, Any] | None:
+        """The first `count` rows; None if they are too many."""
+        cache = self._source.cache
+        num_layers, top_k = cache.row_shape
         if count * num_layers * top_k > prefill_rows.MAX_BYTES:
             return None
         rows = np.empty((count, *cache.row_shape), dtype=np.int16)
         cache.read(block_ids(self._source.block_table(request.request_id)), 0, rows)
-        until = self.pulls.until()
-        opt_in = OptIn.of(request.sampling_params)
-        if self._has_weights and opt_in is not None and opt_in.weights:
-            value = prefill_rows.encode(rows, until, has_weights=True)
-            if value is not None:
-                return value
-        return prefill_rows.encode(cache.ids(rows), until)
+        return prefill_rows.encode(rows, self.pulls.until())

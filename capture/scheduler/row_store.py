@@ -18,24 +18,18 @@ class RowStore:
         self._num_chunks = num_chunks
         self._rows = HostCache(num_chunks, chunk_tokens, has_weights)
         self._is_complete: Mask = np.zeros(num_chunks, dtype=np.bool_)
-        # whole, with all weights
-        self._has_all_weights: Mask = np.zeros(num_chunks, dtype=np.bool_)
 
     @property
     def used_bytes(self) -> int:
         return self._rows.used_bytes
 
-    def is_complete(self, chunk: int, with_weights: bool = False) -> bool:
-        """Whether every row of a chunk is there, and has its weights."""
-        has_all = self._has_all_weights if with_weights else self._is_complete
-        return 0 <= chunk < self._num_chunks and bool(has_all[chunk])
+    def is_complete(self, chunk: int) -> bool:
+        """Whether every row of a chunk is there."""
+        return 0 <= chunk < self._num_chunks and bool(self._is_complete[chunk])
 
-    def have_rows(self, store_slots: Slots, with_weights: bool = False) -> Mask:
-        """Which of `store_slots` ([n]; -1 has none) have rows, with their weights."""
-        have = self._rows.are_written(store_slots)
-        if with_weights:
-            have &= ~self._rows.missing_weights(store_slots)
-        return have
+    def have_rows(self, store_slots: Slots) -> Mask:
+        """Which of `store_slots` ([n]; -1 has none) have rows."""
+        return self._rows.are_written(store_slots)
 
     def keep(self, cache: HostCache, slots: Slots, chunks: NDArray[np.int64]) -> None:
         """Copies the rows of `slots` ([n x tokens of a chunk]) of the host cache to `chunks` ([n]),
@@ -48,8 +42,6 @@ class RowStore:
         self._rows.copy_from(cache, slots, store_slots)
         have = self.have_rows(store_slots).reshape(-1, self.chunk_tokens)
         self._is_complete[chunks] = have.all(axis=1)
-        have_weights = self.have_rows(store_slots, with_weights=True).reshape(-1, self.chunk_tokens)
-        self._has_all_weights[chunks] = have_weights.all(axis=1)
 
     def fill(self, cache: HostCache, slots: Slots, store_slots: Slots) -> None:
         """Makes `slots` ([n]) of the host cache what `store_slots` ([n]; -1 has no row) are."""

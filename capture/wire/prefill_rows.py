@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.wire.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 TRANSFER_PARAMS = "kv_transfer_params"
@@ -23,31 +22,19 @@ MAX_BYTES = 64 << 20
 """Larger rows are left out, and missing."""
 
 WireRows = NDArray[np.uint8] | NDArray[np.int16]
-"""[n, L, K]; in uint8 all are known. With weights [n, 3L, K] int16 (`rows.py`)."""
+"""[n, L, K]; in uint8 all are known."""
 
-WORDS = "words"
-"""The dtype of rows with weights. Between the processes of an instance only."""
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "uint8": np.dtype("u1"),
-    "int16": np.dtype("<i2"),
-    WORDS: np.dtype("<i2"),
-}
-_WORDS_BYTES = 3  # for each of ids in int16, with its weight
+_DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
 
 # `until` is before it, which NaN and Infinity, as Python's JSON reads them, are not
 _LATEST = 1 << 40
 
 
 class PrefillRows(NamedTuple):
-    """Rows that came with KV. An engine that captures weights takes ids without them too."""
+    """Rows that came with KV."""
 
     rows: WireRows  # from position 0 on
-    has_weights: bool
     until: float  # when the KV may be freed, in seconds since 1970
-
-    @property
-    def ids(self) -> WireRows:
-        return ids_of(self.rows) if self.has_weights else self.rows
 
 
 _NumRows = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
@@ -57,34 +44,27 @@ _RowSize = Annotated[int, msgspec.Meta(gt=0, le=MAX_BYTES)]
 class _Form(msgspec.Struct):
     """What the dictionary that `encode` makes has besides `data`."""
 
-    dtype: Literal["uint8", "int16", "words"]
+    dtype: Literal["uint8", "int16"]
     shape: tuple[_NumRows, _RowSize, _RowSize]
     until: Annotated[float, msgspec.Meta(ge=0, lt=_LATEST)]
 
 
-def encode(rows: Rows, until: float, has_weights: bool = False) -> dict[str, Any] | None:
-    """`rows` ([n, L, K], with weights [n, 3L, K]) as `kv_transfer_params` have them, one byte for
-    each id if that is enough. None if they are too large.
+def encode(rows: Rows, until: float) -> dict[str, Any] | None:
+    """`rows` ([n, L, K]) as `kv_transfer_params` have them, one byte for each id if that is enough.
+    None if they are too large.
 
     Between the processes of an instance `data` is bytes, which are not JSON: so no client of
     another endpoint can make the engine take rows for true. Over HTTP it is base64.
     """
     is_narrow = rows.view(np.uint16).max(initial=0) <= np.iinfo(np.uint8).max  # which -1 is not
-    if has_weights:
-        name = WORDS
-    else:
-        name = "uint8" if is_narrow else "int16"
+    name = "uint8" if is_narrow else "int16"
     dtype = _DTYPES[name]
     num_bytes = rows.size * dtype.itemsize
-    if num_bytes > _limit(name):
+    if num_bytes > MAX_BYTES:
         return None
     data = bytearray(num_bytes)
     np.frombuffer(data, dtype).reshape(rows.shape)[:] = rows  # without another copy
     return {"data": data, "dtype": name, "shape": [*rows.shape], "until": until}
-
-
-def _limit(name: str) -> int:
-    return MAX_BYTES * _WORDS_BYTES if name == WORDS else MAX_BYTES
 
 
 def is_time(until: Any) -> TypeGuard[float]:
@@ -104,11 +84,10 @@ def decode(value: Any) -> PrefillRows | None:
         return None
     dtype = _DTYPES[form.dtype]
     size = math.prod(form.shape) * dtype.itemsize
-    if len(data) != size or size > _limit(form.dtype):
+    if len(data) != size or size > MAX_BYTES:
         return None
     rows = np.frombuffer(data, dtype).reshape(form.shape)
-    decoded = PrefillRows(rows, form.dtype == WORDS, form.until)
-    return decoded if decoded.ids.min(initial=0) >= UNKNOWN else None
+    return PrefillRows(rows, form.until) if rows.min(initial=0) >= UNKNOWN else None
 
 
 def without_rows(value: dict[str, Any]) -> dict[str, Any]:

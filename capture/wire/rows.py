@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import UNKNOWN, Rows, Steps
+from routed_experts.protocol.codec import Rows, Steps
 
 WEIGHTS_FLAG = "--enable-return-routed-expert-weights"
 NO_WEIGHTS_FLAG = "--no-enable-return-routed-expert-weights"
@@ -67,12 +67,6 @@ def _step_lines(top_k: int) -> int:
     return -(-_STEP_WORDS // top_k)
 
 
-def ids_shape(row_shape: tuple[int, int]) -> tuple[int, int]:
-    """(L, K) of rows with weights, whose `row_shape` is (3L, K)."""
-    height, top_k = row_shape
-    return height // _PLANES, top_k
-
-
 def ids_of(rows: NDArray[Any]) -> Rows:
     """The ids [n, L, K] in `rows` with weights; a view."""
     return rows[:, : rows.shape[1] // _PLANES]
@@ -85,18 +79,6 @@ def weights_of(rows: Rows) -> NDArray[np.float32]:
     num_layers = height // _PLANES
     words = np.ascontiguousarray(rows[:, num_layers : _PLANES * num_layers])
     return words.reshape(num_rows, num_layers, _WEIGHT_WORDS * top_k).view("<f4")
-
-
-def missing_weights(
-    rows: NDArray[Any], indexes: NDArray[np.int64] | slice = slice(None)
-) -> NDArray[np.bool_]:
-    """Which of `rows` ([n, 3L, K], contiguous) at `indexes` have no weights, perhaps beside ids that
-    are known: those handed over without. Looks at the first weight of each row only."""
-    num_rows, height, top_k = rows.shape
-    first = height // _PLANES * top_k  # behind the ids
-    words = rows.reshape(num_rows, height * top_k)[indexes, first : first + _WEIGHT_WORDS]
-    unknown: NDArray[np.bool_] = (words == UNKNOWN).all(axis=1)
-    return unknown
 
 
 def combined(ids: NDArray[np.integer[Any]], weights: NDArray[np.float32]) -> Rows:

@@ -4,32 +4,22 @@ an instance."""
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-import numpy as np
 import pybase64
-from numpy.typing import NDArray
 
 from routed_experts.capture.wire.prefill_rows import (
     MAX_BYTES,
     PARAM,
     TRANSFER_PARAMS,
-    WORDS,
     decode,
-    encode,
     is_time,
     without_rows,
 )
-from routed_experts.capture.wire.rows import combined, ids_of, weights_of
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import EngineCoreRequest
 
 FIELD = f"{TRANSFER_PARAMS}.{PARAM}"
-
-WEIGHTS = "weights"
-"""Key of the weights (base64 of little-endian float32 [n, L, K]) beside `data`, over HTTP."""
-_WEIGHT_BYTES = 4
 
 
 class PrefillRowsError(ValueError):
@@ -54,9 +44,8 @@ class PrefillRowsParam:
     def __deepcopy__(self, memo: Any) -> "PrefillRowsParam":
         return self
 
-    def parse(self, shape: tuple[int, int], num_experts: int, with_weights: bool = False) -> None:
-        """Decodes and checks the rows for a model with `shape` (L, K). Drops weights if the server
-        captures none."""
+    def parse(self, shape: tuple[int, int], num_experts: int) -> None:
+        """Decodes and checks the rows for a model with `shape` (L, K)."""
         value = self._value
         self._value = None
         if not isinstance(value, Mapping):
@@ -68,17 +57,12 @@ class PrefillRowsParam:
         message = {name: value.get(name) for name in ("dtype", "shape", "until")}
         message["data"] = _bytes_of(value.get("data"), f"{FIELD}.data", MAX_BYTES)
         rows = decode(message)
-        if rows is None or rows.has_weights or rows.rows.shape[1:] != shape:
+        if rows is None or rows.rows.shape[1:] != shape:
             raise PrefillRowsError(
                 f"{FIELD} must have shape [n, {shape[0]}, {shape[1]}], dtype uint8 or int16, and data of that size"
             )
         if rows.rows.max(initial=0) >= num_experts:
             raise PrefillRowsError(f"{FIELD} has ids outside {UNKNOWN} to {num_experts - 1}")
-        if with_weights and value.get(WEIGHTS) is not None:
-            words = combined(rows.rows, _weights_of(value[WEIGHTS], rows.rows.shape))
-            message["data"] = words.tobytes()
-            message["dtype"] = WORDS
-            message["shape"] = list(words.shape)
         self._rows = message
         self.shape = message["shape"]
 
@@ -114,42 +98,13 @@ def rows_nbytes(params: dict[str, Any] | None) -> int:
     return len(params[PARAM]["data"]) if params and PARAM in params else 0
 
 
-def has_prompt(params: dict[str, Any] | None, weights: bool) -> bool:
-    """Whether `kv_transfer_params` have a prompt's rows as asked for. Weights may be too large to
-    go with them."""
-    if params is None or rows_nbytes(params) == 0:
-        return False
-    return params[PARAM]["dtype"] == WORDS or not weights
-
-
 def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, Any] | None:
-    """`kv_transfer_params` of a response: rows in base64 or (`packed`) as bytes; weights apart from
-    ids."""
-    if not params or PARAM not in params:
+    """`kv_transfer_params` of a response: rows in base64 or (`packed`) as bytes."""
+    if packed or not params or PARAM not in params:
         return params
     value = params[PARAM]
-    if value["dtype"] == WORDS and (rows := decode(value)) is not None:
-        words = np.asarray(rows.rows, dtype=np.int16)
-        ids = encode(ids_of(words), rows.until)
-        assert ids is not None  # they take at most a third of what the rows took
-        value = {**ids, WEIGHTS: weights_of(words).tobytes()}
-    if not packed:
-        value = {
-            name: pybase64.b64encode_as_string(item) if name in ("data", WEIGHTS) else item
-            for name, item in value.items()
-        }
-    return {**params, PARAM: value}
-
-
-def _weights_of(value: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """The weights beside ids of this shape."""
-    size = prod(shape) * _WEIGHT_BYTES
-    raw = _bytes_of(value, f"{FIELD}.{WEIGHTS}", size)
-    if len(raw) != size:
-        raise PrefillRowsError(
-            f"{FIELD}.{WEIGHTS} must be base64 of {size} bytes, a float32 for each id"
-        )
-    return np.frombuffer(raw, dtype="<f4").reshape(shape)
+    data = pybase64.b64encode_as_string(value["data"])
+    return {**params, PARAM: {**value, "data": data}}
 
 
 def _bytes_of(value: Any, name: str, limit: int) -> bytes:

@@ -17,47 +17,41 @@ def slots_of_block(block: int) -> NDArray[np.int64]:
 
 
 class Caches:
-    """What is tested, and the rows: ids in one host cache, ids that have weights in another."""
+    """What is tested, and the rows."""
 
     def __init__(self) -> None:
         self.blocks = BlocksWithoutRows()
-        self.ids = HostCache(BLOCKS, BLOCK)
-        self.weights = HostCache(BLOCKS, BLOCK)
+        self.rows = HostCache(BLOCKS, BLOCK)
         self.compute(range(BLOCKS))
 
     def compute(self, blocks: range | list[int]) -> None:
         self.blocks.computed(blocks)
         for block in blocks:
-            self.write(self.ids, slots_of_block(block))
-            self.write(self.weights, slots_of_block(block))
+            self.write(slots_of_block(block))
 
-    def load(self, block: int, num_ids: int, num_weights: int) -> None:
-        """A load into a block, with so many ids and weights."""
-        self.blocks.mark(
-            [block],
-            without_ids=[block] * (num_ids < BLOCK),
-            without_weights=[block] * (num_weights < BLOCK),
-        )
-        for cache, count in ((self.ids, num_ids), (self.weights, num_weights)):
-            cache.forget(slots_of_block(block))
-            self.write(cache, slots_of_block(block)[:count])
+    def load(self, block: int, num_rows: int) -> None:
+        """A load into a block, with so many rows."""
+        self.blocks.mark([block], without_rows=[block] * (num_rows < BLOCK))
+        self.rows.forget(slots_of_block(block))
+        self.write(slots_of_block(block)[:num_rows])
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         self.blocks.copy(pairs)
-        self.ids.copy_blocks(pairs)
-        self.weights.copy_blocks(pairs)
+        self.rows.copy_blocks(pairs)
 
-    def write(self, cache: HostCache, slots: NDArray[np.int64]) -> None:
-        cache.write(slots, np.zeros((len(slots), 1, 1), dtype=np.int16))
+    def write(self, slots: NDArray[np.int64]) -> None:
+        self.rows.write(slots, np.zeros((len(slots), 1, 1), dtype=np.int16))
 
-    def lacking(self, cache: HostCache) -> set[int]:
+    def lacking(self) -> set[int]:
         return {
-            block for block in range(BLOCKS) if not cache.are_written(slots_of_block(block)).all()
+            block
+            for block in range(BLOCKS)
+            if not self.rows.are_written(slots_of_block(block)).all()
         }
 
 
 BLOCK_IDS = st.integers(0, BLOCKS - 1)
-LOADS = st.tuples(st.just("load"), BLOCK_IDS, st.integers(0, BLOCK), st.integers(0, BLOCK))
+LOADS = st.tuples(st.just("load"), BLOCK_IDS, st.integers(0, BLOCK))
 # vLLM copies into each block once in a step
 COPIES = st.lists(st.tuples(BLOCK_IDS, BLOCK_IDS), min_size=1, unique_by=lambda pair: pair[1])
 EVENTS = st.one_of(
@@ -73,26 +67,23 @@ def test_blocks_lack_rows_where_the_host_cache_does(events: list, hit: list[int]
     caches = Caches()
     for name, *what in events:
         if name == "load":
-            block, num_ids, num_weights = what
-            caches.load(block, num_ids, min(num_ids, num_weights))
+            caches.load(*what)
         elif name == "copy":
             caches.copy(*what)
         else:
             caches.compute(*what)
-    for cache, needs_weights in ((caches.ids, False), (caches.weights, True)):
-        lacking = caches.lacking(cache)
-        usable = caches.blocks.cut(hit, needs_weights)
-        assert not lacking & set(hit[:usable])
-        assert usable == len(hit) or hit[usable] in lacking
-    assert bool(caches.blocks) == bool(caches.lacking(caches.weights))
+    lacking = caches.lacking()
+    usable = caches.blocks.cut(hit)
+    assert not lacking & set(hit[:usable])
+    assert usable == len(hit) or hit[usable] in lacking
+    assert bool(caches.blocks) == bool(lacking)
 
 
 def test_a_block_that_is_loaded_again_with_its_rows_lacks_none() -> None:
     blocks = BlocksWithoutRows()
-    blocks.mark([1], without_ids=[1], without_weights=[1])
-    blocks.mark([1], without_ids=[], without_weights=[])
-    assert blocks.cut([1], needs_weights=False) == 1
-    assert blocks.cut([1], needs_weights=True) == 1
+    blocks.mark([1], without_rows=[1])
+    blocks.mark([1], without_rows=[])
+    assert blocks.cut([1]) == 1
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 9), (2, 7), (3, 3), (5, 6)])

@@ -77,7 +77,6 @@ CASES = {
         " then ".join(names): Case(names, outside=FAILS, engine=ENOUGH, happens="late")
         for names in PULLS
     },
-    "pull, weights": Case((PULL, OFFLOADING), engine={**ENOUGH, "weights": True}),
     "pull, fails as a whole": Case(
         (PULL,), outside=FAILS_WHOLE, engine={**ENOUGH, "failures": "fail"}, happens="late"
     ),
@@ -121,7 +120,6 @@ class Pull:
 
     offer: int  # 0 for KV that was computed last, 1 for that before it, ...
     brings_rows: bool  # whether the prefill leg is asked for rows
-    brings_weights: bool  # whether for their weights too
     meanwhile: Meanwhile
     steps: int  # that the engine makes while it may be under way
     overwritten_by: int  # seed of the prompt that then gets the other instance's free blocks
@@ -173,7 +171,6 @@ PULL_CASES = st.builds(
     Pull,
     offer=st.integers(0, 2),
     brings_rows=often({True: 4, False: 1}),
-    brings_weights=st.booleans(),
     meanwhile=often({Meanwhile.NOTHING: 4, Meanwhile.IS_SLOW: 1, Meanwhile.IS_TOO_LATE: 1}),
     steps=st.integers(0, 4),
     overwritten_by=st.integers(0, 99),
@@ -217,10 +214,7 @@ class Machine(RuleBasedStateMachine):
         self.client.answer("warm up", [1])
         self.prefill = Client()  # of the instance that others pull from
         if self.pulls:
-            engine = engine_with_store(
-                PULL, is_async=False, num_blocks=32, weights=self.captures_weights
-            )
-            self.prefill = Client(engine)
+            self.prefill = Client(engine_with_store(PULL, is_async=False, num_blocks=32))
         # prompts that another instance computed, and where their KV is
         self.offers: list[tuple[list[int], Any]] = []
         self.is_sound = True  # whether nothing failed in a turn
@@ -330,11 +324,7 @@ class Machine(RuleBasedStateMachine):
         if pull.brings_rows:
             wanted[PARAM] = True
         prefilled = self.prefill.answer(
-            next(self.names),
-            ask.prompt,
-            max_tokens=1,
-            kv_transfer_params=wanted,
-            weights=pull.brings_weights and self.captures_weights,
+            next(self.names), ask.prompt, max_tokens=1, kv_transfer_params=wanted
         )
         params = prefilled.kv_transfer_params
         if not pull.brings_rows:  # as with vLLM alone, nobody looks at the lease

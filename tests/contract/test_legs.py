@@ -27,7 +27,7 @@ from routed_experts.capture.wire.prefill_rows import PARAM
 from routed_experts.protocol.collect import collect
 from routed_experts.server.http.requests.request import MSGPACK
 from routed_experts.server.outputs.prefill_param import PrefillRowsParam
-from tests.contract.engine import K, L, Tokens, weights_for
+from tests.contract.engine import K, L, Tokens
 from tests.contract.loads import PULL, Store, TracingExecutor, store
 from tests.contract.served import (
     SIZES,
@@ -512,27 +512,6 @@ def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.Monkey
         body = {**ASK, "prompt": "in vLLM's way" * 9, "max_tokens": 5}
         first, (answer,) = legs.answers(COMPLETIONS, body)
         check(answer, sent_rows(first))
-
-
-def test_weights_that_are_too_large_are_returned(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their ids are all the same."""
-    limit = prefill_rows._limit
-    monkeypatch.setattr(
-        prefill_rows, "_limit", lambda name: 0 if name == prefill_rows.WORDS else limit(name)
-    )
-    with two_servers(tiny_model, "--enable-return-routed-expert-weights") as legs:
-        body = {"prompt": "too heavy" * 9, **ASK, "return_routed_expert_weights": True}
-        first = legs.first(COMPLETIONS, body)
-        legs.pull(COMPLETIONS, {"prompt": body["prompt"]}, first)
-    ids, weights = (first[f"prompt_{name}"] for name in ("routed_experts", "routed_expert_weights"))
-    assert ids["shape"] == weights["shape"]
-    rows = decode(ids)
-    assert np.array_equal(rows, sent_rows(first))
-    words = np.frombuffer(base64.b64decode(weights["data"]), np.uint32).reshape(rows.shape)
-    # the first two have numbers
-    assert np.array_equal(words[:, 2:], weights_for(rows).view(np.uint32)[:, 2:])
 
 
 def test_clients_of_other_endpoints_get_no_rows(tiny_model: Path, tmp_path: Path) -> None:

@@ -20,9 +20,7 @@ from routed_experts.capture.scheduler.kv.pulls import Pulls
 from routed_experts.capture.wire import prefill_rows
 from routed_experts.capture.wire.message import OPT_IN_ARG, Cause, OptIn
 from routed_experts.capture.wire.prefill_rows import PARAM
-from routed_experts.capture.wire.rows import combined
 from routed_experts.protocol.codec import UNKNOWN
-from routed_experts.server.outputs import prefill_param
 from tests.contract.engine import (
     BLOCK,
     NUM_BLOCKS,
@@ -32,11 +30,8 @@ from tests.contract.engine import (
     Received,
     engine,
     tokens,
-    weights_for,
 )
 from tests.contract.loads import LEASE_S, PULL, TRANSFER, Clock, Store, engine_with_store, store
-from tests.contract.offloading import NAME as OFFLOADS
-from tests.contract.offloading import engine_that_offloads
 
 NUM_SEQS = 2
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, PARAM: True}
@@ -96,12 +91,10 @@ class Pair:
     def missing(
         self, prompt: list[int], params: Any, start: int | None = 0, **options: Any
     ) -> list[int]:
-        """Positions whose rows did not come, of a decode leg to its end; those that came have their
-        weights."""
+        """Positions whose rows did not come, of a decode leg to its end."""
         received = self.add(prompt, params, start, **options)
         self.decode.run()
         assert received.finish is FinishReason.LENGTH
-        assert self.decode.num_without_weights == 0
         return received.missing
 
     def legs(self, prompt: list[int], **options: Any) -> list[int]:
@@ -252,9 +245,7 @@ def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
 
     def comes(name: str, source: int, seconds: float) -> bool:
         request = cast(Request, SimpleNamespace(request_id=name))
-        rows = prefill_rows.PrefillRows(
-            np.zeros((1, L, K), dtype=np.uint8), False, clock.time() + seconds
-        )
+        rows = prefill_rows.PrefillRows(np.zeros((1, L, K), dtype=np.uint8), clock.time() + seconds)
         arrival = pulls.arrival(request, rows, ("engine", source), is_first=True)
         pulls.add(request, arrival)
         return arrival.pull is not None
@@ -373,7 +364,7 @@ def test_what_came_is_written_and_nothing_else(num_rows: int, dtype: type[np.int
     slots = (blocks[:, np.newaxis] * 16 + np.arange(16)).reshape(-1)
     cache = HostCache(num_blocks=70, block_size=16)
     cache.write(np.arange(70 * 16), np.full((70 * 16, 3, 2), 7, np.int16))
-    KVLoad(slots, prefill_rows.PrefillRows(rows, False, 0), Cause.KV_TRANSFER).apply(cache)
+    KVLoad(slots, prefill_rows.PrefillRows(rows, 0), Cause.KV_TRANSFER).apply(cache)
     read, untouched = np.empty((63 * 16, 3, 2), np.int16), np.empty((7 * 16, 3, 2), np.int16)
     cache.read(blocks, 0, read)
     cache.read(np.setdiff1d(np.arange(70), blocks), 0, untouched)
@@ -499,161 +490,6 @@ def test_what_other_connectors_read_is_checked(
             transfer_params.TransferParamsError, match=rf"^kv_transfer_params\.{field}"
         ):
             transfer_params.check({"do_remote_decode": True, **params}, config)
-
-
-# ---- weights beside the ids ----
-
-
-def over_http(params: dict[str, Any]) -> dict[str, Any]:
-    """As the answer of one instance and the request to another have them."""
-    wire = prefill_param.to_wire(params)
-    assert wire is not None
-    handed = prefill_param.PrefillRowsParam(wire[PARAM])
-    handed.parse((L, K), 1 << 15, with_weights=True)
-    return {**wire, PARAM: handed.take()}
-
-
-@pytest.mark.parametrize("way", [lambda params: params, over_http], ids=["program", "http"])
-@pytest.mark.parametrize("length", [1, BLOCK, 100])
-def test_they_are_handed_over_with_the_ids(way: Any, length: int) -> None:
-    with store() as kv_store:
-        pair, prompt = Pair(kv_store, weights=True), tokens(length)
-        params = way(pair.export_rows(prompt, weights=True))
-        assert params[PARAM]["dtype"] == prefill_rows.WORDS
-        assert pair.missing(prompt, params, weights=True, max_tokens=9) == []
-        assert pair.missing([*prompt, *tokens(20, seed=2)], None, weights=True) == []
-        assert kv_store.num_loaded == 1
-        assert pair.decode.num_weights == length + 8 + length + 20 + 3
-
-
-@pytest.mark.parametrize("plain_prefill", [False, True])
-def test_a_decode_leg_that_is_handed_no_weights(plain_prefill: bool) -> None:
-    """If it wants weights, it computes the prompt. If not, it uses the ids; who wants weights later
-    computes then."""
-    with store() as kv_store:
-        pair, prompt = Pair(kv_store, weights=True), tokens(100)
-        if plain_prefill:
-            pair.prefill = Client(engine_with_store(PULL))
-        assert (
-            pair.missing(prompt, pair.export_rows(prompt), weights=True),
-            kv_store.num_loaded,
-        ) == (
-            [],
-            0,
-        )
-        prompt = tokens(100, seed=1)
-        assert (pair.missing(prompt, pair.export_rows(prompt)), kv_store.num_loaded) == ([], 1)
-        again = pair.add(prompt, None)
-        assert pair.missing(prompt, None, weights=True) == again.missing == []
-        assert pair.missing(prompt, None, weights=True) == []
-
-
-@pytest.mark.parametrize(
-    "connectors", [(PULL, OFFLOADS), (OFFLOADS, PULL)], ids=["pull first", "offload first"]
-)
-def test_ids_that_came_alone_and_were_offloaded(
-    is_async: bool, connectors: tuple[str, str]
-) -> None:
-    """Who asks for ids loads them again; who asks for weights does not, nor hits what was loaded
-    so."""
-    prompt = tokens(5 * BLOCK + 3)
-    with store():
-        prefill, decode = (
-            Client(engine_that_offloads(connectors=connectors, weights=True, is_async=is_async))
-            for _ in range(2)
-        )
-        core = decode.engines[0]
-        decode.answer("warm up", [1])
-        params = prefill.answer(
-            "first", prompt, max_tokens=1, kv_transfer_params=dict(REMOTE)
-        ).kv_transfer_params
-        decode.answer("pulls", prompt, kv_transfer_params=params)
-        for index, (weights, num_loads) in enumerate(
-            [(True, 0), (False, 1), (True, 0), (False, 1)]
-        ):
-            if index != 2:  # which hits what was loaded
-                core.empty_prefix_cache()
-            before = core.model_executor.worker.num_loaded
-            decode.answer(str(index), prompt, weights=weights)
-            assert core.model_executor.worker.num_loaded - before == 5 * num_loads
-        decode.finish()
-    assert decode.num_weights == 2 * (len(prompt) + 3)
-
-
-@pytest.mark.parametrize("num_rows", [0, BLOCK])
-def test_weights_of_fewer_rows_than_what_is_pulled_follows(num_rows: int) -> None:
-    """All rows that came are before what is pulled: none is left, and the engine goes on."""
-    with store() as kv_store:
-        pair, prompt = Pair(kv_store, weights=True), tokens(100)
-        pair.decode.answer("computed before", prompt[: 2 * BLOCK], weights=True)
-        params = pair.export_rows(prompt, weights=True)
-        value = params[PARAM]
-        few = {"data": value["data"][: num_rows * 3 * L * K * 2], "shape": [num_rows, 3 * L, K]}
-        params = {**params, PARAM: {**value, **few}}
-        assert pair.missing(prompt, params, weights=True) == [*range(2 * BLOCK, 99)]
-        assert kv_store.num_loaded == 1
-        assert pair.missing(prompt, None, weights=True) == []
-        pair.decode.finish(missing=None)
-
-
-def test_an_instance_without_weights_uses_the_ids_that_are_handed_over_with_some() -> None:
-    with store() as kv_store:
-        pair, prompt = Pair(kv_store, weights=True), tokens(100)
-        pair.decode = Client(engine_with_store(PULL))
-        pair.decode.answer("warm up", [1])
-        assert (
-            pair.missing(prompt, pair.export_rows(prompt, weights=True)),
-            kv_store.num_loaded,
-        ) == (
-            [],
-            1,
-        )
-
-
-def test_too_many_to_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids are handed over then without weights."""
-    monkeypatch.setattr(prefill_rows, "MAX_BYTES", 50 * L * K * 2)
-    with store() as kv_store:
-        pair = Pair(kv_store, weights=True)
-        assert pair.export_rows(tokens(50), weights=True)[PARAM]["dtype"] == prefill_rows.WORDS
-        monkeypatch.setattr(prefill_rows, "_WORDS_BYTES", 1)
-        params = pair.export_rows(tokens(50, seed=1), weights=True)
-        assert params[PARAM]["dtype"] != prefill_rows.WORDS
-        assert params[PARAM]["shape"] == [50, L, K]
-
-
-def test_odd_values_over_http() -> None:
-    ids = np.arange(2 * L * K, dtype=np.int16).reshape(2, L, K) % 300
-    rows = combined(ids, weights_for(ids))
-    handed = {
-        "data": rows.tobytes(),
-        "dtype": prefill_rows.WORDS,
-        "shape": list(rows.shape),
-        "until": 1.0,
-    }
-    wire = prefill_param.to_wire({PARAM: handed})
-    assert wire is not None
-    value = wire[PARAM]
-    assert (value["dtype"], value["shape"]) == ("int16", [2, L, K])
-
-    def read(with_weights: bool = True, **changed: Any) -> Any:
-        one = prefill_param.PrefillRowsParam({**value, **changed})
-        one.parse((L, K), 300, with_weights)
-        return one.take()
-
-    assert read() == handed
-    assert read(with_weights=False)["dtype"] != prefill_rows.WORDS
-    for changed in (
-        *({"weights": weights} for weights in ("x", 7, "", value["weights"][4:], "*" * 8192)),
-        *({"dtype": prefill_rows.WORDS}, {"dtype": prefill_rows.WORDS, "shape": [2, 3 * L, K]}),
-    ):
-        with pytest.raises(prefill_param.PrefillRowsError):
-            read(**changed)
-    forged = prefill_param.PrefillRowsParam(
-        {**value, "dtype": prefill_rows.WORDS, "shape": [2, 3, L * K // 3]}
-    )
-    with pytest.raises(prefill_param.PrefillRowsError):
-        forged.parse((3, L * K // 3), 300)
 
 
 @pytest.mark.parametrize("where", ["dtype", "\ud800"])

@@ -109,6 +109,11 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # Needs expert load balancing, which needs CUDA.
     ("elastic expert parallelism", EXPERT_PARALLEL, {"parallel_config.enable_elastic_ep": True}),
     (
+        "the router's weights with KV of other instances",
+        {"additional_config": {WEIGHTS_KEY: True}, **kv_transfer("NixlConnector")},
+        {},
+    ),
+    (
         "routing as an input with KV of other instances",
         {**INPUT, **kv_transfer("NixlConnector")},
         {},

@@ -31,44 +31,35 @@ class BlocksWithoutRows:
     """
 
     def __init__(self) -> None:
-        self.without_ids: set[int] = set()
-        # Those without ids, and those whose ids came without weights. The same as `without_ids`
-        # where the engine captures no weights.
-        self.without_weights: set[int] = set()
+        self._blocks: set[int] = set()
 
     def __bool__(self) -> bool:
-        return bool(self.without_weights)
+        return bool(self._blocks)
 
-    def mark(
-        self, loaded: Iterable[int], *, without_ids: Iterable[int], without_weights: Iterable[int]
-    ) -> None:
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def mark(self, loaded: Iterable[int], without_rows: Iterable[int]) -> None:
         """Called when a load is decided: KV is loaded into the blocks `loaded`, some of which then
-        lack ids or weights."""
-        blocks = set(loaded)
-        self.without_ids -= blocks
-        self.without_weights -= blocks
-        self.without_ids.update(without_ids)
-        self.without_weights.update(without_weights)
+        lack rows."""
+        self._blocks -= set(loaded)
+        self._blocks.update(without_rows)
 
     def copy(self, pairs: Collection[tuple[int, int]]) -> None:
         """Called for the (source, destination) block ids that a step copies. All sources are read
         before any destination is written."""
-        destinations = {destination for _, destination in pairs}
-        for blocks in (self.without_ids, self.without_weights):
-            copied = {destination for source, destination in pairs if source in blocks}
-            blocks -= destinations
-            blocks |= copied
+        copied = {destination for source, destination in pairs if source in self._blocks}
+        self._blocks -= {destination for _, destination in pairs}
+        self._blocks |= copied
 
     def computed(self, blocks: Collection[int]) -> None:
         """Called for blocks all of whose slots a step computes."""
-        self.without_ids.difference_update(blocks)
-        self.without_weights.difference_update(blocks)
+        self._blocks.difference_update(blocks)
 
-    def cut(self, hit: Sequence[int], needs_weights: bool) -> int:
+    def cut(self, hit: Sequence[int]) -> int:
         """How many of the blocks `hit`, which follow each other in a prefix hit, come before the
-        first without ids, or without weights if the request `needs_weights`."""
-        unusable = self.without_weights if needs_weights else self.without_ids
+        first without rows."""
         for count, block in enumerate(hit):
-            if block in unusable:
+            if block in self._blocks:
                 return count
         return len(hit)

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from routed_experts.capture.scheduler.host_cache import HostCache
 from routed_experts.capture.wire.message import Cause
 from routed_experts.capture.wire.prefill_rows import PrefillRows
-from routed_experts.capture.wire.rows import missing_weights
 from routed_experts.protocol.codec import UNKNOWN
 
 _PIECE_ROWS = 256
@@ -20,21 +19,19 @@ class KVLoad:
     """Makes the slots of loaded KV unknown, but for the rows that came with the KV."""
 
     slots: NDArray[np.int64]  # [n], all loaded slots
-    # m <= n, of the first m slots; the others are unknown. In a cache of rows with weights, those
-    # of ids that came without are unknown. `PrefillRowsExchange` has checked their shape.
+    # m <= n, of the first m slots; the others are unknown. `PrefillRowsExchange` has checked their
+    # shape.
     rows: PrefillRows | None
     cause: Cause  # why some are unknown
 
-    def are_known(self, with_weights: bool = False) -> NDArray[np.bool_]:
-        """[n], True for slots whose rows are known, with their weights."""
+    def are_known(self) -> NDArray[np.bool_]:
+        """[n], True for slots whose rows are known."""
         known: NDArray[np.bool_] = np.zeros(len(self.slots), dtype=np.bool_)
-        if self.rows is None or (with_weights and not self.rows.has_weights):
+        if self.rows is None:
             return known
-        ids = self.rows.ids
+        ids = self.rows.rows
         has_all = ids.min(initial=0) > UNKNOWN
         known[: len(ids)] = has_all or (ids != UNKNOWN).all(axis=(1, 2))
-        if with_weights:
-            known[: len(ids)] &= ~missing_weights(self.rows.rows)
         return known
 
     def apply(self, cache: HostCache) -> None:
@@ -42,13 +39,12 @@ class KVLoad:
         if self.rows is None:
             return
         count = len(self.rows.rows)
-        # [p, L, K] or [p, 3L, K], of which ids that came without weights fill the first L only
-        buffer = np.full((min(count, _PIECE_ROWS), *cache.row_shape), UNKNOWN, dtype=np.int16)
+        buffer = np.empty((min(count, _PIECE_ROWS), *cache.row_shape), dtype=np.int16)
         for first in range(0, count, _PIECE_ROWS):
             piece = self.rows.rows[first : first + _PIECE_ROWS]
             slots = self.slots[first : first + len(piece)]
             rows = buffer[: len(piece)]
-            rows[:, : piece.shape[1]] = piece
+            rows[:] = piece
             cache.write(slots, rows)
             unknown = rows[:, 0, 0] == UNKNOWN  # also where the rows came from
             if unknown.any():

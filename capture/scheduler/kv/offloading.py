@@ -62,9 +62,9 @@ class OffloadLoad:
     # [n], the index in the row store of each slot's row; -1 if it has none
     sources: NDArray[np.int64]
 
-    def are_known(self, with_weights: bool = False) -> NDArray[np.bool_]:
-        """[n], True for slots whose rows are known, with their weights."""
-        return self.row_store.have_rows(self.sources, with_weights)
+    def are_known(self) -> NDArray[np.bool_]:
+        """[n], True for slots whose rows are known."""
+        return self.row_store.have_rows(self.sources)
 
     def apply(self, cache: HostCache) -> None:
         self.row_store.fill(cache, self.slots, self.sources)
@@ -206,8 +206,8 @@ class OffloadedRows:
     # ---- in place of the manager's methods, which are `original` ----
 
     def _lookup(self, original: Any, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """Reports a miss for chunks without the rows or weights that the request needs: only KV
-        before is loaded."""
+        """Reports a miss for chunks without the rows that the request needs: only KV before is
+        loaded."""
         result: LookupResult = original(key, context)
         if result is not LookupResult.HIT or not self._is_ours(key):
             return result
@@ -215,9 +215,7 @@ class OffloadedRows:
         if end is not None and end <= self._needs.first_row(context.req_id):
             return result
         chunk = self._chunks.get(key, _NO_CHUNK)
-        if self.row_store.is_complete(chunk, self._needs.weights(context.req_id)):
-            return result
-        return LookupResult.MISS
+        return result if self.row_store.is_complete(chunk) else LookupResult.MISS
 
     def _prepare_load(
         self, original: Any, keys: Collection[OffloadKey], context: ReqContext

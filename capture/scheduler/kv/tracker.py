@@ -112,7 +112,7 @@ class ExternalKVTracker:
         self._has_weights = cache.has_weights
         self._on_unexpected = on_unexpected
         self._reads_back = reads_back(config)
-        self._needs = RowNeeds(tracked, has_weights=cache.has_weights)
+        self._needs = RowNeeds(tracked)
         self.pulls = Pulls(lease_of(config))
         self.blocks_without_rows = BlocksWithoutRows()
         self._offer = Offer("", 0)
@@ -209,7 +209,7 @@ class ExternalKVTracker:
         (blocks,) = hit.blocks.blocks
         first = self._needs.first_row(request.request_id) // self._block_size
         needed = [block.block_id for block in blocks[first:]]
-        usable = self.blocks_without_rows.cut(needed, self._needs.weights(request.request_id))
+        usable = self.blocks_without_rows.cut(needed)
         if usable == len(needed):
             return hit
         num_tokens = (first + usable) * self._block_size
@@ -287,10 +287,7 @@ class ExternalKVTracker:
 
     def _mark(self, load: Load) -> None:
         """Marks the blocks of a load that lack rows from the next step on."""
-        lacks_ids = ~load.are_known()
-        lacks_weights = ~load.are_known(with_weights=True) if self._has_weights else lacks_ids
         self.blocks_without_rows.mark(
             blocks_of(load.slots, self._block_size),
-            without_ids=blocks_of(load.slots[lacks_ids], self._block_size),
-            without_weights=blocks_of(load.slots[lacks_weights], self._block_size),
+            without_rows=blocks_of(load.slots[~load.are_known()], self._block_size),
         )

@@ -35,7 +35,7 @@ from routed_experts.server.http.vllm_http import (
     with_sse_keep_alive,
 )
 from routed_experts.server.outputs.array_store import StoreError
-from routed_experts.server.outputs.prefill_param import has_prompt, rows_nbytes, to_wire
+from routed_experts.server.outputs.prefill_param import rows_nbytes, to_wire
 from routed_experts.server.outputs.row_buffer import (
     Causes,
     RowBuffer,
@@ -211,10 +211,8 @@ class RoutedResponse:
             return []
         arrays = list(self.rows.arrays())
         # Which have the rows of one prompt, of several those of the first.
-        goes_with_kv = len(self.rows.prompts) == 1 and has_prompt(
-            self.response.kv_transfer_params, options.weights
-        )
-        if goes_with_kv and not options.asks_for_inline:
+        goes_with_kv = rows_nbytes(self.response.kv_transfer_params) > 0
+        if goes_with_kv and len(self.rows.prompts) == 1 and not options.asks_for_inline:
             return [array for array in arrays if array.choice is not None]
         return arrays
 

@@ -248,9 +248,7 @@ class RoutedServing:
             return
         captured = self.captured
         try:
-            await _PREFILL_ROWS_READER.run(
-                rows.parse, captured.shape, captured.num_experts, captured.info.weights
-            )
+            await _PREFILL_ROWS_READER.run(rows.parse, captured.shape, captured.num_experts)
         except PrefillRowsError as error:
             _reject(str(error), FIELD)
         count, *_ = rows.shape or [0]

@@ -216,11 +216,6 @@ class PrefillRows(BaseModel):
     shape: tuple[int, int, int] = Field(
         description="[n, L, K]: rows of positions 0 to n - 1, n at most P. -1 means unknown."
     )
-    weights: str | SkipJsonSchema[None] = Field(
-        default=None,
-        description="Base64 of the weights, little-endian float32 of the same shape, with "
-        "`return_routed_expert_weights`. A decode request that asks for weights and brings none computes its prompt.",
-    )
     until: float | SkipJsonSchema[None] = Field(
         default=None,
         description="Unix time by which the decode instance must have pulled the KV. Afterwards the prefill instance "
