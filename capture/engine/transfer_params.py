@@ -5,7 +5,6 @@ process and in workers, where an exception ends the engine. Written for vLLM 0.3
 checks the values itself.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -40,9 +39,6 @@ def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | tuple) and all(map(is_item, value))
 
 
-_FEW_DIGITS = re.compile("[0-9]{1,9}")
-
-
 class FieldType(NamedTuple):
     """What values of a field may be."""
 
@@ -64,33 +60,13 @@ _BLOCKS = FieldType(
     lambda value: _is_list(value, lambda group: _is_list(group, _is_int)),
     "must be a list of block ids for each KV cache group",
 )
-_ANY_BLOCKS = FieldType(
-    lambda value: _is_list(value, lambda item: _is_int(item) or _is_list(item, _is_int)),
-    "must be a list of block ids, or of lists of them",
-)
-_DIGITS = FieldType(
-    lambda value: _is_int(value) or (isinstance(value, str) and bool(_FEW_DIGITS.fullmatch(value))),
-    "must be an integer that is not negative",
-)
 
 _FIELDS: dict[str, FieldType] = {
     "do_remote_prefill": _FLAG,
     "do_remote_decode": _FLAG,
     "remote_engine_id": _TEXT,
     "remote_request_id": _TEXT,
-    "transfer_id": _TEXT,
     "remote_host": _TEXT,
-    "remote_bootstrap_addr": _TEXT,
-    "remote_handshake_port": _DIGITS,
-    "remote_notify_port": _DIGITS,
-    "remote_dp_rank": _DIGITS,
-    "remote_dp_size": _DIGITS,
-    "remote_dp_size_local": _DIGITS,
-    "remote_tp_size": _DIGITS,
-    "tp_size": _DIGITS,
-    "remote_block_ids": _ANY_BLOCKS,
-}
-_NIXL_FIELDS: dict[str, FieldType] = {
     "remote_port": _SIZE,
     "tp_size": _SIZE,
     "dcp_size": _SIZE,
@@ -99,15 +75,9 @@ _NIXL_FIELDS: dict[str, FieldType] = {
     "remote_num_tokens": _COUNT,
     "remote_blocks_expiry_time": _TIME,
     "remote_block_ids": _BLOCKS,
-}
-"""Of KV connectors whose lease is known. MoRIIO has a `tp_size` of 0 too, and in older versions
-flat block ids."""
-_OBJECTS = ("remote_prefiller", "remote_decoder", "remote_kv_source")
-"""Objects that tiers of OffloadingConnector read."""
-_IN_OBJECTS: dict[str, FieldType] = {
-    "kv_request_id": _TEXT,
-    "remote_host": _TEXT,
-    "remote_port": _DIGITS,
+    # Mooncake's
+    "transfer_id": _TEXT,
+    "remote_bootstrap_addr": _TEXT,
 }
 
 
@@ -126,29 +96,18 @@ def check(params: Any, config: KVTransferConfig | None) -> None:
     if config is None:
         return
     if num_transfers(config):
-        fields = _FIELDS | _NIXL_FIELDS if takes_prefill_rows(config) else _FIELDS
-        _check_types(params, fields)
+        _check_types(params)
     if params.get("do_remote_prefill"):
         for child, known in zip(children_of(config), used_by(config), strict=True):
             _check_pull(params, child, known)
-    for name in _OBJECTS:
-        _check_object(params.get(name), name)
 
 
-def _check_object(value: Any, name: str) -> None:
-    if value is None:
-        return
-    if not isinstance(value, dict):
-        raise TransferParamsError("must be an object", name)
-    _check_types(value, _IN_OBJECTS, name)
-
-
-def _check_types(values: Mapping[str, Any], types: Mapping[str, FieldType], *path: str) -> None:
+def _check_types(params: Mapping[str, Any]) -> None:
     """Checks the fields that are there."""
-    for name, field_type in types.items():
-        value = values.get(name)
+    for name, field_type in _FIELDS.items():
+        value = params.get(name)
         if value is not None and not field_type.is_right(value):
-            raise TransferParamsError(field_type.rule, *path, name)
+            raise TransferParamsError(field_type.rule, name)
 
 
 def _check_pull(

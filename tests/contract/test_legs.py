@@ -345,7 +345,6 @@ WRONG: list[tuple[str, Any]] = [
         ("remote_num_tokens", 1.5),
         ("do_remote_prefill", "yes"),
     ),
-    *(("remote_prefiller", "text"), ("remote_kv_source.kv_request_id", {"kv_request_id": []})),
 ]
 """A field of `kv_transfer_params`, and what may not be in it."""
 
