@@ -88,14 +88,6 @@ def lease_of(config: KVTransferConfig) -> float | None:
     return None
 
 
-def reads_back(config: KVTransferConfig) -> bool:
-    """Whether prefill instances read KV of decode instances too (NIXL's
-    `bidirectional_kv_xfer`)."""
-    return any(
-        _extra_config(child).get("bidirectional_kv_xfer", False) for child in children_of(config)
-    )
-
-
 def children_of(config: KVTransferConfig) -> list[Mapping[str, Any]]:
     """The configuration of each KV connector, for a `MultiConnector` of its children in order."""
     if config.kv_connector == MULTI:

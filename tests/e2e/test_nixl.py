@@ -242,7 +242,7 @@ def test_kv_of_a_shorter_prompt_is_not_pulled(legs: Legs, oracle: Oracle) -> Non
 
 
 def test_a_prefill_leg_with_blocks_to_read_does_not_wait(legs: Legs, oracle: Oracle) -> None:
-    """Without `bidirectional_kv_xfer`, vLLM waits for KV that nobody fetches."""
+    """vLLM alone waits for KV that nobody fetches."""
     prompt = prompt_of(40, seed=700)
     params = {
         **legs.first_without_rows(prompt),

@@ -104,21 +104,19 @@ class TransferChild(Child):
         *,
         kv_group: int,
         block_size: int,
-        reads_back: bool,  # whether requests read KV without `do_remote_prefill` too
     ) -> None:
         self._pulls = pulls
         self._kv_cache_config = kv_cache_config
         self._kv_group = kv_group
         self._block_size = block_size
-        self._reads_back = reads_back
 
     def accepts(self, request: Request, end: int) -> bool:
-        """Without `bidirectional_kv_xfer`, a prefill request that names remote KV would wait for it
-        forever."""
+        """A prefill request that names remote KV would wait for it forever, or with
+        `bidirectional_kv_xfer` read it back: it computes its prompt."""
         if self._pulls.lease_s is None:
             return True
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill") and not self._reads_back:
+        if not params.get("do_remote_prefill"):
             return False
         return self._is_offered(params, end) and not self._pulls.is_late(request.request_id)
 

@@ -20,7 +20,6 @@ from routed_experts.capture.engine.connectors import (
     KnownConnector,
     KVSource,
     lease_of,
-    reads_back,
     used_by,
 )
 from routed_experts.capture.scheduler.host_cache import HostCache
@@ -111,7 +110,6 @@ class ExternalKVTracker:
         self._block_size = cache.block_size
         self._has_weights = cache.has_weights
         self._on_unexpected = on_unexpected
-        self._reads_back = reads_back(config)
         self._needs = RowNeeds(tracked)
         self.pulls = Pulls(lease_of(config))
         self.blocks_without_rows = BlocksWithoutRows()
@@ -144,7 +142,6 @@ class ExternalKVTracker:
                 self._kv_cache_manager.kv_cache_config,
                 kv_group=self._kv_group,
                 block_size=self._block_size,
-                reads_back=self._reads_back,
             )
         OffloadChild.check(connector)
         rows = OffloadedRows(
