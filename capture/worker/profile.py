@@ -16,16 +16,11 @@ class ExpertProfile:
     def __init__(
         self, num_layers: int, num_experts: int, with_weights: bool, device: torch.device
     ) -> None:
-        # one column more than experts, for ids that are not known
-        self._num_columns = num_experts + 1
-        size = num_layers * self._num_columns
-        self._counts = torch.zeros(size, dtype=torch.int64, device=device)
+        self._shape = num_layers, num_experts + 1  # the last for ids that are not known
+        self._counts = torch.zeros(self._shape, dtype=torch.int64, device=device)
         self._weights: torch.Tensor | None = None
         if with_weights:
-            self._weights = torch.zeros(size, dtype=torch.float64, device=device)
-        self._one = torch.ones(1, dtype=torch.int64, device=device)
-        first_columns = torch.arange(num_layers, dtype=torch.int64, device=device)
-        self._first_columns = (first_columns * self._num_columns)[:, None]  # [L, 1]
+            self._weights = torch.zeros(self._shape, dtype=torch.float64, device=device)
         self._tokens = 0
         self._since = time.time()
 
@@ -33,12 +28,12 @@ class ExpertProfile:
         """Counts `ids` ([n, L, K] int16, on the device) and sums up `weights` ([n, L, K] float32).
         Enqueues kernels on the current stream and waits for nothing."""
         self._tokens += len(ids)
-        # the remainder of -1 is the last column
-        columns = ids.to(torch.int64).remainder_(self._num_columns).add_(self._first_columns)
-        flat = columns.flatten()
-        self._counts.scatter_add_(0, flat, self._one.expand(len(flat)))
-        if self._weights is not None and weights is not None:
-            self._weights.scatter_add_(0, flat, weights.to(torch.float64).flatten())
+        if ids.is_cuda:
+            from routed_experts.capture.worker import profile_kernel
+
+            profile_kernel.count(self._counts, self._weights, ids, weights)
+        else:
+            count_with_torch(self._counts, self._weights, ids, weights)
 
     def read(self) -> dict[str, Any]:
         """What crosses to the API process: little-endian bytes of int64 and float64 ([L, E]). Waits
@@ -52,5 +47,17 @@ class ExpertProfile:
         }
 
     def _bytes_of(self, columns: torch.Tensor) -> bytes:
-        known = columns.view(-1, self._num_columns)[:, :-1]
-        return known.cpu().numpy().tobytes()
+        return columns[:, :-1].cpu().numpy().tobytes()
+
+
+def count_with_torch(
+    counts: torch.Tensor, sums: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor | None
+) -> None:
+    """What the kernel for GPUs does, in several. Counts unknown ids in the last column."""
+    num_layers, num_columns = counts.shape
+    first_columns = torch.arange(num_layers, device=ids.device)[:, None] * num_columns  # [L, 1]
+    # the remainder of -1 is the last column
+    columns = (ids.to(torch.int64).remainder_(num_columns) + first_columns).flatten()
+    counts.view(-1).scatter_add_(0, columns, torch.ones_like(columns))
+    if sums is not None and weights is not None:
+        sums.view(-1).scatter_add_(0, columns, weights.to(torch.float64).flatten())

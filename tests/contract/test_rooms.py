@@ -87,7 +87,7 @@ MAY_IMPORT_VLLM = (
                 "token_slices",
                 "reloading",
             ),
-            *("stage", "v1", "v2", "worker"),
+            *("profile_kernel", "stage", "v1", "v2", "worker"),
             *("router_input/rewriting", "router_input/refusals", "router_input/kernel"),
         )
     ),
