@@ -18,6 +18,7 @@ NO_VLLM = (
 COMMANDS = {
     "serve": "start vLLM's OpenAI-compatible server, which also returns the experts that each token was routed to; "
     "without a model, it creates and serves a tiny one",
+    "tiny-model": "write that tiny model to a folder: random weights, 16 experts, a few MB",
     "compare": "compare the experts in responses with a Hugging Face forward pass of the same checkpoint; exit status: "
     "0 if equal or near-ties only, 1 if different, 2 on error",
     "view": "show saved responses in a browser, with the page that a running server has at /routed_experts",
@@ -83,9 +84,10 @@ def run_tool(command: str, rest: list[str]) -> int:
 
     from routed_experts.protocol.routing import RoutingError
 
+    module = "cli.tiny_model" if command == "tiny-model" else f"tools.{command}"
     try:
         with np.errstate(all="ignore"):  # numbers that no router has
-            status: int = import_module(f"routed_experts.server.tools.{command}").main(rest)
+            status: int = import_module(f"routed_experts.server.{module}").main(rest)
             return status
     except OSError as error:  # a full disk, a folder without permission
         reason = error.strerror or str(error)

@@ -5,6 +5,7 @@ It is a Qwen3-MoE model with 6 decoder layers (the first is dense) and 16 expert
 has no meaning, but its routing is real, and it needs neither a download nor a GPU.
 """
 
+import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +18,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from routed_experts.server.cli.console import hide_transformers_progress
+from routed_experts.server.cli.console import hide_transformers_progress, say
 
 _SEED = 20261120
 _END = "<|endoftext|>"
@@ -109,3 +110,16 @@ def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
             part.save_pretrained(unfinished)
         for file in sorted(Path(unfinished).iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(directory / file.name)
+
+
+def main(argv: list[str]) -> int:
+    """`routed-experts tiny-model DIR`; returns the command's exit status."""
+    parser = argparse.ArgumentParser(
+        prog="routed-experts tiny-model", description="Writes the tiny MoE model."
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path)
+    directory = parser.parse_args(argv).directory
+    say(f"Making the tiny model in {directory}; this takes some seconds.")
+    make_tiny_model(directory)
+    print(f"Wrote the tiny MoE model to {directory}.")
+    return 0

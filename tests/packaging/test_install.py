@@ -159,7 +159,7 @@ def test_commands_for_saved_answers_need_nothing_more(
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "serve some-model --port 1", "serve --help", "compare m"]
+    "command", ["serve", "serve some-model --port 1", "serve --help", "tiny-model x", "compare m"]
 )
 def test_without_vllm_other_commands_name_the_extras(
     wheel_environment: Environment, command: str

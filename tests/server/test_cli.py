@@ -111,8 +111,8 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         *((command, 0, list(main.COMMANDS)) for command in ("", "-h", "--help")),
         ("--version", 0, [f"routed-experts-server {VERSION}\n"]),
         ("sreve model", 2, ["invalid choice: 'sreve'", "usage: routed-experts"]),
-        ("export", 2, ["required: --output/-o"]),
-        ("view --nothing", 2, ["unrecognized arguments: --nothing"]),
+        ("tiny-model", 2, ["required: DIR"]),
+        ("tiny-model a b", 2, ["unrecognized arguments: b"]),
     ],
 )
 def test_what_is_said(
@@ -228,6 +228,7 @@ SERVE = "serve MODEL --port PORT"
             "export -o FILES/out.npz --url 127.0.0.1:PORT --prompts FILES/none",
             "none cannot be read: No such file",
         ),
+        ("tiny-model FILES/empty", "File exists"),
         (
             "compare /nowhere/model --answers FILES/answer",
             "/nowhere/model cannot be loaded: ",

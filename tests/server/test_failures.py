@@ -87,6 +87,7 @@ def test_vllms_command_has_no_other_front_ends() -> None:
     [  # `serve` stops with 0, as for any Ctrl-C
         ("export - -o FILES/out.npz", "numpy._core.multiarray"),
         ("view FILES/answer --no-browser", "numpy"),
+        rare("tiny-model FILES/model", "torch.nn"),
         rare("compare MODEL --answers FILES/answer", "transformers.modeling_utils"),
         rare("serve MODEL --port PORT", "vllm.config"),
     ],
