@@ -561,7 +561,7 @@ def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:
     """The rows of a microbatch do not go to the next one of the same shape, nor those of a prompt
     to later tokens."""
     model, rows, tokens = load(), given_rows(QWEN3), batch()
-    message = r"layers \[0\] were asked in a second forward pass"
+    message = r"\['model.layers.0.mlp.gate'\] were asked in a second forward pass"
 
     def twice() -> None:
         with replayed(model, rows):
@@ -586,7 +586,7 @@ def test_two_models_in_one_module(load: Callable[..., Any]) -> None:
     with replayed(both, rows) as replay:
         both["policy"](input_ids=tokens, use_cache=False)
     assert replay.asked == [1] * 3
-    names = r"policy\S*layers.0.mlp.gate and reference\S*layers.0.mlp.gate were both asked.* a block for each"
+    names = r"policy\S*layers.0.mlp.gate', 'reference\S*layers.0.mlp.gate'\] were asked in a second"
 
     def both_in_a_block(second: torch.Tensor) -> None:
         with replayed(both, rows):

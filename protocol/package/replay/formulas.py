@@ -21,13 +21,13 @@ class Formula:
     def numbers(self) -> list[float]:
         """For operators, which take tensors alone."""
         epsilon = nan if self.epsilon is None else self.epsilon
-        return [[*SCORES].index(self.score), epsilon, self.scale, self.in_logits_dtype]
+        return [SCORES.index(self.score), epsilon, self.scale, self.in_logits_dtype]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> "Formula":
         score, epsilon, scale, in_logits_dtype = numbers
         return cls(
-            score=[*SCORES][int(score)],
+            score=SCORES[int(score)],
             epsilon=None if isnan(epsilon) else epsilon,
             scale=scale,
             in_logits_dtype=bool(in_logits_dtype),
@@ -106,13 +106,7 @@ class Formula:
         return torch.zeros_like(of_all).scatter_add_(1, ids, gradient)
 
 
-SCORES = {
-    "softmax": "softmax",
-    "softmax of chosen": "softmax",
-    "sigmoid": "sigmoid",
-    "sqrtsoftplus": "softplus",
-    "probabilities": "probabilities",
-}
-"""What code that computes them names. Probabilities are returned in place of logits already."""
+SCORES = ("softmax", "softmax of chosen", "sigmoid", "sqrtsoftplus", "probabilities")
+"""Probabilities are returned in place of logits already."""
 _LEAST_DIVISOR = 1e-30
 """Of a gradient: divided by scores that are nearly 0, it would be infinite, and then NaN."""

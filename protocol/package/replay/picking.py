@@ -21,30 +21,26 @@ TOLERANCE_IN_16_BITS = 0.02
 class Candidates:
     """Formulas that may be those of a class of routers."""
 
-    trusted: list[Formula]
-    """Those with the function that the code names, if it names a single one. If one of them is
-    exact, the others are not tried."""
-    untrusted: list[Formula]
+    formulas: list[Formula]
     sure: list[Formula] = field(default_factory=list)
     """Those that other routers of the class surely have. They decide where several are exact."""
 
 
 def candidates_of(router: Any) -> Candidates:
     """Numbers of the router are read, but no tensors, which may be offloaded."""
-    names, constants = _named_in_code(type(router))
     numbers = _numbers_of(router)
-    epsilons = [number for number in (*constants, *numbers.values()) if 0 < number <= 1e-3]
+    constants = (*_constants_of(type(router)), *numbers.values())
+    epsilons = [number for number in constants if 0 < number <= 1e-3]
     formulas = [
         Formula(score, epsilon, scale, in_logits_dtype)
-        for score in sorted(SCORES, key=lambda score: SCORES[score] not in names)
+        for score in SCORES
         for epsilon in dict.fromkeys((*epsilons, 0.0, None))
         for scale in dict.fromkeys((*_scales(numbers), 1.0))
         for in_logits_dtype in (False, True)
         # the sum of which is 1 already
         if score != "softmax of chosen" or epsilon is None
     ]
-    num_trusted = _num_trusted(formulas, names)
-    return Candidates(trusted=formulas[:num_trusted], untrusted=formulas[num_trusted:])
+    return Candidates(formulas)
 
 
 def _numbers_of(router: Any) -> dict[str, float]:
@@ -64,17 +60,8 @@ def _scales(numbers: dict[str, float]) -> list[float]:
     return scales
 
 
-def _num_trusted(formulas: Sequence[Formula], names: set[str]) -> int:
-    """How many of `formulas` have the function that the code names, if it names a single one. They
-    come first."""
-    if len(names & set(SCORES.values())) != 1:
-        return 0
-    return sum(SCORES[formula.score] in names for formula in formulas)
-
-
-def _named_in_code(of: type[Module]) -> tuple[set[str], list[float]]:
-    """Names and constants in the methods of a class."""
-    names: set[str] = set()
+def _constants_of(of: type[Module]) -> list[float]:
+    """Those in the methods of a class."""
     constants: list[float] = []
     for base in of.__mro__:
         if base.__module__.startswith("torch."):
@@ -82,9 +69,8 @@ def _named_in_code(of: type[Module]) -> tuple[set[str], list[float]]:
         for method in vars(base).values():
             code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
             if code is not None:
-                names.update(code.co_names)
                 constants += [value for value in code.co_consts if isinstance(value, float)]
-    return names, constants
+    return constants
 
 
 @dataclass(frozen=True)
@@ -116,7 +102,7 @@ def pick(
             rows.
     """
     logits, weights, own_ids = own
-    errors = _errors_of_candidates(candidates, own, factor)
+    errors = _errors_of(candidates.formulas, own, factor)
     least = min(errors.values())
     if least > tolerance_of(logits, weights):
         cause = "computes weights in another way than is known"
@@ -129,23 +115,11 @@ def pick(
     top_k = own_ids.shape[-1]
     unlike = [formula for formula in others if not _are_equal(picked, formula, logits.dtype, top_k)]
     if picked not in candidates.sure:
-        # Of trusted formulas that are equal, the first is the one in the code.
-        doubtful = unlike if picked in candidates.trusted else others
-        _check_doubt(name, own, ids, factor, picked=picked, doubtful=doubtful)
+        _check_doubt(name, own, ids, factor, picked=picked, others=others)
         # Of a single expert, any formula that normalises gives 1.
         if least == 0 and not unlike and top_k > 1:
             candidates.sure.append(picked)
     return Picked(picked, is_sure=least == 0 and not unlike)
-
-
-def _errors_of_candidates(
-    candidates: Candidates, own: Sequence[Tensor], factor: Tensor | None
-) -> dict[Formula, float]:
-    """The errors of trusted formulas, and if none of them is exact, those of all."""
-    errors = _errors_of(candidates.trusted, own, factor)
-    if 0 not in errors.values():
-        errors |= _errors_of(candidates.untrusted, own, factor)
-    return errors
 
 
 def _first_sure(best: Sequence[Formula], candidates: Candidates) -> Formula:
@@ -165,13 +139,13 @@ def _check_doubt(
     factor: Tensor | None,
     *,
     picked: Formula,
-    doubtful: Sequence[Formula],
+    others: Sequence[Formula],
 ) -> None:
-    """Refuses the rows `ids` if a doubtful formula gives them other weights or gradients than the
+    """Refuses the rows `ids` if another formula gives them other weights or gradients than the
     picked one."""
     logits, weights, _ = own
     tolerance = tolerance_of(logits, weights)
-    if _are_unlike(picked, doubtful, logits, ids, factor, tolerance=tolerance):
+    if _are_unlike(picked, others, logits, ids, factor, tolerance=tolerance):
         raise ReplayError(
             f"the weights of {name} fit several formulas in this forward pass, and cannot be replayed: "
             "its scores, or its experts, are all the same, or the chosen experts have all of the probability. "

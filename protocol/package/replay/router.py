@@ -17,14 +17,6 @@ from routed_experts.replay.formulas import Formula
 from routed_experts.replay.picking import Candidates, difference, pick, tolerance_of
 from routed_experts.replay.recomputation import ForwardPass, in_recomputed_pass
 
-_TWICE = (
-    "the routers of decoder layers {} were asked in a second forward pass, whose tokens may be others: "
-    "a block is for one forward pass and its backward pass"
-)
-_BOTH = (
-    "the module has several routers in decoder layer {}, and {} were both asked, as those of a policy and of its "
-    "reference are: take a block for each forward pass, and give `replayed` the model that runs in it, with its rows"
-)
 _ROUTERS: "WeakValueDictionary[int, Router]" = WeakValueDictionary()
 """By the numbers that operators get."""
 _NUMBERS = itertools.count()
@@ -132,12 +124,13 @@ class Layer:
 
 
 def check_one_pass(layers: "Sequence[Layer]") -> None:
-    for layer in layers:
-        names = [router.name for router in layer.routers if router.asked]
-        if len(names) > 1:
-            raise ReplayError(_BOTH.format(layer.decoder_layer, " and ".join(names)))
-    if often := [layer.decoder_layer for layer in layers if layer.asked > 1]:
-        raise ReplayError(_TWICE.format(often))
+    often = [layer for layer in layers if layer.asked > 1]
+    if often:
+        names = [router.name for layer in often for router in layer.routers if router.asked]
+        raise ReplayError(
+            f"{names} were asked in a second forward pass, whose tokens may be others: a block is for one forward pass "
+            "and its backward pass. Where a module has a policy and its reference, give `replayed` the one that runs"
+        )
 
 
 def check_errors(layers: "Sequence[Layer]") -> None:
