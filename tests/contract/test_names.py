@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -61,6 +62,7 @@ def stock(tiny_model: Path) -> Iterator[Server]:
 # ---- names that are not ours ----
 
 
+@cache
 def names_read() -> set[str]:
     """Every name by which our code may read something of a vLLM request: attributes, and texts that
     can be names."""

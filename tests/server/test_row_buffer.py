@@ -267,8 +267,12 @@ class RandomRows:
         return position + 100 * self._num_pushed if self.rng.random() < 0.9 else -1
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_pushes_and_takes_in_any_order(seed: int) -> None:
+def test_pushes_and_takes_in_any_order() -> None:
+    for seed in range(300):
+        push_and_take(seed)
+
+
+def push_and_take(seed: int) -> None:
     """What came first is kept, at its position, and taken once."""
     rows = RandomRows(seed)
     taken_to = rows.start
