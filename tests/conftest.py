@@ -23,6 +23,10 @@ from tests.programs import fork_server
 if TYPE_CHECKING:
     from tests.e2e.harness import Oracle, Server
 
+# Drafts from n-grams start numba's threads, and torch then computes in as many, in a process that
+# has one for all else: forward passes take ten times as long.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+
 VLLM_PORT = 8000
 LONG_LIMIT_S = 2 * 3600
 SHOWN_CHARS = 2000
