@@ -17,6 +17,7 @@ import vllm
 from hypothesis import HealthCheck, Phase, given, settings
 
 from routed_experts.protocol.codec import decode
+from routed_experts.protocol.collect import collect
 from routed_experts.protocol.fetch import fetch
 from routed_experts.protocol.models import RoutedExpertsInfo
 from tests.contract.hostile import Hostile, check_response
@@ -71,6 +72,23 @@ def test_same_answer_with_and_without_routing(server: Server) -> None:
                 fetch(reference, base_url=f"{server.url}/v1"), decode(inline).swapaxes(0, 1)
             )
         assert plain == routed == referred
+
+
+def test_steps_of_a_prompt_in_chunks_and_of_a_prefix_hit(server: Server) -> None:
+    """Requests that run alone: a step has 64 tokens of a prompt or one that is generated, and
+    blocks have 32 tokens."""
+    body = {**FULL, "prompt": prompt_of(100, seed=77), "max_tokens": 12}
+    (first,) = collect(server.complete(**body, routed_experts_steps=True))
+    (again,) = collect(iter(server.stream(**body, routed_experts_steps=True)))
+    assert first.steps is not None
+    assert again.steps is not None
+    since = first.steps.astype(int) - int(first.steps[0])
+    assert since.tolist() == [0] * 64 + [1] * 36 + [*range(2, 13)]
+    assert np.array_equal(again.steps[:96], first.steps[:96])
+    since = again.steps[96:].astype(int) - int(again.steps[96])
+    assert since.tolist() == [0] * 4 + [*range(1, 12)]
+    assert again.steps[96] > first.steps[-1]
+    assert np.array_equal(again.rows, first.rows)
 
 
 def arrays_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
