@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from routed_experts.capture.scheduler.host_cache import HostCache
+from routed_experts.capture.scheduler.kv.loads import KVLoad
 from routed_experts.capture.scheduler.scheduler import step_number
+from routed_experts.capture.wire.message import Cause
+from routed_experts.capture.wire.prefill_rows import PrefillRows
 from routed_experts.protocol.codec import UNKNOWN_STEP
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.tools.saved import opened
 from tests.contract.engine import (
+    BLOCK,
     ArithmeticExecutor,
     Client,
     Core,
@@ -25,6 +30,7 @@ from tests.contract.engine import (
     requests_at_random,
     tokens,
 )
+from tests.contract.offloading import engine_that_offloads, num_loaded
 from tests.contract.served import SIZES, ServedExecutor, served
 from tests.e2e.harness import prompt_of
 
@@ -245,3 +251,27 @@ def test_the_documented_request(
     assert steps == [expected[position] for position in range(5)]
     assert [step - steps[0] for step in steps] == [0, 0, 1, 2, 3]
     assert str(names["routing"].steps) in capsys.readouterr().out
+
+
+def test_rows_that_were_offloaded_and_rows_of_another_engine() -> None:
+    core = engine_that_offloads(is_async=True)
+    client = Client(core)
+    prompt = tokens(5 * BLOCK + 3)
+    client.answer("first", prompt, steps=True)
+    core.empty_prefix_cache()
+    client.answer("again", prompt, steps=True)
+    assert num_loaded(core) == 5
+    first, again = client.steps_of_rows["first"], client.steps_of_rows["again"]
+    loaded = range(5 * BLOCK)
+    assert [again[position] for position in loaded] == [first[position] for position in loaded]
+    assert again[5 * BLOCK] > max(first.values())
+
+    table = np.arange(1)
+    slots = np.arange(BLOCK)
+    cache = HostCache(num_blocks=1, block_size=BLOCK)
+    rows = np.zeros((BLOCK, 2, 3), np.int16)
+    cache.write(slots, rows, step=7)
+    assert set(cache.steps(table, 0, BLOCK).tolist()) == {7}
+    came = PrefillRows(rows, has_weights=False, until=0.0)
+    KVLoad(slots, came, Cause.KV_TRANSFER).apply(cache)
+    assert set(cache.steps(table, 0, BLOCK).tolist()) == {UNKNOWN_STEP}
