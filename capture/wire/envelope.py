@@ -202,7 +202,8 @@ def _take_off(
 
 
 class RunRows:
-    """The rows of the outputs of a run: [outputs, n, L, K], n of each output. Views of the message.
+    """The rows of the outputs of a run: [outputs, n, L, K], n of each output. Views of the message;
+    copies if they have steps.
 
     A buffer keeps the run and the output's place in it, which takes less time than an array for
     each output.

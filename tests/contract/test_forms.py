@@ -268,6 +268,7 @@ VLLMS_OWN: list[dict[str, Any]] = [
         for more in ({}, {"routed_experts_dtype": "int32"}, {"routed_experts_layers": "moe"})
     ),
     *(OWN | {"return_routed_expert_weights": has_weights} for has_weights in (False, True)),
+    OWN | {"routed_experts_steps": True},
     OWN | {"routed_experts_format": "object", "routed_experts_layout": "joined"},
 ]
 """Where no form is asked for at generate, vLLM's own: a second .npy stands beside it only if
