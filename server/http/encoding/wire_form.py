@@ -86,15 +86,10 @@ class WireForm:
         """Of such an array, beside the array of ids that is called `of_ids`."""
         return of_ids
 
-    @property
-    def captures_weights(self) -> bool:
-        """Whether a captured row has weights."""
-        return self.has_weights
-
     @cached_property
     def captured_shape(self) -> tuple[int, int]:
         """Of a captured row, as `converted` takes it: (L, K), higher with weights and steps."""
-        return row_shape(*self.ids_shape, self.captures_weights, self.has_steps)
+        return row_shape(*self.ids_shape, self.has_weights, self.has_steps)
 
     @cached_property
     def wire_dtype(self) -> np.dtype[Any]:
@@ -199,9 +194,9 @@ class WeightsForm(WireForm):
     def name(self, of_ids: str) -> str:
         return f"{of_ids[:-1]}_weights"
 
-    @property
-    def captures_weights(self) -> bool:
-        return True
+    @cached_property
+    def captured_shape(self) -> tuple[int, int]:
+        return row_shape(*self.ids_shape, with_weights=True)
 
     @property
     def has_single_rows(self) -> bool:
