@@ -115,7 +115,7 @@ def pick(
     top_k = own_ids.shape[-1]
     unlike = [formula for formula in others if not _are_equal(picked, formula, logits.dtype, top_k)]
     if picked not in candidates.sure:
-        _check_doubt(name, own, ids, factor, picked=picked, others=others)
+        _check_doubt(name, own, ids, factor, picked=picked, others=unlike)
         # Of a single expert, any formula that normalises gives 1.
         if least == 0 and not unlike and top_k > 1:
             candidates.sure.append(picked)
