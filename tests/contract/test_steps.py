@@ -272,6 +272,6 @@ def test_rows_that_were_offloaded_and_rows_of_another_engine() -> None:
     rows = np.zeros((BLOCK, 2, 3), np.int16)
     cache.write(slots, rows, step=7)
     assert set(cache.steps(table, 0, BLOCK).tolist()) == {7}
-    came = PrefillRows(rows, has_weights=False, until=0.0)
+    came = PrefillRows(rows, until=0.0)
     KVLoad(slots, came, Cause.KV_TRANSFER).apply(cache)
     assert set(cache.steps(table, 0, BLOCK).tolist()) == {UNKNOWN_STEP}
