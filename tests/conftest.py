@@ -30,16 +30,22 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 VLLM_PORT = 8000
 LONG_LIMIT_S = 2 * 3600
 SHOWN_CHARS = 2000
-FIRST = [
+PAGE = "tests/page/"
+FIRST = [PAGE]
+FIRST += [
     f"tests/e2e/test_{name}.py"
-    for name in ("stopping", "shapes", "situations", "torture", "new_weights")
+    for name in ("completions", "router_input", "new_weights", "stopping", "shapes")
 ]
-"""What takes longest."""
+FIRST += [f"tests/e2e/test_{name}.py" for name in ("situations", "torture", "models_in_motion")]
+"""What takes longest, in `make test` and in `make test-release`."""
 
 
 def group_of(nodeid: str) -> str:
-    """Tests of a group run in one process: those of a file or, in `tests/gpu`, with a parameter."""
+    """Tests of a group run in one process: those of a file, all that share a browser or, in
+    `tests/gpu`, those with a parameter."""
     file = nodeid.partition("::")[0]
+    if file.startswith(PAGE):
+        return PAGE
     if file.startswith("tests/gpu/"):
         return nodeid.partition("[")[2] or nodeid
     return file

@@ -31,7 +31,13 @@ FLAGS = (
 FIRST, SECOND, THIRD = prompt_of(40, 1), prompt_of(30, 2), prompt_of(50, 3)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "data parallel"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one engine"),
+        pytest.param(2, id="data parallel", marks=pytest.mark.release),
+    ],
+)
 def server(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Server]:

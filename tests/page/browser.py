@@ -231,6 +231,9 @@ def browser() -> Iterator[Callable[[], Tab]]:
         ]
         flags += ["--disable-component-update", "--disable-sync", "--no-default-browser-check"]
         flags += ["--no-sandbox"] if os.geteuid() == 0 else []
+        # one process for all pages, and none for those that were left or may come
+        flags += ["--renderer-process-limit=1", "--disable-back-forward-cache"]
+        flags += ["--disable-features=SpareRendererForSitePerProcess"]
         # else clicks and keys are lost until a page is first drawn
         flags += ["--allow-pre-commit-input"]
         log, ports = Path(home) / "log", Path(home) / "DevToolsActivePort"

@@ -59,7 +59,7 @@ def test_scrollbars_are_dark_in_the_dark_theme(tab: Tab, viewed: Viewed) -> None
         assert strip.getextrema()[1] < 128
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.release), "dark"])
 def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, theme: str) -> None:
     """And screen readers find what is drawn by its name."""
     spec = importlib.util.find_spec("axe_core_python")

@@ -40,23 +40,27 @@ READ = """
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[str]:
+def tab(the_tab: Tab) -> Iterator[Tab]:
+    """With one page for all tests: each makes a reader of its own."""
     with viewing({}) as url:
-        yield url
+        the_tab.open(url)
+        yield the_tab
+        console = [*the_tab.console]
+        the_tab.call("Page.navigate", url="about:blank")
+    assert console == []
 
 
-def read_in(tab: Tab, page: str, *texts: str) -> tuple[list[Any], str | None]:
+def read_in(tab: Tab, *texts: str) -> tuple[list[Any], str | None]:
     """The choices that the page reads in files of these texts, and the error that ends them."""
-    tab.open(page)
     named = [[f"{number}.jsonl", text] for number, text in enumerate(texts)]
     read_by_page = tab.js(READ % json.dumps(named))
     return read_by_page["choices"], read_by_page["error"]
 
 
-def check_equal(tab: Tab, page: str, *texts: str, n: int | None = None) -> int:
+def check_equal(tab: Tab, *texts: str, n: int | None = None) -> int:
     """The number of choices, which the page and Python read alike. `n` is for Python, which wants to
     know it of a list of prompts."""
-    choices, error = read_in(tab, page, *texts)
+    choices, error = read_in(tab, *texts)
     assert error is None
     files = (
         (f"{number}.jsonl", io.StringIO(text.removeprefix("\ufeff")))
@@ -102,8 +106,8 @@ def check_choice(choice: dict[str, Any], saved: SavedAnswer, routing: Routing) -
 
 
 @pytest.mark.parametrize("text", FILES.values(), ids=FILES.keys())
-def test_every_kind_of_file(tab: Tab, page: str, text: str) -> None:
-    assert check_equal(tab, page, text) == 2
+def test_every_kind_of_file(tab: Tab, text: str) -> None:
+    assert check_equal(tab, text) == 2
 
 
 ROWS, OTHERS = rows_of(20, 1), [rows_of(9, 2), rows_of(4, 3)]
@@ -167,22 +171,22 @@ BODIES = {
 
 
 @pytest.mark.parametrize("texts", BODIES.values(), ids=BODIES.keys())
-def test_every_form_of_a_response(tab: Tab, page: str, texts: list[str]) -> None:
-    assert check_equal(tab, page, *texts) > 0
+def test_every_form_of_a_response(tab: Tab, texts: list[str]) -> None:
+    assert check_equal(tab, *texts) > 0
 
 
-def test_prompts_of_one_request(tab: Tab, page: str) -> None:
+def test_prompts_of_one_request(tab: Tab) -> None:
     prompts = [RoutedPrompt(rows_of(9, seed), OTHERS, first_token=100 * seed) for seed in (1, 5)]
-    assert check_equal(tab, page, json.dumps(answer(*prompts)), n=2) == 4
+    assert check_equal(tab, json.dumps(answer(*prompts)), n=2) == 4
 
 
 @pytest.mark.parametrize("fmt", ["npy", "raw", "int32", "reference"])
-def test_other_forms_are_named_with_what_to_use(tab: Tab, page: str, fmt: str) -> None:
+def test_other_forms_are_named_with_what_to_use(tab: Tab, fmt: str) -> None:
     if fmt == "reference":
         text = changed(routed_experts={"url": "http://x/1", "shape": [9, LAYERS, TOP_K]})
     else:
         text = body(dtype="int32") if fmt == "int32" else body(fmt=fmt)
-    choices, error = read_in(tab, page, text)
+    choices, error = read_in(tab, text)
     assert choices == []
     assert error is not None
     assert error.startswith("0.jsonl, line 1: The page reads rows as objects of int16 or uint8")
@@ -247,35 +251,34 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "sentence"), WRONG)
-def test_what_does_not_fit_is_an_error(tab: Tab, page: str, text: str, sentence: str) -> None:
-    _, error = read_in(tab, page, text)
+def test_what_does_not_fit_is_an_error(tab: Tab, text: str, sentence: str) -> None:
+    _, error = read_in(tab, text)
     assert (error or "").startswith(sentence)
 
 
-def test_two_prompts_of_a_stream_are_not_mixed(tab: Tab, page: str) -> None:
+def test_two_prompts_of_a_stream_are_not_mixed(tab: Tab) -> None:
     chunks = []
     for index, seed in enumerate((1, 5)):
         for chunk in stream(RoutedPrompt(rows_of(9, seed), OTHERS[:1], first_token=100 * seed)):
             chunks.append(
                 chunk | {"choices": [{**one, "index": index} for one in chunk["choices"]]}
             )
-    _, error = read_in(tab, page, sse(*chunks))
+    _, error = read_in(tab, sse(*chunks))
     assert error is not None
     assert "streams of several prompts cannot be told apart" in error
 
 
-def test_a_long_line_and_many_tokens(tab: Tab, page: str) -> None:
+def test_a_long_line_and_many_tokens(tab: Tab) -> None:
     """Of 40 MB; and what claims a million tokens shows none of them."""
     rows = rows_of(1, layers=48, top_k=8)
     said = answer(RoutedPrompt(np.repeat(rows, 40_000, 0), [rows]))
-    tab.open(page)
     count = "(r => r.next().then(({ value }) => value.shape[0]))"
     text = f"new Blob([{json.dumps(json.dumps(said))}]).stream()"
     module = "import('/routed_experts/saved.js')"
     assert tab.js(f"{module}.then(m => {count}(new m.Reader().read('f', {text})))") == 40_001
     far = {"data": "", "shape": [0, 3, 4], "dtype": "int16", "start": 1 << 30, "missing": 0}
     choice = {"index": 0, "finish_reason": "stop", "routed_experts": far}
-    _, error = read_in(tab, page, json.dumps({"choices": [choice]}))
+    _, error = read_in(tab, json.dumps({"choices": [choice]}))
     assert (error or "").endswith("1073741825 tokens, but the page shows 1048576 at most")
 
 
@@ -316,7 +319,7 @@ def rows_in_python(text: str) -> list[list[int]] | None:
 
 
 @pytest.mark.parametrize("fmt", ["object", "list"])
-def test_other_values_make_no_other_rows(tab: Tab, page: str, fmt: Any) -> None:
+def test_other_values_make_no_other_rows(tab: Tab, fmt: Any) -> None:
     """Whatever stands in a place of a response, the page has the rows that Python has, or an
     error."""
     routed = RoutedPrompt(rows_of(2, 1), [rows_of(2, 2), rows_of(1, 3)], fmt=fmt, weights=True)
@@ -324,7 +327,6 @@ def test_other_values_make_no_other_rows(tab: Tab, page: str, fmt: Any) -> None:
     said = answer(routed) | {"routed_experts_info": info}
     changes = [(place, other) for place in places_in(said) for other in ODD]
     texts = [json.dumps(with_other(said, place, other)) for place, other in changes]
-    tab.open(page)
     read_one = READ % "[['0.jsonl', one]]"
     outcomes = tab.js(f"Promise.all({json.dumps(texts)}.map(one => {read_one}))")
     are_read = [outcome["error"] is None for outcome in outcomes]
@@ -338,8 +340,7 @@ def test_other_values_make_no_other_rows(tab: Tab, page: str, fmt: Any) -> None:
     assert 20 < sum(are_read) < len(texts)
 
 
-def test_a_file_that_is_no_text_is_said(tab: Tab, page: str) -> None:
-    tab.open(page)
+def test_a_file_that_is_no_text_is_said(tab: Tab) -> None:
     module = "import('/routed_experts/saved.js')"
     stream = "new Blob([new Uint8Array([255, 254, 0])]).stream()"
     read_first = f"(m => new m.Reader().read('f.npy', {stream}).next())"
