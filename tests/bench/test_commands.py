@@ -43,7 +43,7 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 def test_the_schedulers_thread() -> None:
-    assert [len(row) for row in rows_of(step_table(4, steps=2))] == [3] * 3
+    assert [len(row) for row in rows_of(step_table(4, steps=2))] == [3] * 4
     *_, ended = rows_of(ends_table(4, num_tokens=20, later=5))
     assert int(ended[4]) == 0, "few fit a message"
     *_, returned = rows_of(long_prompt_table(length=1024, repeats=2, forward_s=0, num_running=3))
