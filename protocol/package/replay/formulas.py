@@ -20,8 +20,12 @@ class Formula:
     @property
     def numbers(self) -> list[float]:
         """For operators, which take tensors alone."""
-        epsilon = nan if self.epsilon is None else self.epsilon
-        return [SCORES.index(self.score), epsilon, self.scale, self.in_logits_dtype]
+        return [
+            SCORES.index(self.score),
+            nan if self.epsilon is None else self.epsilon,
+            self.scale,
+            self.in_logits_dtype,
+        ]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> "Formula":

@@ -129,7 +129,10 @@ def _first_sure(best: Sequence[Formula], candidates: Candidates) -> Formula:
     normalised where the chosen experts have nearly all of the probability. Several are as good where
     these experts have all of it, or where no token counts.
     """
-    return next((formula for formula in best if formula in candidates.sure), best[0])
+    for formula in best:
+        if formula in candidates.sure:
+            return formula
+    return best[0]
 
 
 def _check_doubt(

@@ -53,13 +53,15 @@ def sequences_of(model: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     shape = tuple(inputs["input_ids"].shape)
     cache = inputs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
-        tokens = _on_host({"input_ids": inputs["input_ids"]})["input_ids"].astype(TOKEN)
+        on_host = _on_host({"input_ids": inputs["input_ids"]})
+        tokens = on_host["input_ids"].astype(TOKEN)
         lines = np.arange(0, tokens.size + 1, shape[1])
         places = np.arange(tokens.size)
         return Sequences(shape, tokens.ravel(), places, lines, is_continued=True)
     _check_mask(inputs.get("attention_mask"), shape)
     names = ("input_ids", "attention_mask", "position_ids", *_STARTS)
-    on_host = _on_host({name: inputs[name] for name in names if inputs.get(name) is not None})
+    given = {name: inputs[name] for name in names if inputs.get(name) is not None}
+    on_host = _on_host(given)
     tokens = on_host["input_ids"].astype(TOKEN)
     mask = on_host.get("attention_mask")
     if mask is None:
@@ -115,12 +117,14 @@ def _on_host(inputs: Mapping[str, Tensor]) -> dict[str, NDArray[np.int32]]:
     """By one copy: each waits for the device."""
     device = inputs["input_ids"].device
     flat = [values.detach().flatten().to(device, torch.int32) for values in inputs.values()]
-    ends = np.cumsum([len(values) for values in flat])
-    parts = np.split(torch.cat(flat).cpu().numpy(), ends[:-1])
-    return {
-        name: part.reshape(values.shape)
-        for (name, values), part in zip(inputs.items(), parts, strict=True)
-    }
+    together = torch.cat(flat).cpu().numpy()
+    on_host: dict[str, NDArray[np.int32]] = {}
+    end = 0
+    for name, values in inputs.items():
+        first = end
+        end += values.numel()
+        on_host[name] = together[first:end].reshape(values.shape)
+    return on_host
 
 
 def _check_mask(mask: Any, shape: tuple[int, int]) -> None:
