@@ -475,7 +475,7 @@ def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch)
     assert len(answers) == len(sizes) == 8
     assert row_bytes < sizes[0] < row_bytes + 5_000
     assert max(sizes[1:]) < 5_000
-    assert threads == ["routed-experts-prefill-rows"]
+    assert threads == ["routed-experts-prefill-rows_0"]
     assert not any((answer.prompt_rows == -1).any() for answer in answers)
 
 
