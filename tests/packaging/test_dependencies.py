@@ -31,7 +31,6 @@ def declared(requirements: list[str]) -> set[str]:
 def test_imports_and_declarations_are_the_same(extra: str, vllm: str) -> None:
     modules = set().union(*map(packages, PATHS)) - sys.stdlib_module_names - {"routed_experts"}
     assert {"vllm", "numpy"} <= modules
-    modules.remove("accelerate")  # imported only where it has offloaded a model's weights
     of = packages_distributions()
     imported = {
         vllm if module == "vllm" else canonicalize_name(of[module][0]) for module in modules
