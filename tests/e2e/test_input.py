@@ -22,7 +22,7 @@ from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.expert_load import count_experts
 from routed_experts.protocol.score import score
 from tests.contract.served import serving_quickly
-from tests.e2e.harness import FLOAT32, ROOT, Oracle, Server, prompt_of
+from tests.e2e.harness import FLOAT32, ONE_PROCESS, ROOT, Oracle, Server, prompt_of, serving
 from tests.e2e.steered import Reference
 
 pytestmark = pytest.mark.e2e
@@ -245,7 +245,7 @@ def test_a_mask_of_a_server_is_a_checkpoint_without_its_experts(
     subprocess.run(["bash", "-c", make_mask], check=True)
     banned = json.loads(Path("mask.json").read_text())["routed_experts_deactivate"]
     small = ("--kv-cache-memory-bytes", str(64 << 20))
-    with serving_quickly(tiny_model, tmp_path / "log", *FLOAT32, *small, *flags) as masked:
+    with serving(tiny_model, tmp_path / "log", *FLOAT32, *ONE_PROCESS, *small, *flags) as masked:
         said = f"{ask_info}\n{show}".replace(ADDRESS, masked.url)
         shown = subprocess.check_output(["bash", "-c", said], text=True)
         assert json.loads(shown) == {"routed_experts_deactivate": banned}
