@@ -30,7 +30,7 @@ from tests.e2e.harness import prompt_of, wait_until
 from tests.long_runs import times
 
 SETTINGS = settings(
-    max_examples=50,
+    max_examples=20,
     deadline=None,
     database=None,
     derandomize=True,
