@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args
 
 try:
     from pydantic import (
@@ -177,9 +177,8 @@ NEEDS = (
     Need(PROMPT_START, None, _ROWS_OR_COUNTS),
     Need(_START_LEN, None, _ROWS_OR_COUNTS),
     Need(FORMAT, None, _ROWS),
-    Need(FORMAT, "npy", _INLINE),  # arrays in the store have one format
-    Need(FORMAT, "raw", _INLINE),
-    Need(FORMAT, "list", _INLINE),
+    # arrays in the store have one format
+    *(Need(FORMAT, name, _INLINE) for name in get_args(Format) if name != "object"),
     Need(STEPS, True, _INLINE),
     Need(DTYPE, None, _ROWS),
     Need(LAYOUT, None, _ROWS),

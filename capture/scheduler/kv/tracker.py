@@ -143,6 +143,7 @@ class ExternalKVTracker:
                 kv_group=self._kv_group,
                 block_size=self._block_size,
             )
+        assert known.source is KVSource.OFFLOAD
         OffloadChild.check(connector)
         rows = OffloadedRows(
             connector.scheduler,
