@@ -13,6 +13,7 @@ import re
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import tomllib
@@ -457,3 +458,63 @@ def test_a_headless_node_has_them_too(tiny_model: Path, flags: str) -> None:
     assert (parallel.data_parallel_rank or parallel.node_rank) == 1
     assert parallel.worker_cls in WORKERS.values()
     assert args.scheduler_cls == SCHEDULER
+
+
+def test_the_tiny_model_is_served_by_its_name(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    args = serve.parse([])
+    assert args.model_tag is None
+    serve.use_tiny_model(args, tiny_model)
+    assert args.model == args.model_tag == str(tiny_model)
+    assert (args.served_model_name, args.dtype) == (["tiny-moe"], "float32")
+    parsed = serve.parse(["--dtype", "bfloat16", "--kv-cache-memory-bytes", "123456"])
+    serve.use_tiny_model(parsed, tiny_model)
+    assert (parsed.dtype, parsed.kv_cache_memory_bytes) == ("bfloat16", 123456)
+    assert args.enable_return_routed_expert_weights
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert serve.tiny_model_dir() == tmp_path / "routed-experts" / "tiny-moe"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert serve.tiny_model_dir() == tmp_path / ".cache" / "routed-experts" / "tiny-moe"
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_weights"),
+    [
+        ([], True),
+        (["--no-enable-return-routed-expert-weights"], False),
+        (["--additional-config", '{"enable_return_routed_expert_weights": false}'], False),
+        (["--no-enable-return-routed-experts"], False),
+    ],
+)
+def test_the_tiny_model_has_weights_unless_a_flag_says_otherwise(
+    tiny_model: Path, flags: list[str], has_weights: bool
+) -> None:
+    args = serve.parse(flags)
+    serve.use_tiny_model(args, tiny_model)
+    settings = serve.configure(args)
+    assert has_weights is (settings is not None and settings.enable_return_routed_expert_weights)
+
+
+# ---- signals ----
+
+
+def test_a_program_that_calls_it_keeps_its_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the command's own process is stopped in the server's way."""
+    handler = signal.getsignal(signal.SIGINT)
+    assert run(capsys, "serve", "--port", "0", "--worker-cls", "their.Class")[0] == 2
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+    assert "ctrl-c" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_server_that_ends_visits_no_objects() -> None:
+    """That took the first process seconds, in which Docker kills it. Nor does it wait for
+    Ctrl-C."""
+    program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000)); "
+    program += "from routed_experts.server.cli.signals import stop_on_signals; stop_on_signals()"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100).stdout
+        == b"True\n"
+    )
