@@ -166,7 +166,10 @@ class Pipeline:
             return
         num_layers = rows.shape[1] // 3
         words = rows[:, num_layers:].view(len(rows), num_layers, 2 * self._cache.top_k)
-        weights = words.contiguous().view(torch.float32)  # [n, L, K]
+        # a copy, also where that would be contiguous: words may begin within a float
+        weights = words.clone(memory_format=torch.contiguous_format).view(
+            torch.float32
+        )  # [n, L, K]
         self._profile.count(rows[:, :num_layers], weights)
 
     def _pack_rows(self, rows: torch.Tensor, upstream: torch.Tensor | None) -> None:

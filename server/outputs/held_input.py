@@ -47,7 +47,9 @@ def put_input(request: EngineCoreRequest, default: EncodedInput | None = None) -
     held = extra_args.get(INPUT_ARG)
     if isinstance(held, HeldInput):
         said = held.take()
-    elif default is not None:
+    elif default is not None and not isinstance(
+        held, EncodedInput
+    ):  # a program may share the engine
         said = default
     else:
         return

@@ -488,6 +488,11 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**replay(), DEACTIVATE: [[1, int(rows_for(3)[0, 0, 0])]]},
     ),
     "beam search": (REPLAY, "beam search", {**replay(), "use_beam_search": True, "n": 2}),
+    "beam search without the default": (
+        "use_beam_search",
+        "no empty field lifts it",
+        {DEACTIVATE: [], "use_beam_search": True, "n": 2},
+    ),
     "a transfer of KV": (
         REPLAY,
         "kv_transfer_params",

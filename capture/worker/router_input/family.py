@@ -149,9 +149,11 @@ def prove(family: Family, route: Callable[..., Any], logits: Tensor) -> bool:
     ([n, E]), because those of a first, made-up forward pass may all be equal.
     """
     generator = torch.Generator().manual_seed(0)
-    random = _SPREAD * torch.randn(_NUM_PROOF_TOKENS, logits.shape[1], generator=generator)
+    # no more than the forward pass has: a router may look at its padding
+    num_tokens = min(_NUM_PROOF_TOKENS, len(logits))
+    random = _SPREAD * torch.randn(num_tokens, logits.shape[1], generator=generator)
     random = random.to(device=logits.device, dtype=logits.dtype)
-    hidden = random.new_zeros(_NUM_PROOF_TOKENS, 8)  # routers look at its length only
+    hidden = random.new_zeros(num_tokens, 8)  # routers look at its length only
     weights, ids = route(hidden, random, None)
     weights = weights[:, : family.top_k].float()
     ids = ids[:, : family.top_k].long()

@@ -110,9 +110,13 @@ def pick(
             cause = "has other chosen experts than K of those of its logits"
         raise ReplayError(f"{name} {cause}, and cannot be replayed")
     best = [formula for formula, error in errors.items() if error == least]
+    top_k = own_ids.shape[-1]
+    if top_k > 1:
+        # Where it is as good, it is the router's: a softmax of all experts rounds otherwise, and is 0
+        # for experts that are improbable.
+        best.sort(key=lambda formula: formula.score != "softmax of chosen")
     picked = _first_sure(best, candidates)
     others = [formula for formula in best if formula != picked]
-    top_k = own_ids.shape[-1]
     unlike = [formula for formula in others if not _are_equal(picked, formula, logits.dtype, top_k)]
     if picked not in candidates.sure:
         _check_doubt(name, own, ids, factor, picked=picked, others=unlike)

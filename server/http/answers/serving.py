@@ -214,10 +214,19 @@ class RoutedServing:
     def _check_input(self, request: Any) -> None:
         """Raises `VLLMValidationError` for routing as an input where none can be."""
         fields = input_fields_of(request)
-        if fields is None or fields.says_nothing:
+        if fields is None:
+            return
+        is_beam_search = field_of(request, "use_beam_search")
+        if fields.says_nothing:
+            if is_beam_search:
+                _reject(
+                    "The server's default holds for beams, and no empty field lifts it: leave it out, or "
+                    "use_beam_search.",
+                    "use_beam_search",
+                )
             return
         name = fields.first_field
-        if field_of(request, "use_beam_search"):
+        if is_beam_search:
             _reject(f"{name} cannot be used with beam search.", name)
         if request.kv_transfer_params:
             _reject(f"{name} cannot be used with {TRANSFER_PARAMS}.", name)
