@@ -337,7 +337,7 @@ def run(args: argparse.Namespace) -> None:
             ServeSubcommand().cmd(args)
     except KeyboardInterrupt:  # raised on SIGTERM until vLLM's port answers
         return
-    except SelfTestError as error:
+    except (SelfTestError, SettingsError) as error:
         raise CommandError(str(error)) from error
     except OSError as error:  # for example a missing tokenizer
         raise CommandError(f"The server cannot run: {error}.") from error

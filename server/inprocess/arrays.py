@@ -164,7 +164,7 @@ class InProcessCapture:
         self.is_on = True  # False over HTTP, where each request opts in by itself
         self.form = ArrayForm(engine.model_config, captures_weights(engine.vllm_config))
         settings = Settings.of(engine.vllm_config.additional_config)
-        self._input_check = InputCheck(settings.enable_routed_experts_input)
+        self._input_check = InputCheck(settings)
         self._states = processor.request_states
         self._add: Callable[..., None] = processor.add_request
         self._ask: Callable[[], Awaitable[list[Any]]] | None = None

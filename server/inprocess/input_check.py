@@ -11,6 +11,7 @@ from routed_experts.protocol.routing_input import (
     RoutingInput,
     RoutingInputError,
 )
+from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import EngineCoreRequest, VLLMValidationError
 
 _SETTING = f'additional_config={{"{INPUT_KEY}": True}}'
@@ -19,8 +20,9 @@ _SETTING = f'additional_config={{"{INPUT_KEY}": True}}'
 class InputCheck:
     """Of the requests of one engine."""
 
-    def __init__(self, is_on: bool) -> None:
-        self._is_on = is_on
+    def __init__(self, settings: Settings) -> None:
+        self._is_on = settings.enable_routed_experts_input
+        self._has_default = not settings.input_default.says_nothing
         self._model: dict[str, Any] = {}  # what an input must fit; {} until known
         self._layer_ids: Sequence[int] = ()
 
@@ -34,6 +36,11 @@ class InputCheck:
         """Raises `VLLMValidationError` for an input that cannot be followed. As long as the model's
         dimensions are not known, the engine's worker alone sees whether it fits them, and ends the
         request with an error."""
+        if self._has_default:
+            raise VLLMValidationError(
+                "routed_experts_default says experts for the requests of a server alone: give them in a program's own "
+                "extra_args, with routed_experts.protocol.routing_input.routing_args."
+            )
         params = request.sampling_params
         if params is None or INPUT_ARG not in (params.extra_args or {}):
             return

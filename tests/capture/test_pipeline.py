@@ -9,6 +9,7 @@ import torch
 
 from routed_experts.capture.worker.device_cache import DeviceCache
 from routed_experts.capture.worker.pipeline import Pipeline
+from routed_experts.capture.worker.profile import ExpertProfile
 
 L, K, MAX_TOKENS = 3, 2, 8
 
@@ -77,3 +78,15 @@ def test_the_time_that_a_step_waits(cache: DeviceCache) -> None:
     began = time.perf_counter()  # clock: around the one that is tested
     waited_s = pending().waited_s
     assert 0 < waited_s <= time.perf_counter() - began  # clock: it lies inside, however long
+
+
+def test_one_token_with_an_odd_number_of_ids_is_counted_with_its_weights() -> None:
+    device = torch.device("cpu")
+    cache = DeviceCache(num_layers=3, max_tokens=1, top_k=1, device=device, with_weights=True)
+    profile = ExpertProfile(3, 4, with_weights=True, device=device)
+    assert cache.weights is not None
+    cache.ids[:, 0, 0] = torch.tensor([2, 0, 3])
+    cache.weights[:, 0, 0] = torch.tensor([0.5, 0.25, 0.75])
+    Pipeline(cache, 1, profile=profile).submit(slots_of(1), offsets_of(1))()
+    sums = np.frombuffer(profile.read()["weights"]).reshape(3, 4)
+    assert [sums[0, 2], sums[1, 0], sums[2, 3]] == [0.5, 0.25, 0.75]

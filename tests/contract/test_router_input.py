@@ -46,6 +46,7 @@ from routed_experts.protocol.routing_input import (
     routing_args,
 )
 from routed_experts.server.inprocess.input_check import InputCheck
+from routed_experts.server.settings import Settings
 from tests.contract.engine import sent
 from tests.contract.served import worker_in_this_process
 from tests.contract.test_moe_layers import Engine
@@ -435,7 +436,7 @@ def request_with(args: Mapping[str, Any] | None) -> Any:
 
 
 def test_a_program_may_give_what_fits_the_model() -> None:
-    check = InputCheck(is_on=True)
+    check = InputCheck(Settings(enable_routed_experts_input=True))
     check.learn(MODEL)
     for args in (None, {"other": 1}, routing_args(rows=rows_for(10))):
         check.check(request_with(args))
@@ -455,10 +456,17 @@ def test_a_program_may_give_what_fits_the_model() -> None:
 def test_a_program_is_told_what_cannot_be_followed(
     is_on: bool, args: dict[str, Any], words: str
 ) -> None:
-    check = InputCheck(is_on)
+    check = InputCheck(Settings(enable_routed_experts_input=is_on))
     check.learn(MODEL)
     with pytest.raises(VLLMValidationError, match=words):
         check.check(request_with(args))
+
+
+def test_a_servers_default_of_experts_is_not_left_out_in_a_program() -> None:
+    default = {"routed_experts_deactivate": [[1, 0]]}
+    check = InputCheck(Settings(enable_routed_experts_input=True, routed_experts_default=default))
+    with pytest.raises(VLLMValidationError, match="for the requests of a server alone"):
+        check.check(request_with(None))
 
 
 # ---- vLLM's routers ----
