@@ -1,6 +1,7 @@
 """Prompts that are streamed in, to one engine and with data parallelism: as whole ones, or refused,
 and then nothing is left of them in any engine."""
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.e2e.harness import (
     OURS,
     SMALL_KV,
     Server,
+    at_once,
     prompt_of,
     serving,
     wait_until,
@@ -95,3 +97,28 @@ def test_a_chunk_that_is_refused_ends_its_prompt(server: Server, before: int) ->
     assert [len(tokens) for tokens in answer["generated"]] == [1] * before + [0]
     wait_until_nothing_is_held(server)
     assert server.errors() == []
+
+
+def test_the_profile_is_of_all_engines(server: Server) -> None:
+    """Each engine counts its own tokens; requests that come together go to both."""
+    before = profile_of(server)
+    lengths = (20, 21, 22, 23)
+    bodies = [
+        {"prompt": prompt_of(n, 100 + n), "max_tokens": 5, "ignore_eos": True} for n in lengths
+    ]
+    at_once(server, bodies)
+    after = profile_of(server)
+    num_tokens = sum(n + 4 for n in lengths)
+    assert after["tokens"] - before["tokens"] == num_tokens
+    chosen = counts_of(after) - counts_of(before)
+    assert (chosen.sum(axis=1) == num_tokens * server.info()["top_k"]).all()
+
+
+def profile_of(server: Server) -> dict[str, Any]:
+    answer: dict[str, Any] = server.client().get("/v1/routed_experts/profile").json()
+    return answer
+
+
+def counts_of(profile: dict[str, Any]) -> Any:
+    array = profile["counts"]
+    return np.frombuffer(base64.b64decode(array["data"]), array["dtype"]).reshape(array["shape"])
