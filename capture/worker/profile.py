@@ -16,11 +16,11 @@ class ExpertProfile:
     def __init__(
         self, num_layers: int, num_experts: int, with_weights: bool, device: torch.device
     ) -> None:
-        self._shape = num_layers, num_experts + 1  # the last for ids that are not known
-        self._counts = torch.zeros(self._shape, dtype=torch.int64, device=device)
+        shape = num_layers, num_experts + 1  # the last column for ids that are not known
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._weights: torch.Tensor | None = None
         if with_weights:
-            self._weights = torch.zeros(self._shape, dtype=torch.float64, device=device)
+            self._weights = torch.zeros(shape, dtype=torch.float64, device=device)
         self._tokens = 0
         self._since = time.time()
 
