@@ -111,11 +111,7 @@ def pick(
         raise ReplayError(f"{name} {cause}, and cannot be replayed")
     best = [formula for formula, error in errors.items() if error == least]
     top_k = own_ids.shape[-1]
-    if top_k > 1:
-        # Where it is as good, it is the router's: a softmax of all experts rounds otherwise, and is 0
-        # for experts that are improbable.
-        best.sort(key=lambda formula: formula.score != "softmax of chosen")
-    picked = _first_sure(best, candidates)
+    picked = _first_sure(best, candidates, top_k)
     others = [formula for formula in best if formula != picked]
     unlike = [formula for formula in others if not _are_equal(picked, formula, logits.dtype, top_k)]
     if picked not in candidates.sure:
@@ -126,13 +122,17 @@ def pick(
     return Picked(picked, is_sure=least == 0 and not unlike)
 
 
-def _first_sure(best: Sequence[Formula], candidates: Candidates) -> Formula:
+def _first_sure(best: Sequence[Formula], candidates: Candidates, top_k: int) -> Formula:
     """Which of the formulas that are as good is taken.
 
     A formula that is worse by one rounding is not among them: that tells a softmax from one that is
     normalised where the chosen experts have nearly all of the probability. Several are as good where
     these experts have all of it, or where no token counts.
     """
+    if top_k > 1:
+        # Where it is as good, it is the router's: a softmax of all experts rounds otherwise, and is 0
+        # for experts that are improbable.
+        best = sorted(best, key=lambda formula: formula.score != "softmax of chosen")
     for formula in best:
         if formula in candidates.sure:
             return formula
