@@ -4,7 +4,8 @@
 
 Server and trainer share a GPU (or a CPU). A small Qwen3-MoE model in bfloat16 with random weights
 is written once; for each variant the server loads these weights again. Then TRL's `GRPOTrainer`, in
-its server mode, takes steps; before each rollout the server reads the new weights from a folder.
+its server mode, takes steps; before each rollout the server reads the new weights from a folder. With
+`--nccl` the server has the second GPU, and TRL sends it the weights as it does for its users.
 
 Experts that ran are taken where they get tokens (`.experts`), in the loss's forward pass and in the
 pass that checkpointing computes again, and compared with the server's rows of the same tokens.
@@ -147,10 +148,11 @@ def run(
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(start_folder, dtype=torch.bfloat16)
-    VLLMClient.init_communicator = lambda self, device: None
-    VLLMGeneration.sync_weights = lambda self: policy.load(
-        self.accelerator.unwrap_model(self.model)
-    )
+    if not args.nccl:
+        VLLMClient.init_communicator = lambda self, device: None
+        VLLMGeneration.sync_weights = lambda self: policy.load(
+            self.accelerator.unwrap_model(self.model)
+        )
     letters = np.random.default_rng(0).integers(97, 123, (64, args.prompt)).astype(np.uint8)
     weights = variant == "ids and weights"
     trainer = GRPOTrainer(
@@ -224,6 +226,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences of a pass")
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--nccl", action="store_true", help="on two GPUs; for one variant")
     parser.add_argument("--variants", nargs="*", default=VARIANTS, choices=VARIANTS)
     args = parser.parse_args()
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /collective_rpc
@@ -232,12 +235,16 @@ def main() -> None:
         flags += ["--gpu-memory-utilization", "0.3"]
     else:
         flags += ["--enforce-eager", "--kv-cache-memory-bytes", "67108864"]
+    if args.nccl:
+        flags += ["--weight-transfer-config", '{"backend": "nccl"}']
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # or the trainer would take both
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         start_folder, policy_folder = folder / "start", folder / "policy"
         write_model(start_folder, args.device)
         shutil.copytree(start_folder, policy_folder)
-        server = start("ours", start_folder, flags, folder / "log", 1, None)
+        gpu = "1" if args.nccl else None
+        server = start("ours", start_folder, flags, folder / "log", 1, gpu)
         try:
             server.wait_until_healthy()
             policy = Policy(policy_folder, server)
