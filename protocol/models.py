@@ -277,7 +277,8 @@ def _with_defaults(
     of_request: dict[str, Any], defaults: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The fields of a request, and those that it leaves out as the server's defaults have them."""
-    if not defaults or of_request.get(OPT_IN) is False:
+    opts_out = of_request.get(OPT_IN) is False and not of_request.get(HISTOGRAM)
+    if not defaults or opts_out:
         return of_request
     values = {**_left_out(defaults, of_request), **of_request}
     for need in NEEDS:  # a request's own fields win over defaults that do not go with them

@@ -163,6 +163,11 @@ def test_a_request_overrides_the_servers_defaults() -> None:
         assert options == expected
         assert options.by_default is by_default
     assert parse_options({"return_routed_experts": False}, defaults) is None
+    counts = {"return_routed_experts": False, **HISTOGRAM}
+    of_all_layers = {**defaults, "routed_experts_layers": "all"}
+    assert parse(counts, of_all_layers) == RoutingOptions(
+        rows=False, histogram=True, layers="all", **start
+    )
     with pytest.raises(
         FieldError,
         match="return_experts is not a routing field: did you mean return_routed_experts",
