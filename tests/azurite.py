@@ -46,16 +46,16 @@ def azurite(folder: Path) -> Iterator[int]:
             stderr=subprocess.STDOUT,
         )
     try:
-        make_container(port, folder / "log")
+        make_container(port, server, folder / "log")
         yield port
     finally:
         server.kill()
         server.wait()
 
 
-def make_container(port: int, log: Path) -> None:
+def make_container(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     """As soon as the emulator answers. obstore makes none."""
-    for _ in range(600):
+    while server.poll() is None:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
             break
         time.sleep(0.1)

@@ -2,9 +2,9 @@
 
     python -m tests.clocks
 
-A test waits for an event, or opens a gate. A sleep in a `while` loop is such a wait. What has to look
-at a clock says why on one of its lines: `# clock: REASON`. Tests marked `long` may, and those of
-`tests/gpu`, on machines of their own.
+It looks at all of `tests`, but for tests marked `long`. A test waits for an event, or opens a gate. A
+sleep in a `while` loop is such a wait. What has to look at a clock says why on one of its lines:
+`# clock: REASON`.
 """
 
 import ast
@@ -43,6 +43,8 @@ LIMITS = {"limit_s", "timeout", "timeout_s"}
 
 def found_in(text: str) -> Iterator[tuple[int, str]]:
     """The lines that depend on a clock, and how."""
+    if LONG_FILE.search(text):
+        return
     lines = text.splitlines()
     for node in _nodes(ast.parse(text)):
         what = _dependence(node)
@@ -93,12 +95,8 @@ def _dependence(node: ast.expr) -> str:
 
 def main() -> int:
     count = 0
-    for path in sorted((ROOT / "tests").glob("*/**/*.py")):
-        if path.is_relative_to(ROOT / "tests/gpu"):
-            continue
-        text = path.read_text()
-        is_long = LONG_FILE.search(text)
-        for line, what in () if is_long else found_in(text):
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for line, what in found_in(path.read_text()):
             print(f"{path.relative_to(ROOT)}:{line}: {what}")
             count += 1
     return 1 if count else 0

@@ -49,7 +49,7 @@ class Run:
 
 
 RUNS: dict[str, Run] = {}
-BEGUN = time.monotonic()
+BEGUN = time.monotonic()  # clock: for the report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +61,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    lines = table(RUNS, time.monotonic() - BEGUN)
+    lines = table(RUNS, time.monotonic() - BEGUN)  # clock: for the report
     terminalreporter.section("long runs")
     for line in lines:
         terminalreporter.write_line(line)

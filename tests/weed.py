@@ -90,17 +90,17 @@ def weed(folder: Path, *, is_open: bool = False) -> Iterator[Weed]:
         server = subprocess.Popen([*map(str, command)], stdout=log, stderr=subprocess.STDOUT)
     try:
         wait = make_bucket if is_open else wait_until_writable
-        wait(s3, folder / "log")
+        wait(s3, server, folder / "log")
         yield Weed(s3, server)
     finally:
         server.kill()
         server.wait()
 
 
-def make_bucket(port: int, log: Path) -> None:
+def make_bucket(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     """As soon as the server answers: where no user is its administrator, none is made by itself."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", b"", method="PUT")
-    for _ in range(600):
+    while server.poll() is None:
         with suppress(OSError):
             urllib.request.urlopen(request, timeout=60).close()
             return
@@ -108,7 +108,7 @@ def make_bucket(port: int, log: Path) -> None:
     raise AssertionError(log.read_text()[-3000:])
 
 
-def wait_until_writable(port: int, log: Path) -> None:
+def wait_until_writable(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     from obstore.store import from_url
 
     variables = environment(port)
@@ -120,7 +120,7 @@ def wait_until_writable(port: int, log: Path) -> None:
         client_options={"allow_http": True},
         retry_config={"max_retries": 0},
     )
-    for _ in range(600):
+    while server.poll() is None:
         with suppress(Exception):
             bucket.put("key", b"value")
             return
