@@ -38,7 +38,6 @@ TESTS = (
     *(
         "tests/contract/test_versions.py",
         "tests/contract/test_scheduler.py",
-        "tests/contract/test_situations.py",
     ),
     *(
         "tests/contract/test_weights.py",

@@ -84,8 +84,9 @@ from routed_experts.capture.wire.vllm_rows import BARE_ROWS_KEY, sends_bare_rows
 
 L, K = 8, 64  # a row of 1 KiB, so that a few dozen are what the engine calls large
 PART_BYTES = 64 << 10  # a prompt of 65 tokens comes in parts
-NUM_LAYERS = L + 2
-MOE_LAYERS = (1, *range(3, NUM_LAYERS))  # the others are dense
+DECODER_LAYERS = L + 2
+LAYER_IDS = [1, 2, 3, *range(5, DECODER_LAYERS)]
+"""Decoder layers of the L layers that have experts; the others are dense."""
 BLOCK, NUM_BLOCKS, VOCAB, NUM_EXPERTS = 16, 64, 500, 1 << 15
 
 Rows = np.ndarray[Any, np.dtype[np.int16]]
@@ -118,18 +119,6 @@ class Tokens(list[int]):
         of the prefix."""
         ids = np.frombuffer(b"".join(self.prefixes()[first:end]), dtype=np.int16).reshape(-1, L, 1)
         return (ids & 0x3FFF) + np.arange(K, dtype=np.int16)
-
-
-def vllms_rows(
-    prompt: Iterable[int], generated: Iterable[int], start: int = 0
-) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """What vLLM's own capture would return for these tokens, from position `start` on: all decoder
-    layers, and no row of the last token."""
-    sequence = Tokens([*prompt, *generated])
-    rows = sequence.rows(start, len(sequence) - 1)
-    spread = np.zeros((len(rows), NUM_LAYERS, K), np.uint16)
-    spread[:, MOE_LAYERS] = rows
-    return spread
 
 
 def weights_for(rows: Rows) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -378,7 +367,7 @@ class ArithmeticExecutor(Executor):
             whole = np.concatenate(rows)
             if captures_weights(self.vllm_config):
                 whole = combined(whole, weights_for(whole))
-            layer_ids = MOE_LAYERS if sends_bare_rows(self.vllm_config) else ()
+            layer_ids = tuple(LAYER_IDS) if sends_bare_rows(self.vllm_config) else ()
             step_rows = StepRows(whole, np.concatenate(slots), offsets, layer_ids=layer_ids)
             attach(output, step_rows)
         return output
@@ -510,7 +499,7 @@ def engine(
     if bare_rows:
         architecture = config.model_config.model_arch_config
         architecture.num_experts = NUM_EXPERTS
-        architecture.total_num_hidden_layers = NUM_LAYERS
+        architecture.total_num_hidden_layers = DECODER_LAYERS
     config.scheduler_config.max_num_batched_tokens = chunk
     config.scheduler_config.max_num_seqs = max_num_seqs
     if num_blocks is not None:

@@ -11,7 +11,7 @@ import os
 import shutil
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -54,9 +54,8 @@ try:
 except ImportError:  # vLLM 0.28: has both here
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
 
-LAYER_IDS = [1, 2, 3, 5, 6, 7, 8, 9]
-"""Decoder layers of the L layers that have experts."""
-DECODER_LAYERS = 10
+LAYER_IDS = around.LAYER_IDS
+DECODER_LAYERS = around.DECODER_LAYERS
 
 SIZES = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
 """Of the engine; the flags that every server around it needs."""
@@ -68,14 +67,12 @@ def rows_of(tokens: Iterable[int], first: int = 0) -> Rows:
     return sequence.rows(first, len(sequence))
 
 
-def every_layer_of(
-    tokens: Iterable[int], first: int = 0, layer_ids: Sequence[int] = LAYER_IDS
-) -> Rows:
+def every_layer_of(tokens: Iterable[int], first: int = 0) -> Rows:
     """The same with every decoder layer, as vLLM's own capture has it: zeros in layers without
     experts."""
     rows = rows_of(tokens, first)
     every = np.zeros((len(rows), DECODER_LAYERS, K), dtype=rows.dtype)
-    every[:, layer_ids] = rows
+    every[:, LAYER_IDS] = rows
     return every
 
 

@@ -16,16 +16,16 @@ from routed_experts.capture.wire.message import Cause
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.engine import (
     BLOCK,
+    DECODER_LAYERS,
     NUM_BLOCKS,
-    NUM_LAYERS,
     Core,
     K,
     engine,
     sent,
     tokens,
-    vllms_rows,
 )
 from tests.contract.offloading import engine_that_offloads
+from tests.contract.served import every_layer_of
 
 
 @dataclass
@@ -95,7 +95,7 @@ class FrontEnd:
         for answer in self.answers.values():
             assert answer.finish is FinishReason.LENGTH
             assert answer.rows().dtype == np.uint16
-            expected = vllms_rows(answer.prompt, answer.tokens, answer.start)
+            expected = every_layer_of([*answer.prompt, *answer.tokens[:-1]], answer.start)
             assert np.array_equal(answer.rows(), expected)
         requests = self.core.capture.distributor.requests
         assert not any((requests.running, requests.ended, len(self.core.capture.output_queue)))
@@ -122,7 +122,7 @@ def test_a_request_without_rows_has_an_array_of_none() -> None:
     answer = front_end.add("one token", tokens(5), start=5, max_tokens=1)
     front_end.run()
     front_end.check()
-    assert answer.rows().shape == (0, NUM_LAYERS, K)
+    assert answer.rows().shape == (0, DECODER_LAYERS, K)
 
 
 @pytest.mark.parametrize(("start", "num_rows"), [(-1, 7), (-(2**63), 7), (2**63 - 1, 2)])

@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -165,16 +164,15 @@ def test_every_row_is_there(legs: Legs, body: dict[str, Any], stream: bool) -> N
         check(answer, rows)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/invocations"])
 @pytest.mark.parametrize(
-    ("settings", "is_apart"),
+    ("path", "settings", "is_apart"),
     [
-        ({"routed_experts_prompt_start": 20}, False),
-        ({"routed_experts_delivery": "reference"}, False),
-        ({"routed_experts_delivery": "inline"}, True),
+        (COMPLETIONS, {"routed_experts_prompt_start": 20}, False),
+        (CHAT, {"routed_experts_delivery": "reference"}, False),
+        ("/invocations", {"routed_experts_delivery": "inline"}, True),
         # the connector does not send what a stop ended
-        ({"stop_token_ids": list(range(259))}, True),
-        ({"MAX_BYTES": 64}, True),
+        (CHAT, {"stop_token_ids": list(range(259))}, True),
+        (COMPLETIONS, {"MAX_BYTES": 64}, True),
     ],
     ids=["start", "reference", "inline", "stopped", "too large"],
 )
@@ -332,7 +330,7 @@ WRONG: list[tuple[str, Any]] = [
         ("routed_experts", {**FITS, "data": data})
         for data in (None, FITS["data"] + "!", encoded((1, L, K))["data"])
     ),
-    *(("routed_experts", {**FITS, "until": until}) for until in (None, 1e300)),
+    *(("routed_experts", {**FITS, "until": until}) for until in (None, -1, 1e300)),
     *(
         ("remote_engine_id", []),
         ("remote_request_id", None),
@@ -373,7 +371,9 @@ def refused(server: Server, path: str, **fields: Any) -> str:
 def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
     """And the prefill instance is told to let its KV go, as after a refusal of vLLM's, if what that
     takes is right."""
-    for index, (field, wrong) in enumerate(WRONG):
+    every_way = path == COMPLETIONS
+    table = WRONG if every_way else [("routed_experts", None), ("remote_engine_id", [])]
+    for index, (field, wrong) in enumerate(table):
         legs.kv_store.refused.clear()
         params = PULLED | (
             {} if field == "routed_experts" or index % 2 else {"routed_experts": FITS}
@@ -477,31 +477,6 @@ def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch)
     assert max(sizes[1:]) < 5_000
     assert threads == ["routed-experts-prefill-rows_0"]
     assert not any((answer.prompt_rows == -1).any() for answer in answers)
-
-
-def test_rows_of_many_requests_are_read_one_after_another(
-    legs: Legs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that they leave the threads that all routes share to others."""
-    running = 0
-    most = 0
-    parse = PrefillRowsParam.parse
-
-    def watched(*args: Any) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        time.sleep(0.05)  # clock: two at once would meet here
-        running -= 1
-        parse(*args)
-
-    monkeypatch.setattr(PrefillRowsParam, "parse", watched)
-    params = {**PULLED, "routed_experts": encoded((2, L, K + 1))}
-    send = partial(refused, legs.decode, COMPLETIONS, kv_transfer_params=params)
-    with ThreadPoolExecutor(8) as clients:
-        fields = [clients.submit(send) for _ in range(8)]
-    assert {field.result() for field in fields} == {"kv_transfer_params.routed_experts"}
-    assert most == 1
 
 
 def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

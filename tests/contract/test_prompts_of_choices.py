@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tests.contract.engine import BLOCK, Client, Rows, Sequence, Tokens, tokens
+from tests.contract.passes import PassesExecutor
 from tests.contract.served import DECODER_LAYERS, SIZES, ServedExecutor, served
-from tests.contract.test_recompute import CountingExecutor, counting
+from tests.contract.test_recompute import counting
 from tests.e2e.harness import decode
 
 PROMPT = [token % ServedExecutor.vocab for token in tokens(2 * BLOCK + 9)]
@@ -45,7 +46,7 @@ def test_choices_of_an_aborted_one_have_their_own(is_async: bool) -> None:
     client.finish(but=names[0])
 
 
-class ServedCountingExecutor(ServedExecutor, CountingExecutor):
+class ServedPassesExecutor(ServedExecutor, PassesExecutor):
     """Of other prompts, as those of the server's self-test, its router chooses the same each
     time."""
 
@@ -72,7 +73,7 @@ def test_a_joined_array_has_the_prompt_as_its_choice_computed_it(
         "routed_experts_layout": "joined",
     }
     with served(
-        tiny_model, ServedCountingExecutor, *sizes, "--max-num-batched-tokens", "16"
+        tiny_model, ServedPassesExecutor, *sizes, "--max-num-batched-tokens", "16"
     ) as server:
         if delivery == "whole":
             choices = server.post("/v1/completions", body)["choices"]

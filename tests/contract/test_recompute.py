@@ -1,8 +1,8 @@
 """KV that is lost and computed again, by a router that chooses otherwise each time: with the experts
 that its tokens had.
 
-The executor is that of `engine`, with a router that counts forward passes: a row says in which its
-token was computed, or as which it was told to be.
+The executor is that of `passes`: a row says in which forward pass its token was computed, or as
+which it was told to be.
 """
 
 import random
@@ -20,55 +20,20 @@ from vllm.v1.request import RequestStatus
 from routed_experts.capture.wire.step_tag import tag_of
 from routed_experts.capture.wire.transport import Told, detach
 from tests.contract import engine as around
-from tests.contract.engine import (
-    BLOCK,
-    NUM_BLOCKS,
-    Client,
-    Rows,
-    Sequence,
-    Tokens,
-    tokens,
-)
-
-_PASSES = 200
-"""So many are told apart."""
+from tests.contract.engine import BLOCK, Client, Rows, tokens
+from tests.contract.passes import NUM_TOLD_APART, PassesExecutor, num_changed, of_pass
 
 
-def of_pass(rows: Rows, passes: np.ndarray) -> Rows:
-    """`rows` ([n, L, K]) as the router chooses them in each of `passes` ([n])."""
-    return rows + (passes % _PASSES * 64).astype(np.int16)[:, None, None]
-
-
-class ReceivedOfPasses(around.Received):
-    """The rows of a prompt are those of the KV that its first token was sampled from, and each
-    other one is that of the KV that the next token was."""
-
-    def check(self, rows: Rows, first: int, end: int) -> None:
-        sampled = self.executor.sampled[self.request_id]
-        if end <= self.prompt_len:
-            passes = sampled[self.prompt_len][first:end]
-        else:
-            passes = np.array([sampled[position + 1][position] for position in range(first, end)])
-        assert np.array_equal(rows, of_pass(self.sequence.rows(first, end), passes))
-
-
-class CountingExecutor(around.ArithmeticExecutor):
+class ToldExecutor(PassesExecutor):
     """Chooses other experts in each forward pass, but for tokens that are told theirs."""
-
-    received = ReceivedOfPasses
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        self.num_passes = 0
         self.num_told = 0  # in this pass
         self.told: dict[str, list[tuple[int, int]]] = defaultdict(list)  # by request, positions
-        # By request and position of a token, the passes that the KV before it is of.
-        self.sampled: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
-        self._made = np.zeros(NUM_BLOCKS * BLOCK, dtype=np.int64)
         self._tag: Any = None
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        self.num_passes += 1
         self.num_told = 0
         self._tag = tag_of(scheduler_output)
         return super().execute_model(scheduler_output, non_block)
@@ -80,51 +45,28 @@ class CountingExecutor(around.ArithmeticExecutor):
             rows.told = Told(self.num_told)
         return output
 
-    def compute(
-        self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int
-    ) -> Rows:
-        natural = super().compute(request_id, sequence, tokens, start, end)
-        passes = np.full(end - start, self.num_passes % _PASSES)
+    def passes(self, request_id: str, rows: Rows, start: int) -> np.ndarray:
+        passes = super().passes(request_id, rows, start) % NUM_TOLD_APART
         given = self._tag.recomputed.get(request_id)
         if given is not None:
             first = max(start, given.start)
-            until = min(end, given.start + len(given.rows))
+            until = min(start + len(rows), given.start + len(given.rows))
             part = slice(first - start, until - start)
             told = given.rows[first - given.start : until - given.start]
             known = (told >= 0).all(axis=(1, 2))
-            passes[part][known] = (told - natural[part])[known, 0, 0] // 64
+            passes[part][known] = (told - rows[part])[known, 0, 0] // 64
             # Of another token, they are not of any pass.
-            assert np.array_equal(told[known], of_pass(natural[part], passes[part])[known])
+            assert np.array_equal(told[known], of_pass(rows[part], passes[part])[known])
             self.num_told += len(told)
             self.told[request_id].append((first, until))
-        self._made[sequence.slots(start, end)] = passes
-        return of_pass(natural, passes)
-
-    def _verify(self, sequence: Tokens, end: int, request_id: str) -> list[int]:
-        own = self._sequences[request_id]
-        first = len(own.tokens)
-        sampled = super()._verify(sequence, end, request_id)
-        for position in range(first, first + len(sampled)):
-            self.sampled[request_id][position] = self._made[own.slots(0, position)]
-        return sampled
+        return passes
 
 
 def counting(replays: bool = True, hits: bool = False, **sizes: Any) -> Client:
     """`hits`: whether a request that is preempted hits its own KV, as far as it is there."""
-    core = around.engine(executor=CountingExecutor, replays=replays, **sizes)
+    core = around.engine(executor=ToldExecutor, replays=replays, **sizes)
     core.scheduler.kv_cache_manager.enable_caching = hits
     return Client(core)
-
-
-def num_changed(client: Client, request_id: str) -> int:
-    """Of how many tokens that a request was sent rows of, its KV changed its experts later."""
-    request = client.received[request_id]
-    sampled = client.engines[0].model_executor.sampled[request_id]
-    changed: set[int] = set()
-    for end in range(request.prompt_len, len(request.sequence)):
-        last = sampled[len(request.sequence) - 1][:end]
-        changed |= set(np.flatnonzero(last != sampled[end]).tolist())
-    return len(changed)
 
 
 def num_told(client: Client) -> int:
@@ -227,10 +169,9 @@ def test_a_preemption_while_an_earlier_one_is_made_good(is_async: bool, stages: 
         assert client.stats[-1].rows_rerouted == 0, at
 
 
-@pytest.mark.parametrize("weights", [False, True], ids=["ids", "weights"])
 @pytest.mark.parametrize(
-    ("seed", "drafts", "stages"),
-    [(0, 0, 1), (1, 0, 1), (4, 0, 3), (5, 3, 1), (12, 3, 1)],
+    ("seed", "drafts", "stages", "weights"),
+    [(0, 0, 1, True), (1, 0, 1, False), (4, 0, 3, True), (5, 3, 1, True), (12, 3, 1, False)],
 )
 def test_at_random(is_async: bool, seed: int, drafts: int, stages: int, weights: bool) -> None:
     """Requests that come and go, of which some lose KV twice before all of it is computed again, or

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.contract.engine import BLOCK, engine, vllms_rows
+from tests.contract.engine import BLOCK, engine
 from tests.contract.rust import RustFrontEnd, rust_front_end
+from tests.contract.served import every_layer_of
 from tests.e2e.harness import prompt_of
 
 
@@ -40,7 +41,7 @@ def test_generate_returns_the_rows_of_all_tokens_but_the_last(
         )
         rows = rows_in(choice)
         assert rows.dtype == np.uint16
-        assert np.array_equal(rows, vllms_rows(prompt, choice["token_ids"], start))
+        assert np.array_equal(rows, every_layer_of([*prompt, *choice["token_ids"][:-1]], start))
 
 
 def test_requests_beside_each_other_some_of_which_are_preempted(front_end: RustFrontEnd) -> None:
@@ -50,7 +51,7 @@ def test_requests_beside_each_other_some_of_which_are_preempted(front_end: RustF
             pool.map(lambda prompt: front_end.generate(prompt, max_tokens=5 * BLOCK), prompts)
         )
     for prompt, choice in zip(prompts, choices, strict=True):
-        assert np.array_equal(rows_in(choice), vllms_rows(prompt, choice["token_ids"]))
+        assert np.array_equal(rows_in(choice), every_layer_of([*prompt, *choice["token_ids"][:-1]]))
 
 
 def test_a_stream_has_them_in_its_last_chunk(front_end: RustFrontEnd) -> None:

@@ -100,6 +100,14 @@ def test_overridden_methods_are_vllms_and_take_its_arguments(cls: type, base: ty
         )
 
 
+def test_our_classes_can_be_made() -> None:
+    """None of them leaves a method of vLLM's abstract classes out."""
+    classes = list(classes_of_vllms())
+    assert len(classes) >= 10
+    for cls in classes:
+        assert not inspect.isabstract(cls), f"{cls.__name__} lacks {set(cls.__abstractmethods__)}"
+
+
 # ---- what would not be missed by itself ----
 
 LISTED = (*SCHEDULER_NAMES, *WORKER_NAMES, *API, *HTTP_NAMES)

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.tools.saved import opened
 from tests.contract.engine import (
     BLOCK,
-    ArithmeticExecutor,
     Client,
     Core,
+    Received,
     Rows,
     Sequence,
     Tokens,
@@ -31,47 +30,22 @@ from tests.contract.engine import (
     tokens,
 )
 from tests.contract.offloading import engine_that_offloads, num_loaded
+from tests.contract.passes import PassesExecutor, passes_of
 from tests.contract.served import SIZES, ServedExecutor, served
 from tests.e2e.harness import prompt_of
 
 
-class CountingExecutor(ArithmeticExecutor):
-    """Counts its steps, and writes down which of them computed what a row is of."""
+class CountingExecutor(PassesExecutor):
+    """Its forward passes are the steps. Its rows say nothing of them."""
 
     counts_steps = True
-
-    def _init_executor(self) -> None:
-        super()._init_executor()
-        self.count = 0
-        self.written_by: dict[int, int] = {}  # the step that wrote the KV of a slot
-        # of each request: the step of each of its rows, by position
-        self.steps: dict[str, dict[int, int]] = defaultdict(dict)
-        self.prompt_lens: dict[str, int] = {}
-
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        return super().execute_model(*args, **kwargs)
+    received = Received
 
     def compute(
         self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int
     ) -> Rows:
-        rows = super().compute(request_id, sequence, tokens, start, end)
-        self.written_by.update((int(slot), self.count) for slot in sequence.slots(start, end))
-        return rows
-
-    def _verify(self, sequence: Tokens, end: int, request_id: str) -> list[int]:
-        """Each token that is sampled here makes the row before it known: that of this step. A
-        prompt's rows are those of its KV as the first token is sampled."""
-        sampled = super()._verify(sequence, end, request_id)
-        own = self._sequences[request_id]
-        last = len(own.tokens) - 1
-        prompt_len = self.prompt_lens.setdefault(request_id, last + 1)
-        if last + 1 == prompt_len:
-            slots = own.slots(0, prompt_len).tolist()
-            self.steps[request_id].update(enumerate(map(self.written_by.__getitem__, slots)))
-        positions = range(last, last + len(sampled))
-        self.steps[request_id].update(dict.fromkeys(positions, self.count))
-        return sampled
+        super().compute(request_id, sequence, tokens, start, end)
+        return tokens.rows(start, end)
 
 
 class ServedCountingExecutor(CountingExecutor, ServedExecutor):
@@ -91,8 +65,8 @@ def check_steps(client: Client, ranks: int = 1) -> int:
         if not came:  # it did not ask for rows, or was aborted before it had some
             continue
         executors = [core.model_executor for core in client.engines]
-        (rank,) = (i for i, one in enumerate(executors) if request_id in one.steps)
-        expected = executors[rank].steps[request_id]
+        (rank,) = (i for i, one in enumerate(executors) if request_id in one.sampled)
+        expected = passes_of(executors[rank], request_id, max(came) + 1).tolist()
         assert came == {at: step_number(expected[at], rank, ranks) for at in came}
         checked += len(came)
     return checked
@@ -226,9 +200,9 @@ def test_recordings_of_a_load_with_preemptions(tiny_model: Path, tmp_path: Path)
     for answer in read(opened(sorted(map(str, tmp_path.glob("*.jsonl")))), ModelInfo()):
         (routing,) = answer.routings()
         name = answer.parts[0]["id"]
-        (expected,) = (of for request, of in executor.steps.items() if request.startswith(name))
+        (request_id,) = (request for request in executor.sampled if request.startswith(name))
         assert routing.steps is not None
-        assert routing.steps.tolist() == [expected[at] for at in range(routing.end)]
+        assert np.array_equal(routing.steps, passes_of(executor, request_id, routing.end))
         checked += len(routing.steps)
     assert checked == sum(100 + 20 + index for index in range(40))
     assert preempted > 5
@@ -242,13 +216,10 @@ def test_the_documented_request(
         text = text.replace("http://localhost:8000", server.url).replace("tiny-moe", "tiny")
         names: dict[str, Any] = {}
         exec(text, names)
-    ((_, expected),) = [
-        (request, steps)
-        for request, steps in ServedCountingExecutor.last.steps.items()
-        if request.startswith(names["response"].id)
-    ]
+    executor, name = ServedCountingExecutor.last, names["response"].id
+    (request_id,) = (request for request in executor.sampled if request.startswith(name))
     steps = names["routing"].steps.tolist()
-    assert steps == [expected[position] for position in range(5)]
+    assert steps == passes_of(executor, request_id, 5).tolist()
     assert [step - steps[0] for step in steps] == [0, 0, 1, 2, 3]
     assert str(names["routing"].steps) in capsys.readouterr().out
 

@@ -2,7 +2,6 @@
 went through."""
 
 import random
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -10,22 +9,12 @@ import pytest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tests.contract import engine as around
-from tests.contract.engine import (
-    BLOCK,
-    NUM_BLOCKS,
-    Client,
-    Core,
-    Rows,
-    Sequence,
-    Tokens,
-    requests_at_random,
-    tokens,
-)
+from tests.contract.engine import Client, Core, Rows, requests_at_random, tokens
+from tests.contract.passes import PassesExecutor, ReceivedOfPasses
 
 
-class TrainedReceived(around.Received):
-    """A prompt's rows are of the weights that the first token was sampled from, and all others of
-    those that the next token was."""
+class TrainedReceived(ReceivedOfPasses):
+    """A row is of the weights that its token went through."""
 
     def take(self, output: EngineCoreOutput) -> None:
         """What was kept back until its prompt had been read may come behind an abort; nobody
@@ -38,55 +27,24 @@ class TrainedReceived(around.Received):
         rows = prompts.get(self.request_id, next(iter(prompts.values())))
         self.check(rows, self.start or 0, self.prompt_len)
 
-    def check(self, rows: Rows, first: int, end: int) -> None:
-        sampled = self.executor.sampled[self.request_id]
-        if end <= self.prompt_len:
-            weights = sampled[self.prompt_len][first:end]
-        else:
-            weights = np.array([sampled[position + 1][-1] for position in range(first, end)])
-        assert np.array_equal(rows, made_with(self.sequence.rows(first, end), weights))
 
-
-class TrainedExecutor(around.ArithmeticExecutor):
-    """Has weights, which a row tells, loses its KV when it sleeps, and remembers what each token
-    was sampled from."""
+class TrainedExecutor(PassesExecutor):
+    """Has weights, each of which chooses other experts, and loses its KV when it sleeps."""
 
     received = TrainedReceived
 
     def _init_executor(self) -> None:
         super()._init_executor()
         self.weights = 0
-        # By request and position of a token, the weights that the tokens before it went through,
-        # all or the last ones; as of the last time, since what was in flight at a reset is sampled
-        # again.
-        self.sampled: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
-        self._made = np.zeros(NUM_BLOCKS * BLOCK, dtype=np.int64)
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         if method == "sleep":
             self._kv = [None] * len(self._kv)
         return super().collective_rpc(method, *args, **kwargs)
 
-    def compute(
-        self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int
-    ) -> Rows:
-        rows = super().compute(request_id, sequence, tokens, start, end)
-        self._made[sequence.slots(start, end)] = self.weights
-        return made_with(rows, np.full(end - start, self.weights))
-
-    def _verify(self, sequence: Tokens, end: int, request_id: str) -> list[int]:
-        own = self._sequences[request_id]
-        first = len(own.tokens)
-        sampled = super()._verify(sequence, end, request_id)
-        self.sampled[request_id][first] = self._made[own.slots(0, first)]
-        for position in range(first + 1, first + len(sampled)):
-            self.sampled[request_id][position] = np.array([self.weights])
-        return sampled
-
-
-def made_with(rows: Rows, weights: np.ndarray) -> Rows:
-    """`rows` ([n, L, K]) as each of `weights` ([n]) has them."""
-    return rows + (weights % 200 * 64).astype(np.int16)[:, None, None]
+    def passes(self, request_id: str, rows: Rows, start: int) -> np.ndarray:
+        """All that go through the same weights are one pass."""
+        return np.full(len(rows), self.weights)
 
 
 class Trained:
