@@ -19,8 +19,8 @@ that nothing is left:
         client.finish(but="gone")
 
 Others add their own part to it: `served` an API process over HTTP, `loads` KV connectors
-(`engine_with_store`), `offloading` vLLM's own connector (`engine_that_offloads`), `test_weights`
-weights that change.
+(`engine_with_store`), `offloading` vLLM's own connector (`engine_that_offloads`), `passes` a router
+that chooses otherwise each time.
 """
 
 import hashlib

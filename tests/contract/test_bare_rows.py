@@ -101,7 +101,6 @@ class FrontEnd:
         assert not any((requests.running, requests.ended, len(self.core.capture.output_queue)))
 
 
-@pytest.mark.parametrize("is_async", [False, True])
 def test_every_request_has_its_rows_on_its_own_outputs(is_async: bool) -> None:
     """A prompt in chunks, a prefix hit, a prompt's end only, and requests beside each other."""
     front_end = FrontEnd(engine(is_async, bare_rows=True))
@@ -135,7 +134,6 @@ def test_a_prompt_start_outside_the_prompt_stops_no_engine(start: int, num_rows:
     assert (answer.rows() >= 0).all()
 
 
-@pytest.mark.parametrize("is_async", [False, True])
 def test_requests_that_are_preempted(is_async: bool) -> None:
     front_end = FrontEnd(engine(is_async, num_blocks=12, bare_rows=True))
     for number in range(4):
@@ -149,7 +147,6 @@ def test_requests_that_are_preempted(is_async: bool) -> None:
     assert num_preempted
 
 
-@pytest.mark.parametrize("is_async", [False, True])
 def test_drafts_that_are_rejected(is_async: bool) -> None:
     """Then rows come with their tokens."""
     front_end = FrontEnd(engine(is_async, drafts=2, bare_rows=True))

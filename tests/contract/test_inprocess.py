@@ -20,23 +20,19 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
-from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from examples import turns
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.scheduler.scheduler import SchedulerCapture
 from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
-from routed_experts.capture.worker.worker import WorkerCapture
 from routed_experts.server.http.process import entry_point
 from tests import programs
 from tests.contract.engine import BLOCK, NUM_BLOCKS, K, no_collections
@@ -447,38 +443,19 @@ class CountingScheduler(AsyncScheduler):
         return super().schedule(*args, **kwargs)
 
 
-class OwnWorker(CPUWorker):
-    """A program's own."""
-
-    def load_model(self, **kwargs: Any) -> None:
-        super().load_model(**kwargs)
-
-
 class NoScheduler:
     """Derives from nothing of vLLM's."""
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_a_scheduler_of_the_programs_own(no_process: None, tiny_model: Path, by_name: bool) -> None:
-    scheduler_cls = f"{__name__}.CountingScheduler" if by_name else CountingScheduler
-    made = LLM(**arguments(tiny_model, scheduler_cls=scheduler_cls))
+def test_a_scheduler_of_the_programs_own(no_process: None, tiny_model: Path) -> None:
+    """Given as the class; `tests/e2e/test_in_process.py` gives names, and a worker's too."""
+    made = LLM(**arguments(tiny_model, scheduler_cls=CountingScheduler))
     generate(made, prompts_of(100, 20), params(n=2))
     scheduler = made.llm_engine.engine_core.engine_core.scheduler
     assert isinstance(scheduler, CountingScheduler)
     assert isinstance(scheduler, SchedulerCapture)
     assert scheduler.steps > 5
     made.llm_engine.engine_core.shutdown()
-
-
-def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
-    config = EngineArgs(
-        **arguments(tiny_model, worker_cls=f"{__name__}.OwnWorker")
-    ).create_engine_config()
-    assert is_capturing(config.parallel_config.worker_cls)
-    made = resolve_obj_by_qualname(config.parallel_config.worker_cls)
-    assert made is resolve_obj_by_qualname(config.parallel_config.worker_cls)
-    assert made.__mro__[1] is WorkerCapture
-    assert OwnWorker in made.__mro__
 
 
 @pytest.mark.parametrize(

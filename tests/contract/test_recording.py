@@ -103,39 +103,25 @@ def check(routing: Routing) -> None:
     assert np.array_equal(routing.rows, rows_of(tokens[:-1], routing.start))
 
 
-class Dropped:
-    """Counts what was dropped since it was made: this process has the metrics of other tests'
-    servers too."""
+class Counts:
+    """What was recorded and what was dropped since it was made: this process has the metrics of
+    other tests' servers too."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._before = self._now()
-
-    def _now(self) -> dict[str, float]:
-        name = "routed_experts_record_dropped_total"
-        return {reason: self._server.metric(name, reason=reason) for reason in NotRecorded}
-
-    def __call__(self) -> dict[str, float]:
-        now = self._now()
-        return {
-            reason: now[reason] - count
-            for reason, count in self._before.items()
-            if now[reason] > count
-        }
-
-
-class Recorded:
-    """Counts what was recorded since it was made, as `Dropped` does."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._before = {name: self._now(name) for name in ("requests", "bytes")}
+        self._before = {name: self._now(name) for name in ("requests", "bytes", *NotRecorded)}
 
     def _now(self, name: str) -> int:
+        if isinstance(name, NotRecorded):
+            return int(self._server.metric("routed_experts_record_dropped_total", reason=name))
         return int(self._server.metric(f"routed_experts_recorded_{name}_total"))
 
-    def __call__(self, name: str) -> int:
+    def recorded(self, name: str) -> int:
         return self._now(name) - self._before[name]
+
+    def dropped(self) -> dict[str, int]:
+        since = {reason: self._now(reason) - self._before[reason] for reason in NotRecorded}
+        return {reason: count for reason, count in since.items() if count}
 
 
 def test_all_that_is_asked_is_recorded_and_no_answer_changes(
@@ -145,16 +131,15 @@ def test_all_that_is_asked_is_recorded_and_no_answer_changes(
     with serving(tiny_model, *FLAGS) as server:
         expected = send_all(server)
     with serving(tiny_model, *FLAGS, *record(folder)) as server:
-        dropped = Dropped(server)
-        recorded = Recorded(server)
+        counts = Counts(server)
         assert send_all(server) == expected
-        wait_until(lambda: recorded("requests") >= NUM_PROMPTS, "not all was recorded")
+        wait_until(lambda: counts.recorded("requests") >= NUM_PROMPTS, "not all was recorded")
         num_bytes = sum(file.stat().st_size for file in folder.iterdir())
         # which are counted after the request
-        wait_until(lambda: recorded("bytes") >= num_bytes, "not every byte was counted")
-        assert recorded("requests") == NUM_PROMPTS
-        written = recorded("bytes")
-        assert dropped() == {}
+        wait_until(lambda: counts.recorded("bytes") >= num_bytes, "not every byte was counted")
+        assert counts.recorded("requests") == NUM_PROMPTS
+        written = counts.recorded("bytes")
+        assert counts.dropped() == {}
 
     (file,) = files_in(folder)
     assert Path(file).stat().st_size == written
@@ -225,11 +210,11 @@ def test_shares_are_drawn_for_all_choices_of_a_prompt(tiny_model: Path, tmp_path
 def test_beam_search_is_counted_once_and_not_recorded(tiny_model: Path, tmp_path: Path) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "use_beam_search": True, "n": 2}
     with serving(tiny_model, *record(tmp_path)) as server:
-        dropped = Dropped(server)
+        counts = Counts(server)
         # which fails behind that, as the arithmetic has no log-probabilities
         with server.client() as client:
             client.post(COMPLETIONS, json=body)
-        assert dropped() == {"beam_search": 1}
+        assert counts.dropped() == {"beam_search": 1}
     assert not files_in(tmp_path)
 
 
@@ -289,11 +274,11 @@ def test_a_slow_disk_drops_and_slows_nobody(
     monkeypatch.setattr(recording, "RecordFiles", SlowFiles)
     monkeypatch.setattr(module, limit, rows_of(PROMPT).nbytes + 100)
     with serving(tiny_model, *record(tmp_path)) as server:
-        dropped = Dropped(server)
+        counts = Counts(server)
         for _ in range(4):
             (choice,) = server.complete(prompt=PROMPT, max_tokens=5, **ASK)["choices"]
             assert len(choice["token_ids"]) == 5  # while nothing is written
-        assert dropped() == {reason: num_dropped}
+        assert counts.dropped() == {reason: num_dropped}
         SlowFiles.goes_on.set()
     assert len(lines_of(tmp_path)) == 4 - num_dropped
 
@@ -309,7 +294,7 @@ def test_the_bound(
     with serving(
         tiny_model, *record(tmp_path, "--routed-experts-record-bytes", str(bound))
     ) as server:
-        dropped = Dropped(server)
+        counts = Counts(server)
         for _ in range(12):
             server.complete(prompt=PROMPT, max_tokens=5)
 
@@ -320,16 +305,16 @@ def test_the_bound(
             return int(
                 sum(
                     [len(file.read_text().splitlines()) for file in complete()],
-                    start=dropped().get("full", 0),
+                    start=counts.dropped().get("full", 0),
                 )
             )
 
         wait_until(
             lambda: complete() and counted() >= 12,
-            lambda: f"{dropped()} of 12, {[*tmp_path.iterdir()]}",
+            lambda: f"{counts.dropped()} of 12, {[*tmp_path.iterdir()]}",
         )
         assert counted() == 12
-        assert dropped()["full"] > 4
+        assert counts.dropped()["full"] > 4
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= bound
         assert old.read_text() == "x" * 5000
     assert caplog.text.count("reached --routed-experts-record-bytes") == 1
@@ -339,11 +324,11 @@ def test_a_disk_that_fails(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(tiny_model, *record(folder := tmp_path / "folder")) as server:
-        dropped = Dropped(server)
+        counts = Counts(server)
         folder.rename(away := tmp_path / "away")
         for _ in range(2):
             server.complete(prompt=PROMPT, max_tokens=5)
-        wait_until(lambda: dropped() == {"failed": 2}, dropped)
+        wait_until(lambda: counts.dropped() == {"failed": 2}, counts.dropped)
         away.rename(folder)
         server.complete(prompt=PROMPT, max_tokens=5)
     assert len(lines_of(folder)) == 1
