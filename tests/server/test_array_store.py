@@ -121,27 +121,6 @@ def test_a_full_store_takes_more_when_something_expires(tmp_path: Path, clock: C
     assert store.sweep() == sizes(store.folder) == 0
 
 
-@pytest.mark.parametrize("jump", [-(10**6), 10**6])
-def test_a_clock_that_jumps_loses_no_array_before_its_time(
-    tmp_path: Path, clock: Clock, jump: int
-) -> None:
-    """What a server stored says itself when it expires. One whose clock is wrong may delete it too
-    early or too late; one whose clock is right goes by it again."""
-    store = ArrayStore(tmp_path, 1 << 20, lifetime_s=100)
-    stored = store.put(ARRAY)
-    clock.now += jump
-    later = store.put(ARRAY)
-    assert later.expires == stored.expires + jump
-    assert later.path.exists()
-    clock.now -= jump
-    if jump < 0:
-        assert content(store, stored.id)
-        with pytest.raises(ArrayGoneError):
-            store.size(later.id)
-        assert store.sweep() == FILE_BYTES
-    assert (later.path.exists(), later.path.parent.exists()) == (jump > 0, jump > 0)
-
-
 def test_a_folder_of_expired_hours_is_left_with_those_that_are_not(
     tmp_path: Path, clock: Clock
 ) -> None:
@@ -198,14 +177,6 @@ def test_files_of_the_user_are_kept(tmp_path: Path) -> None:
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(files)
 
 
-def test_the_folder_of_a_server_is_removed_whole(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path / "store", 1 << 20)
-    store.put(ARRAY)
-    remove_arrays(store.folder)
-    assert not store.folder.exists()
-    remove_arrays(store.folder)
-
-
 def test_the_limit_holds_for_threads_together(tmp_path: Path) -> None:
     """Arrays that are being written count."""
     store, num_stored = ArrayStore(tmp_path, 30 * FILE_BYTES), 0
@@ -241,12 +212,12 @@ def test_a_system_that_reads_fewer_bytes_at_once(
 def test_threads_that_count_at_once_count_each_array_once(tmp_path: Path) -> None:
     store = ArrayStore(tmp_path, 1 << 30)
     with ThreadPoolExecutor(8) as threads:
-        for _ in range(20):
+        for _ in range(10):
             for _ in range(10):
                 store.put(ARRAY)
             for future in [threads.submit(store.sweep) for _ in range(8)]:
                 future.result()
-    assert store.used_bytes == sizes(tmp_path) == 200 * FILE_BYTES
+    assert store.used_bytes == sizes(tmp_path) == 100 * FILE_BYTES
 
 
 def test_the_limit_holds_for_processes_within_a_second(tmp_path: Path, clock: Clock) -> None:
@@ -289,12 +260,11 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
         ArrayStore(tmp_path / "file" / "folder").put(ARRAY)
 
 
-@pytest.mark.parametrize("renamed", [False, True])
-def test_a_folder_that_is_removed_or_renamed_is_made_again(tmp_path: Path, renamed: bool) -> None:
+def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     """Also by a store that was full."""
     store, other = (ArrayStore(tmp_path / "store", 2 * FILE_BYTES) for _ in range(2))
     first, _ = store.put(ARRAY), store.put(ARRAY)
-    store.folder.rename(tmp_path / "elsewhere") if renamed else shutil.rmtree(store.folder)
+    shutil.rmtree(store.folder)
     with pytest.raises(LookupError):
         store.size(first.id)
     second = store.put(ARRAY)
@@ -303,41 +273,21 @@ def test_a_folder_that_is_removed_or_renamed_is_made_again(tmp_path: Path, renam
     assert store.folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_nobody_waits_for_a_pipe_in_the_folder(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path, 4 * FILE_BYTES)
-    stored = store.put(ARRAY)
-    stored.path.unlink()
-    os.mkfifo(stored.path)
-    for method in (store.size, store.delete, lambda key: store.read(key, [(0, 1)])):
-        with pytest.raises(StoreError, match="it is no file"):
-            method(stored.id)
-    other = ArrayStore(tmp_path, 4 * FILE_BYTES)
-    assert content(other, other.put(ARRAY).id)
-
-
-def test_a_link_in_the_folder_is_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["pipe", "link"])
+def test_what_stands_in_place_of_an_array_is_neither_read_nor_deleted(
+    tmp_path: Path, other: str
+) -> None:
     store = ArrayStore(tmp_path / "store", 4 * FILE_BYTES)
     stored = store.put(ARRAY)
     stored.path.rename(tmp_path / "elsewhere")
-    stored.path.symlink_to(tmp_path / "elsewhere")
+    if other == "pipe":
+        os.mkfifo(stored.path)  # nobody waits for it
+    else:
+        stored.path.symlink_to(tmp_path / "elsewhere")
     for method in (store.size, store.delete, lambda key: store.read(key, [(0, 1)])):
         with pytest.raises(StoreError):
             method(stored.id)
-    assert (tmp_path / "elsewhere").exists()
-
-
-def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path / "store", 4 * FILE_BYTES)
-    stored = store.put(ARRAY)
-    store.folder.rename(tmp_path / "elsewhere")
-    (tmp_path / "store").touch()
-    for method in (
-        lambda: store.put(ARRAY),
-        lambda: store.size(stored.id),
-        lambda: store.delete(stored.id),
-    ):
-        with pytest.raises(StoreError):
-            method()
+    assert os.path.lexists(stored.path)
 
 
 def test_counting_many_arrays_takes_a_small_share_of_the_time(
@@ -356,22 +306,7 @@ def test_counting_many_arrays_takes_a_small_share_of_the_time(
     store.put(ARRAY), store.put(ARRAY)
     began = clock.now
     while clock.now < began + 100:
-        clock.now += 0.01
+        clock.now += 0.1
         with pytest.raises(StoreError):
             store.put(ARRAY)
     assert 3 <= len([at for at in counts if at >= began]) <= 5
-
-
-def test_what_a_killed_server_left_is_swept_by_another(tmp_path: Path, clock: Clock) -> None:
-    """The limit holds over restarts. It may be another host's server."""
-    killed = ArrayStore(tmp_path, 1 << 20)
-    keys = [killed.put(ARRAY).id for _ in range(2)]
-    store = ArrayStore(tmp_path, 3 * FILE_BYTES)
-    mine = store.put(ARRAY)
-    assert store.used_bytes == 3 * FILE_BYTES
-    with pytest.raises(StoreError):
-        store.put(ARRAY)
-    assert content(store, keys[0])
-    store.delete(keys[0])
-    clock.now = max(mine.expires, *map(array_store.expiry_of, keys)) + 100
-    assert store.sweep() == sizes(tmp_path) == 0
