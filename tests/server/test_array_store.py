@@ -260,6 +260,16 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
         ArrayStore(tmp_path / "file" / "folder").put(ARRAY)
 
 
+def test_a_url_that_became_a_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be a folder below the current one."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="as text"):
+        ArrayStore(Path("s3://bucket/prefix"))
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     """Also by a store that was full."""
     store, other = (ArrayStore(tmp_path / "store", 2 * FILE_BYTES) for _ in range(2))

@@ -25,7 +25,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.envs import disable_envs_cache
 
@@ -171,8 +170,6 @@ SERVE = "serve MODEL --port PORT"
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        # in the words of the hub's client
-        ("serve ./nowhere", "Repo id must use alphanumeric chars"),
         ("serve /tmp", "local directory specified: '/tmp'."),  # has no checkpoint, as vLLM says
         ("serve some/model", "Cannot find an appropriate cached snapshot"),
         ("serve --served-model-name mine", "`model` should be provided"),
@@ -180,11 +177,6 @@ SERVE = "serve MODEL --port PORT"
         (
             f"{SERVE} --host 203.0.113.9",
             "of --host 203.0.113.9: [Errno 99] Cannot assign requested",
-        ),
-        (f"{SERVE} --host nobody.invalid", "of --host nobody.invalid: "),
-        (
-            f"{SERVE} --max-model-len 99999999",
-            "User-specified max_model_len (99999999) is greater than the derived",
         ),
         (
             f"{SERVE} --tensor-parallel-size 3",
@@ -200,7 +192,6 @@ SERVE = "serve MODEL --port PORT"
         ),
         (f"{SERVE} --config /nonexistent.yaml", "/nonexistent.yaml"),
         (f"{SERVE} --no-such-flag", "unrecognized arguments: --no-such-flag"),
-        (f"{SERVE} --dtype float99", "argument --dtype: invalid choice: 'float99'"),
         (
             f"{SERVE} --routed-experts-store /proc/none",
             "--routed-experts-store: /proc/none cannot be used: ",
@@ -225,26 +216,13 @@ SERVE = "serve MODEL --port PORT"
             "export -o FILES/out.npz --url 127.0.0.1:PORT --prompts FILES/empty",
             "empty has no prompts: write one per",
         ),
-        (
-            "export -o FILES/out.npz --url 127.0.0.1:PORT --prompts FILES/none",
-            "none cannot be read: No such file",
-        ),
         ("tiny-model FILES/empty", "File exists"),
-        (
-            "compare /nowhere/model --answers FILES/answer",
-            "/nowhere/model cannot be loaded: ",
-        ),
         ("compare FILES --answers FILES/answer", "key in its config.json"),
         (
             "compare some/model --answers FILES/answer",
             "We couldn't connect to 'https://huggingface.co'",
         ),
         (f"{COMPARE} --device nonsense", "--device nonsense cannot be used"),
-        *(
-            ()
-            if torch.cuda.is_available()
-            else ((f"{COMPARE} --device cuda", "--device cuda cannot be used"),)
-        ),
         (
             "compare some/model --answers FILES/answer --json /proc/none",
             "--json /proc/none cannot be written",
@@ -293,7 +271,6 @@ def test_another_server_is_told_from_ours(
         "--routed-experts-record f",
         "--enable-return-routed-expert-weights",
         '--routed-experts-default {"return_routed_experts":true}',
-        '--routed-experts-default {"routed_experts_histogram":true}',
     ],
 )
 def test_what_needs_the_capture(
@@ -303,17 +280,14 @@ def test_what_needs_the_capture(
     assert said == f"{flag.split()[0]} needs the capture: remove --no-enable-return-routed-experts."
 
 
-@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")])
-def test_a_port_in_use(
-    capsys: pytest.CaptureFixture[str], tiny_model: Path, flags: tuple[str, ...]
-) -> None:
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
     """Several API processes of vLLM would share it with another server that shares it."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind(("0.0.0.0", 0))
         listening.listen()
         port = str(listening.getsockname()[1])
-        said = refused(capsys, "serve", str(tiny_model), "--port", port, *flags)
+        said = refused(capsys, "serve", str(tiny_model), "--port", port)
         assert said == (
             f"The server cannot listen on port {port}: [Errno 98] Address already in use."
         )
@@ -350,12 +324,11 @@ def test_a_start_that_fails(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
 # ---- versions ----
 
 
-@pytest.mark.parametrize("more", [(), ("--no-enable-return-routed-experts",)])
 def test_another_vllm_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(versions.vllm, "__version__", "0.1.0")
-    assert "but vLLM 0.1.0 is installed: install" in refused(capsys, "serve", "model", *more)
+    assert "but vLLM 0.1.0 is installed: install" in refused(capsys, "serve", "model")
 
 
 # ---- plugins ----
@@ -395,11 +368,6 @@ def test_the_users_plugins_stay(
 ) -> None:
     assert allowed(monkeypatch, plugins, [OURS, *installed]) == expected
     assert allowed(monkeypatch, None, [OURS]) == expected  # a second time
-
-
-def test_the_installed_package_registers_the_plugin() -> None:
-    serve.allow_plugin()
-    assert os.environ["VLLM_PLUGINS"].split(",")[-1] == PLUGIN_NAME
 
 
 @pytest.mark.parametrize(

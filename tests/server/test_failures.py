@@ -87,7 +87,6 @@ def test_vllms_command_has_no_other_front_ends() -> None:
     [  # `serve` stops with 0, as for any Ctrl-C
         ("export - -o FILES/out.npz", "numpy._core.multiarray"),
         ("view FILES/answer --no-browser", "numpy"),
-        rare("tiny-model FILES/model", "torch.nn"),
         rare("compare MODEL --answers FILES/answer", "transformers.modeling_utils"),
         rare("serve MODEL --port PORT", "vllm.config"),
     ],
@@ -231,14 +230,13 @@ def test_a_refused_prompt_does_not_wait_for_requests_that_run(words: Words) -> N
     assert "line 1: the server returned status 400" in said
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["export - -o FILES/out.npz", "view - --no-browser", rare("compare MODEL --answers -")],
-)
-def test_ctrl_c_while_standard_input_is_read(words: Words, command: str) -> None:
+def test_ctrl_c_while_standard_input_is_read(words: Words) -> None:
     answer = Path(words("FILES/answer")[0]).read_bytes()
     read, write = os.pipe()
-    with started(*words(command), stdin=read) as process, os.fdopen(write, "wb", 0) as pipe:
+    with (
+        started(*words("export - -o FILES/out.npz"), stdin=read) as process,
+        os.fdopen(write, "wb", 0) as pipe,
+    ):
         os.close(read)
         for _ in range(1000):  # more than a pipe holds: the command has read the first of them
             pipe.write(answer)

@@ -94,7 +94,8 @@ PLACE = (
     "come from the environment)"
 )
 SECRET = ("s3://key:secret@bucket/x", "s3://bucket/x?endpoint=http://y")
-NO_PLACES = (5, "", False, "ftp://host/x", "s3://", *SECRET)
+OF_PATHS = (Path("s3://bucket/prefix"), Path("file:///x"))  # have one slash
+NO_PLACES = (5, "", False, "ftp://host/x", "s3://", *SECRET, *OF_PATHS)
 INVALID: list[tuple[str, tuple[Any, ...], str]] = [
     ("routed_experts_default", ([], "{"), "a JSON object with routing fields"),
     *((f"routed_experts_{name}_bytes", NOT_POSITIVE, "a positive integer") for name in BYTES),
