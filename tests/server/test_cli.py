@@ -60,8 +60,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def words_for(tiny_model: Path, folder: Path) -> Words:
-    """The words of a command. FILES has answers that a router could have given, one of unknown
-    rows, and nothing."""
+    """The words of a command. FILES has answers that a router could have given, no text, and
+    nothing."""
     rows = (
         np.random.default_rng(0)
         .random((P + G - 1, 5, 16))
@@ -69,7 +69,6 @@ def words_for(tiny_model: Path, folder: Path) -> Words:
         .astype(np.int16)
     )
     (folder / "answer").write_text(f"{json.dumps(answer_of(rows))}\n" * 2)
-    (folder / "unknown").write_text(json.dumps(answer_of(np.full_like(rows, -1))))
     (folder / "empty").touch()
     (folder / "latin").write_bytes(b"\xe9\xff")
     names = {"FILES": str(folder), "MODEL": str(tiny_model), "PORT": str(free_port())}

@@ -20,7 +20,7 @@ from tests.server.known import another_task, buffer_of, choice, encoder_of, outp
 from tests.server.test_response import Choice, Response, request
 
 L, K, EXPERTS = 48, 8, 128
-PROMPT, TOKENS = 4000, 201
+PROMPT, TOKENS = 2000, 101
 RAW = (PROMPT + TOKENS - 1) * L * K * 2
 
 

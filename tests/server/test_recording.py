@@ -18,7 +18,6 @@ from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.recording.recording import Recorder
 from routed_experts.server.outputs import record_files
 from routed_experts.server.outputs.record_files import PART, FullError, RecordFiles, prepare
-from tests.e2e.harness import wait_until
 from tests.server.known import K, L
 from tests.server.test_row_buffer import (
     ABORT,
@@ -48,8 +47,6 @@ def test_a_line_that_the_disk_cuts_off_leaves_nothing(tmp_path: Path) -> None:
             files.write([b"2" * (4 << 20), b"\n"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(OSError, match="more than the 10485760 bytes"):
-        files.write([b"3" * (4 << 20)] * 3)
     files.write([b"3" * 1000] * 100)  # more parts than are written at once
     files.write([b"four\n"])
     files.rotate(at_once=True)
@@ -70,18 +67,16 @@ def test_files_are_completed_by_size_and_age(
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", PART]
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
-def test_a_folder_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
+def test_a_folder_that_others_may_write_to(tmp_path: Path) -> None:
     """They could put links there, and read or change what is recorded."""
     folder, link = tmp_path / "record", tmp_path / "link"
     link.symlink_to(folder)
     prepare(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(OSError, match="a folder of this user that nobody else may write to"):
-        prepare(link)
-    folder.chmod(mode)
-    with pytest.raises(OSError, match="a folder of this user that nobody else may write to"):
-        prepare(folder)
+    for mode, path in ((0o700, link), (0o770, folder), (0o707, folder)):
+        folder.chmod(mode)
+        with pytest.raises(OSError, match="a folder of this user that nobody else may write to"):
+            prepare(path)
 
 
 def recorder_of(frontend: Frontend, folder: Path, room: int = 10**6) -> Recorder:
@@ -149,34 +144,6 @@ def test_an_aborted_request_is_recorded_with_all_rows_of_its_tokens(tmp_path: Pa
         assert (routing.index, routing.finish_reason) == (0, "abort")
         assert routing.rows[:, 0, 0].tolist() == [0, 1, 2, 3, 4][: 5 if answer["id"] == "b" else 4]
     assert metrics.RECORD_DROPPED.labels(metrics._model, "no_rows")._value.get() == no_rows + 1
-
-
-def record(frontend: Frontend, name: str, num_tokens: int) -> None:
-    frontend.add(name)
-    frontend.step(prompt(name), first_token(name))
-    frontend.step(output(name, num_tokens, first=3, finish=ABORT))
-
-
-def recorded_in(folder: Path) -> list[str]:
-    lines = [line for text in texts_in(folder).values() for line in text.splitlines()]
-    return [json.loads(line)["id"] for line in lines]
-
-
-def test_a_request_that_is_larger_than_all_room_keeps_no_other_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is not what makes the folder full."""
-    frontend = Frontend()
-    recorder = recorder_of(frontend, tmp_path, room=10_000)
-    record(frontend, "first", 1)
-    record(frontend, "large", 5000)
-    wait_until(lambda: caplog.records, "it is not said")
-    record(frontend, "small", 1)
-    recorder.close()
-    assert recorded_in(tmp_path) == ["first", "small"]
-    (said,) = (entry.getMessage() for entry in caplog.records)
-    assert "cannot be recorded" in said
-    assert "more than the 10000 bytes" in said
 
 
 def test_what_is_too_large_for_ever_is_told_from_what_has_no_room_now(tmp_path: Path) -> None:

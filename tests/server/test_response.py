@@ -166,7 +166,7 @@ class OddResponse:
         return answer_of(outputs, is_list=True, prompt_start=self.start, **options)
 
 
-ODD_RESPONSES = [OddResponse(seed) for seed in range(60)]
+ODD_RESPONSES = [OddResponse(seed) for seed in range(40)]
 
 
 def test_split_rows_of_every_prompt_and_choice() -> None:
