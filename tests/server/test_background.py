@@ -50,15 +50,3 @@ def test_a_sweep_of_the_store_that_fails_is_logged_and_the_next_one_deletes(
     assert [record.getMessage() for record in log.records] == [
         "Deleting expired arrays failed; the server goes on."
     ] * 2
-
-
-def test_work_that_is_done_once_is_logged_if_it_fails(log: pytest.LogCaptureFixture) -> None:
-    async def work() -> None:
-        raise RuntimeError("broken")
-
-    async def run() -> None:
-        await background.start("Telling the address", work())
-
-    asyncio.run(run())
-    (record,) = log.records
-    assert record.getMessage() == "Telling the address failed; the server goes on."

@@ -24,14 +24,9 @@ from routed_experts.capture.wire.message import (
     RowsOutput,
 )
 from routed_experts.capture.wire.stats import EngineStats
-from routed_experts.server.outputs.processor import (
-    RowBuffers,
-    opt_in,
-)
+from routed_experts.server.outputs.processor import RowBuffers, opt_in
 from routed_experts.server.outputs.row_buffer import RowBuffer
-from routed_experts.server.vllm_api import (
-    RequestOutput,
-)
+from routed_experts.server.vllm_api import RequestOutput
 from tests.server.known import K, L, buffer_of, push_from_message, rows_of
 
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -102,9 +97,8 @@ class Frontend:
         kind: RequestOutputKind = DELTA,
         interval: int = 1,
         asks: bool = True,
-        tokenizer: Any = None,
     ) -> None:
-        self.processor = OutputProcessor(tokenizer, log_stats=False, stream_interval=interval)
+        self.processor = OutputProcessor(None, log_stats=False, stream_interval=interval)
         self.buffers = RowBuffers.install(self.processor)
         params = None if asks else SamplingParams(n=n, output_kind=kind, detokenize=False)
         self.queue = self.add("a", n, kind, params)
@@ -436,12 +430,9 @@ def test_an_id_that_comes_again() -> None:
     asks = SamplingParams(output_kind=DELTA, detokenize=False)
     opt_in(asks, prompt_start=0)
     queue = frontend.add("a", params=asks)
-    (decoded,) = (OptIn.of(asks),)
+    own = RowsOutput(PROMPT_ROWS, OptIn.of(asks).prompt_id, "a")
     frontend.step(prompt("a", value=100))
-    frontend.step(
-        rows_output(RowsOutput(PROMPT_ROWS, decoded.prompt_id, "a"), 0, rows_of(0, 3)),
-        first_token("a"),
-    )
+    frontend.step(rows_output(own, 0, rows_of(0, 3)), first_token("a"))
     assert frontend.taken(3, queue) == [[0, 1, 2]]
 
 
@@ -512,7 +503,7 @@ def test_an_abort_of_a_choice_whose_rows_come_at_its_end_waits_for_them(
     )
     assert set(frontend.processor.request_states) == set(ids)
     frontend.step(*(output(choice_id, 0, first=3, rows=2, finish=ABORT) for choice_id in ids))
-    (result,) = [take(queue)]
+    result = take(queue)
     assert {choice.finish_reason for choice in result.outputs} == {"abort"}
     assert [positions(buffer.take(0, 5)) for buffer in buffers_of(result)] == [[0, 1, 2, 3, 4]] * n
     assert not frontend.processor.request_states

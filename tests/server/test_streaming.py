@@ -553,20 +553,6 @@ def test_other_events_are_left_as_they_are() -> None:
     assert ended(aligner_of(), [], generate) == events
 
 
-def test_a_failing_engine_fails_the_stream() -> None:
-    def results() -> Iterator[Result]:
-        yield Engine(prompt_len=2).step()
-        raise RuntimeError("engine")
-
-    async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
-        with pytest.raises(RuntimeError, match="engine"):
-            async for _ in results:
-                pass
-        yield DONE
-
-    assert ended(aligner_of(), results(), generate) == [DONE]
-
-
 @pytest.mark.parametrize("finish", ["stop", "abort", "error", "a reason that vLLM adds"])
 def test_a_row_that_is_missing_is_the_same_streamed_whole_and_in_a_program(finish: str) -> None:
     """Whatever ends a choice: -1 for its last row, or for an abort none."""
