@@ -210,21 +210,21 @@ def check_buffers_are_the_same(results: list[RequestOutput]) -> None:
             assert buffer is expected
 
 
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_nothing_is_left_behind(is_aborted: bool) -> None:
-    frontend = Frontend()
-    frontend.step(output("a", 1, first=0, rows=3))
-    assert len(frontend.buffers) == 1
-    buffer = weakref.ref(frontend.processor.request_states["a"].buffer)
-    if is_aborted:
-        frontend.processor.abort_requests(["a"], internal=True)
-    else:
-        frontend.step(output("a", 1, first=3, finish=STOP))
-    assert len(frontend.buffers) == 0
-    take(frontend.queue)
-    del frontend.queue
+def test_nothing_is_left_behind() -> None:
+    finished, aborted = Frontend(), Frontend()
+    buffers = []
+    for frontend in (finished, aborted):
+        frontend.step(output("a", 1, first=0, rows=3))
+        assert len(frontend.buffers) == 1
+        buffers.append(weakref.ref(frontend.processor.request_states["a"].buffer))
+    finished.step(output("a", 1, first=3, finish=STOP))
+    aborted.processor.abort_requests(["a"], internal=True)
+    for frontend in (finished, aborted):
+        assert len(frontend.buffers) == 0
+        take(frontend.queue)
+        del frontend.queue
     gc.collect()
-    assert buffer() is None
+    assert [buffer() for buffer in buffers] == [None, None]
 
 
 class RandomRows:
