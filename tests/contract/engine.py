@@ -660,7 +660,7 @@ class Client:
         for _ in range(count):
             self.step()
 
-    def run(self, *others: "Client", steps: int = 10_000) -> None:
+    def run(self, *others: "Client", steps: int = 2_000) -> None:
         """Steps until nothing is left to do, for this and other clients of the same engines."""
         while any(core.is_busy() for core in self.engines):
             assert steps > 0, "the engine does not come to an end"
