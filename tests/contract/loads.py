@@ -42,6 +42,9 @@ NOTHING: Slot = None, 0
 LEASE_S = 30.0
 """For how long a prefill instance keeps KV for whoever is to pull it."""
 
+REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, PARAM: True}
+"""What a prefill instance is asked, with the rows of what it computes."""
+
 TRANSFER, PULL = "TransferOfTheTests", "PullOfTheTests"
 for _name, _class in ((TRANSFER, "TransferConnector"), (PULL, "PullConnector")):
     KVConnectorFactory.register_connector(_name, __name__, _class)

@@ -18,7 +18,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from routed_experts.capture.wire.prefill_rows import PARAM
 from tests.contract.engine import BLOCK, Client, tokens
-from tests.contract.loads import PULL, engine_with_store, store
+from tests.contract.loads import PULL, REMOTE, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADING
 from tests.contract.offloading import engine_that_offloads, num_loaded
 from tests.contract.test_versions import looks_first
@@ -26,7 +26,6 @@ from tests.contract.test_versions import looks_first
 IS_MENDED = looks_first(OffloadingConnectorScheduler.update_state_after_alloc.__code__.co_names)
 """Whether vLLM's offloading sees what other connectors load (0.33)."""
 
-REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, PARAM: True}
 PROMPT = tokens(6 * BLOCK + 1)
 
 

@@ -31,10 +31,18 @@ from tests.contract.engine import (
     engine,
     tokens,
 )
-from tests.contract.loads import LEASE_S, PULL, TRANSFER, Clock, Store, engine_with_store, store
+from tests.contract.loads import (
+    LEASE_S,
+    PULL,
+    REMOTE,
+    TRANSFER,
+    Clock,
+    Store,
+    engine_with_store,
+    store,
+)
 
 NUM_SEQS = 2
-REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, PARAM: True}
 PROMPT = tokens(100)
 
 

@@ -193,7 +193,7 @@ def test_recordings_of_a_load_with_preemptions(tiny_model: Path, tmp_path: Path)
             server.complete(prompt=prompt, max_tokens=20 + index, ignore_eos=True)
 
         with ThreadPoolExecutor(12) as pool:
-            list(pool.map(ask, range(40)))
+            list(pool.map(ask, range(24)))
         preempted = server.metric("vllm:num_preemptions_total")
     executor = ServedCountingExecutor.last
     checked = 0
@@ -204,7 +204,7 @@ def test_recordings_of_a_load_with_preemptions(tiny_model: Path, tmp_path: Path)
         assert routing.steps is not None
         assert np.array_equal(routing.steps, passes_of(executor, request_id, routing.end))
         checked += len(routing.steps)
-    assert checked == sum(100 + 20 + index for index in range(40))
+    assert checked == sum(100 + 20 + index for index in range(24))
     assert preempted > 5
 
 
