@@ -85,20 +85,14 @@ class Legs:
         return first, answers_of(self.decode._post(path, body), start)
 
 
+FLAGS = (*SIZES, "--enable-scale-out", "--max-num-batched-tokens", "64")
+FLAGS += ("--kv-transfer-config", json.dumps({"kv_connector": PULL, "kv_role": "kv_both"}))
+FLAGS += ("--enable-log-requests", "--max-log-len", "100000000")
+
+
 @contextmanager
 def two_servers(model: Path, *more: str, command: Command = ours) -> Iterator[Legs]:
-    transfer = json.dumps({"kv_connector": PULL, "kv_role": "kv_both"})
-    flags = (
-        *SIZES,
-        "--enable-scale-out",
-        "--max-num-batched-tokens",
-        "64",
-        "--kv-transfer-config",
-        transfer,
-        *more,
-    )
-    flags += ("--enable-log-requests", "--max-log-len", "100000000")
-    a_server = partial(served, model, LegExecutor, *flags, command=command)
+    a_server = partial(served, model, LegExecutor, *FLAGS, *more, command=command)
     with store() as kv_store, a_server() as one, a_server() as other:
         yield Legs(one, other, kv_store)
 
@@ -480,7 +474,6 @@ def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last test here: its store takes the place of the others'."""
     monkeypatch.setenv("VLLM_PLUGINS", "routed_experts")
     with two_servers(tiny_model, "--enable-return-routed-experts", command=vllms) as legs:
         body = {**ASK, "prompt": "in vLLM's way" * 9, "max_tokens": 5}
@@ -490,9 +483,11 @@ def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.Monkey
 
 def test_clients_of_other_endpoints_get_no_rows(tiny_model: Path, tmp_path: Path) -> None:
     """Also not where their requests are recorded, as they are whatever their parameters hold."""
+    record = ("--routed-experts-record", str(tmp_path))
     with (
-        two_servers(tiny_model, "--routed-experts-record", str(tmp_path)) as legs,
-        legs.prefill.client() as client,
+        store(),
+        served(tiny_model, LegExecutor, *FLAGS, *record) as server,
+        server.client() as client,
     ):
         params = {"do_remote_decode": True, "do_remote_prefill": False, "routed_experts": True}
         body = {
