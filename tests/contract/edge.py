@@ -3,10 +3,8 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from inspect import isclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -47,15 +45,10 @@ class Edge:
         self.store = ArrayStore(folder)
         self._rows = np.random.default_rng(0).integers(0, EXPERTS, (num_rows, L, K), dtype=np.int16)
 
-    def app(self, middleware: Any = None) -> FastAPI:
-        """Behind a function or class of an operator, if any, which vLLM adds in the same way."""
+    def app(self) -> FastAPI:
         app = FastAPI()
         app.state.args = SimpleNamespace()
         app.add_api_route("/long", with_cancellation(self.long), methods=["POST"])
-        if isclass(middleware):
-            app.add_middleware(middleware)
-        elif middleware is not None:
-            app.middleware("http")(middleware)
         return app
 
     async def long(self, raw_request: Request) -> Response:

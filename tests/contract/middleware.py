@@ -11,13 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 Next = Callable[[Request], Awaitable[Response]]
 
 
-async def passes(request: Request, call_next: Next) -> Response:
-    """Changes nothing, as one that measures or logs."""
-    return await call_next(request)
-
-
 class Passes(BaseHTTPMiddleware):
-    """The same as a class; it reads the body too."""
+    """Changes nothing, as one that measures or logs; it reads the body."""
 
     async def dispatch(self, request: Request, call_next: Next) -> Response:
         await request.body()

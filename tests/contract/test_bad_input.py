@@ -104,7 +104,10 @@ KINDS: dict[str, tuple[type[ServedExecutor], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+ONE_KIND_ALONE = [pytest.param(name, marks=pytest.mark.long) for name in KINDS if name != "both"]
+
+
+@pytest.fixture(scope="module", params=["both", *ONE_KIND_ALONE])
 def client(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     executor, transfer = KINDS[request.param]
     flags = (

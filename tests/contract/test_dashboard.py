@@ -11,7 +11,6 @@ import httpx
 import pytest
 import yaml
 
-from routed_experts.server.http import metrics
 from tests.contract.served import serving
 from tests.contract.test_docs import anchors
 from tests.documentation import ROOT
@@ -111,34 +110,10 @@ def test_every_metric_of_ours_is_shown(metrics_text: str) -> None:
     assert of_this_project(ours) == of_this_project(shown)
 
 
-def test_faults_are_told_from_a_setting() -> None:
-    """Any reason but a setting alerts, one that is new too."""
-    setting = metrics._KV_TRANSFER
-    queries = [
-        query for query in (*QUERIES, *(rule["expr"] for rule in RULES)) if "rows_missing" in query
-    ]
-    assert [re.findall(r'reason(!?="[^"]*")', query) for query in queries] == [
-        [f'!="{setting}"'],
-        [f'="{setting}"'],
-        [f'!="{setting}"'],
-    ]
-
-
 def test_every_alert_has_a_runbook() -> None:
     for rule in RULES:
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         assert anchor in anchors(ROOT / "docs" / page), rule["alert"]
-
-
-def test_dropped_records_alert_unless_the_request_is_the_reason() -> None:
-    (query,) = (rule["expr"] for rule in RULES if rule["alert"] == "RoutedExpertsRecordsDropped")
-    (excused,) = re.findall(r'reason!~"([^"]*)"', query)
-    assert set(metrics.NotRecorded) - set(excused.split("|")) == {
-        "full",
-        "queue",
-        "memory",
-        "failed",
-    }
 
 
 @needs_promtool

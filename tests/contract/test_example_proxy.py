@@ -196,43 +196,16 @@ FORGED = {
 }
 
 UNREADABLE = [
-    *(
-        b"",
-        b'{"prompt":',
-        b"null",
-        b"[]",
-        b"1",
-        b'"text"',
-        b"\xff",
-        b'{"prompt": "\xff"}',
-        b'{"a": 1} {"a": 2}',
-    ),
+    *(b"", b'{"prompt":', b"null", b"[]", b'{"prompt": "\xff"}', b'{"a": 1} {"a": 2}'),
     b'{"temperature": NaN, "kv_transfer_params": {"do_remote_prefill": true}}',
-    b'{"temperature": -Infinity, "kv_transfer_params": {"do_remote_decode": true}}',
-    *(
-        b'{"sampling_params": %s, "kv_transfer_params": {}}' % value
-        for value in (b"null", b"[]", b"1", b'"{}"')
-    ),
+    b'{"sampling_params": [], "kv_transfer_params": {}}',
     b'{"prompt": %s1%s}' % (b"[" * 3000, b"]" * 3000),
 ]
 # Those that generate would take a client's `kv_transfer_params`; others change the instance.
-OTHER_PATHS = [
-    *(
-        "/invocations",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/chat/completions/batch",
-        "/cohere/v2/chat",
-        "/sleep",
-    ),
-    *(
-        "/v1/completions/",
-        "//v1/completions",
-        "/v1/Completions",
-        "/v1/completions%2f",
-        "/x/../v1/responses",
-    ),
-]
+OTHER_PATHS = (
+    *("/invocations", "/v1/responses", "/v1/chat/completions/batch", "/sleep"),
+    *("/v1/completions/", "//v1/completions", "/v1/completions%2f", "/x/../v1/responses"),
+)
 
 
 @in_a_loop

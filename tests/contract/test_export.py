@@ -1,6 +1,5 @@
 """`routed-experts export` from a running server, and its files in vLLM's own code."""
 
-import base64
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -8,18 +7,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
 from routed_experts.server.cli.main import main
+from routed_experts.server.http.routes.texts import TEXTS_PATH
 from routed_experts.server.tools import running
 from routed_experts.server.tools.running import RunningServer
 from tests.contract.engine import NUM_EXPERTS, K, L, weights_for
-from tests.contract.served import DECODER_LAYERS, LAYER_IDS, every_layer_of, rows_of, serving
-from tests.documentation import ROOT
+from tests.contract.served import LAYER_IDS, rows_of, serving
 from tests.e2e.harness import Server
 
 CHAT = {
@@ -102,30 +100,6 @@ def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path
     assert texts == {token: tokenizer.decode([token]) for token in texts}
 
 
-def test_sglangs_form(server: Server) -> None:
-    """SGLang 024911f2, `extract_routed_experts_from_meta_info`: int32 [P + G - 1, decoder layers,
-    K] in base64."""
-    form = {
-        "format": "raw",
-        "dtype": "int32",
-        "layout": "joined",
-        "layers": "all",
-        "delivery": "inline",
-    }
-    body = {"prompt": [40, 50, 60], "max_tokens": 5, "return_token_ids": True}
-    body |= {
-        "return_routed_experts": True,
-        **{f"routed_experts_{name}": value for name, value in form.items()},
-    }
-    (choice,) = httpx.post(
-        f"{server.url}/v1/completions", json={"model": server.model.name, **body}
-    ).json()["choices"]
-    rows = np.frombuffer(base64.b64decode(choice["routed_experts"]), np.int32).reshape(
-        -1, DECODER_LAYERS, K
-    )
-    assert np.array_equal(rows, every_layer_of([40, 50, 60, *choice["token_ids"][:-1]]))
-
-
 def test_texts_come_with_one_request_for_many(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,37 +121,22 @@ def test_texts_come_with_one_request_for_many(
     assert max(Counter(chain.from_iterable(ids)).values()) == 1
 
 
-def test_a_server_without_texts(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_server_without_texts_and_weights(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The rows are there all the same."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [40, 50, 60]}')
     with serving(tiny_model, "--skip-tokenizer-init") as server:
         rows = table_of(server, tmp_path, "prompts.jsonl")
+        with server.client() as client:
+            texts = client.post(TEXTS_PATH, json={"token_ids": [1]})
+        prompts = ["--url", server.url, "--prompts", str(tmp_path / "prompts.jsonl")]
+        assert main(["export", *prompts, "--weights", "-o", str(tmp_path / "none.npz")]) == 2
     assert {row["token"] for row in rows} == {None}
-
-
-def test_weights_of_a_server_that_captures_none(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a server without the flag, which the page names."""
-    (tmp_path / "prompts.txt").write_text("a")
-    with serving(tiny_model) as server:
-        exported(server, tmp_path, "prompts.txt", "out.npz")
-        command = [
-            "export",
-            "--url",
-            server.url,
-            "--prompts",
-            str(tmp_path / "prompts.txt"),
-            "--weights",
-        ]
-        assert main([*command, "-o", str(tmp_path / "none.npz")]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "captures no weights: start it with --enable-return-routed-expert-weights, or leave out --weights."
-        in said
-    )
-    page = " ".join((ROOT / "docs/study.md").read_text(encoding="utf-8").split())
-    assert "others need `--enable-return-routed-expert-weights`" in page
+    assert (texts.status_code, texts.json()["error"]["code"]) == (501, 501)
+    assert "no tokenizer" in texts.json()["error"]["message"]
+    words = "start it with --enable-return-routed-expert-weights, or leave out --weights."
+    assert f"captures no weights: {words}" in capsys.readouterr().err
 
 
 def test_plain_prompts_and_a_server_that_refuses_one(

@@ -200,11 +200,11 @@ def test_weights_and_no_tokens(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_shares_are_drawn_for_all_choices_of_a_prompt(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, *record(tmp_path, "--routed-experts-record-share", "0.5")) as server:
-        for index in range(40):
-            server.complete(prompt=prompt_of(5, index), max_tokens=2, n=3, **SAMPLED)
+        for index in range(25):
+            server.complete(prompt=prompt_of(5, index), max_tokens=2, n=2, **SAMPLED)
     recorded = routings_in(tmp_path)
-    assert 5 < len(recorded) < 35
-    assert {len(routings) for routings in recorded} == {3}
+    assert 0 < len(recorded) < 25
+    assert {len(routings) for routings in recorded} == {2}
 
 
 def test_beam_search_is_counted_once_and_not_recorded(tiny_model: Path, tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_two_ranks_fetch_their_own_layers_of_several_turns(api: Server) -> None:
 
 
 LOGGED = "VLLM_DEBUG_LOG_API_SERVER_RESPONSE"
-OF_OPERATORS = ("passes", "Passes", "holds_back", LOGGED)
+OF_OPERATORS = ("Passes", "holds_back", LOGGED)
 
 
 @pytest.mark.parametrize("name", OF_OPERATORS)
@@ -330,18 +330,9 @@ def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(
     ) + [True]
 
 
-@pytest.mark.parametrize("max_tokens", [20, 300])
-def test_a_prompt_that_fits_where_its_answer_does_not(
-    tiny_model: Path, tmp_path: Path, max_tokens: int
-) -> None:
-    """It is told of once, with the last of one or more lines, and stays."""
-    body = {
-        "prompt": prompt_of(1, 12),
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        **ASK,
-        **REFERENCE,
-    }
+def test_a_prompt_that_fits_where_its_answer_does_not(tiny_model: Path, tmp_path: Path) -> None:
+    """It is told of once, with the last of several lines, and stays."""
+    body = {"prompt": prompt_of(1, 12), "max_tokens": 300, "ignore_eos": True, **ASK, **REFERENCE}
     with limited(tiny_model, tmp_path / "store", FILE_BYTES) as server:
         chunks = [
             chunk for chunk in server.stream(COMPLETIONS, **body) if "routed_exp" in str(chunk)
@@ -351,10 +342,8 @@ def test_a_prompt_that_fits_where_its_answer_does_not(
         ]
         time.sleep(0.2)  # clock: what deletes it too early, does so now
         assert get(server, reference).shape == (L, 1, K)
-    assert (len(chunks) > 1) == (max_tokens == 300)
-    assert (
-        sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks) == max_tokens - 1
-    )
+    assert len(chunks) > 1
+    assert sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks) == 299
 
 
 def test_arrays_without_rows_come_inline_whatever_the_limits(

@@ -3,14 +3,13 @@
 import base64
 import io
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.contract.engine import BLOCK, engine
+from tests.contract.engine import engine
 from tests.contract.rust import RustFrontEnd, rust_front_end
 from tests.contract.served import every_layer_of
 from tests.e2e.harness import prompt_of
@@ -18,9 +17,9 @@ from tests.e2e.harness import prompt_of
 
 @pytest.fixture(scope="module")
 def front_end(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RustFrontEnd]:
-    """In front of an engine that has room for a few requests, and preempts others."""
-    core = engine(num_blocks=24, bare_rows=True)
-    with rust_front_end(core, tiny_model, tmp_path_factory.mktemp("rust")) as running:
+    with rust_front_end(
+        engine(bare_rows=True), tiny_model, tmp_path_factory.mktemp("rust")
+    ) as running:
         yield running
 
 
@@ -44,16 +43,6 @@ def test_generate_returns_the_rows_of_all_tokens_but_the_last(
         assert np.array_equal(rows, every_layer_of([*prompt, *choice["token_ids"][:-1]], start))
 
 
-def test_requests_beside_each_other_some_of_which_are_preempted(front_end: RustFrontEnd) -> None:
-    prompts = [prompt_of(2 * BLOCK, number) for number in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        choices = list(
-            pool.map(lambda prompt: front_end.generate(prompt, max_tokens=5 * BLOCK), prompts)
-        )
-    for prompt, choice in zip(prompts, choices, strict=True):
-        assert np.array_equal(rows_in(choice), every_layer_of([*prompt, *choice["token_ids"][:-1]]))
-
-
 def test_a_stream_has_them_in_its_last_chunk(front_end: RustFrontEnd) -> None:
     response = front_end.post(
         "/inference/v1/generate",
@@ -63,13 +52,6 @@ def test_a_stream_has_them_in_its_last_chunk(front_end: RustFrontEnd) -> None:
     )
     assert response.text.count('"routed_experts"') == 1
     assert '"routed_experts"' in response.text.split("data: ")[-2]
-
-
-def test_a_field_of_our_server_that_completions_pass_on_is_refused(front_end: RustFrontEnd) -> None:
-    prompt = prompt_of(5, 0)
-    body = {"prompt": prompt, "max_tokens": 2, "vllm_xargs": {"routed_experts_replay": [1]}}
-    assert front_end.post("/v1/completions", **body).status_code == 500
-    front_end.generate(prompt, max_tokens=2)
 
 
 @pytest.mark.parametrize(

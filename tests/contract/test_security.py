@@ -14,6 +14,7 @@ from routed_experts.server.cli import serve
 from routed_experts.server.http.answers.response import CollectedRows
 from routed_experts.server.http.answers.streaming import SSERewriter
 from routed_experts.server.http.requests.request import require_key
+from routed_experts.server.http.routes.texts import TEXTS_PATH
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 from tests.contract.served import build_app, serving
@@ -42,6 +43,8 @@ def test_nobody_gets_rows_without_the_key(tiny_model: Path) -> None:
             for header in ({}, {"Authorization": "Bearer another"}, {"Authorization": KEY}):
                 assert client.post(path, json=request, headers=header).status_code == 401
                 assert client.get("/v1/routed_experts", headers=header).status_code == 401
+                texts = client.post(TEXTS_PATH, json={"token_ids": [1]}, headers=header)
+                assert texts.status_code == 401
             opened = client.post(path, json=request, headers={"Authorization": f"Bearer {KEY}"})
             assert opened.status_code == 200
             assert b"routed_experts" in opened.content

@@ -126,17 +126,6 @@ def test_a_file_that_claims_more_than_it_has_costs_nothing(tmp_path: Path, conte
     assert peak < 1 << 20
 
 
-def test_a_pipe_in_place_of_an_array_holds_nobody_up(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path, LIMIT)
-    stored, other = store.put(ARRAY), store.put(ARRAY)
-    stored.path.unlink()
-    os.mkfifo(stored.path)
-    with serving(store) as server, ExitStack() as stack:
-        socks = [stack.enter_context(connect(server, "GET", stored.id)) for _ in range(50)]
-        assert {sock.recv(12) for sock in socks} == {b"HTTP/1.1 500"}
-        assert stack.enter_context(connect(server, "GET", other.id)).recv(12) == b"HTTP/1.1 200"
-
-
 class Client:
     """Asks for an answer as uvicorn's connections do, and leaves before a message of it, or after
     steps of the loop.

@@ -15,7 +15,7 @@ from routed_experts.protocol.codec import CodecError, Format, decode, decode_wei
 from tests.protocol.answers import peak_of
 from tests.protocol.forms import encode
 
-SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
+SETTINGS = settings(max_examples=60, deadline=None, database=None, derandomize=True)
 FORMATS = get_args(Format)
 DTYPES = ("int16", "uint8", "int32")
 
@@ -48,7 +48,6 @@ def numpy_decode(value: Any, fmt: str, dtype: str, shape: tuple[int, ...]) -> np
 def test_a_format_that_requests_know_is_in_the_table_of_readers() -> None:
     """A reader that did not know it would take its text for `raw`, and return other ids."""
     assert set(codec.FORMATS) == set(FORMATS), "add the format to FORMATS in protocol/codec.py"
-    assert get_args(Format) == FORMATS
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

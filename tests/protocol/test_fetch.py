@@ -4,9 +4,9 @@ right bytes come."""
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socketserver import StreamRequestHandler
+from socketserver import BaseRequestHandler, StreamRequestHandler
 from threading import Thread
 from typing import Any
 
@@ -19,6 +19,19 @@ from routed_experts.protocol.routing import RoutingError
 
 REFERENCE = {"url": "routed_experts/rows/7", "shape": [1, 2, 2], "dtype": "uint8"}
 NOBODY = "http://127.0.0.1:1/v1"
+
+
+@contextmanager
+def running(handler: type[BaseRequestHandler]) -> Iterator[int]:
+    """The port of a server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @contextmanager
@@ -39,14 +52,8 @@ def serving(
             self.end_headers()
             self.wfile.write(content)
 
-    with HTTPServer(("127.0.0.1", 0), Proxy) as server:
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_port, requests
-        finally:
-            server.shutdown()
-            thread.join()
+    with running(Proxy) as port:
+        yield port, requests
 
 
 @contextmanager
@@ -63,14 +70,8 @@ def serving_ranges(file: bytes, says_length: bool) -> Iterator[int]:
             self.end_headers()
             self.wfile.write(part)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+    with running(Handler) as port:
+        yield port
 
 
 def test_the_url_is_relative_to_the_base_of_the_api() -> None:
@@ -154,9 +155,6 @@ def test_a_span_beyond_its_array() -> None:
     [
         ({"shape": [10, 1 << 20, 4]}, r"Expected `int` <= 4096 - at `\$.shape\[1\]`"),
         ({"shape": [10, 4, 1 << 20]}, r"Expected `int` <= 32768 - at `\$.shape\[2\]`"),
-        ({"shape": [8, 3]}, "of length 3"),
-        ({"shape": [8, 3, -1]}, "Expected `int` >= 0"),
-        ({"shape": "834"}, "Expected `array`"),
         ({"dtype": "int64"}, "Invalid enum value 'int64'"),
         ({"path": 5}, r"Expected `str | null`, got `int` - at `\$.path`"),
     ],
@@ -226,11 +224,8 @@ def test_an_answer_that_is_not_http() -> None:
             self.rfile.readline()
             self.wfile.write(b"nonsense\r\n")
 
-    with HTTPServer(("127.0.0.1", 0), Nonsense) as server:
-        (thread := Thread(target=server.handle_request)).start()
-        with pytest.raises(FetchError, match="nonsense"):
-            fetch(REFERENCE, base_url=f"http://127.0.0.1:{server.server_port}/v1")
-        thread.join()
+    with running(Nonsense) as port, pytest.raises(FetchError, match="nonsense"):
+        fetch(REFERENCE, base_url=f"http://127.0.0.1:{port}/v1")
 
 
 def saved(path: Path, array: np.ndarray, start: int, **more: str) -> dict[str, Any]:

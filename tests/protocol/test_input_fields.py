@@ -82,27 +82,21 @@ def test_a_field_of_a_request_wins_over_its_default() -> None:
 
 
 @pytest.mark.parametrize("name", INPUT_FIELDS)
-@pytest.mark.parametrize("value", [None, 1, True, "a", 0.5, [1], ["a"], [None], {"a": 1}, [{}]])
-def test_values_of_other_types(name: str, value: Any) -> None:
-    refused(**{name: value})
+def test_values_of_other_types(name: str) -> None:
+    for value in (None, 1, True, "a", 0.5, [1], ["a"], [None], {"a": 1}, [{}]):
+        refused(**{name: value})
 
 
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ({"data": 5}, ".data"),
         ({"data": None}, ".data"),
         ({"shape": [1, 1]}, ".shape"),
-        ({"shape": [1, 1, 1, 1]}, ".shape"),
         ({"shape": [1, -1, 1]}, r".shape[1]"),
         ({"shape": [1, 1, 1 << 70]}, r".shape[2]"),
         ({"shape": [1.0, 1, 1]}, r".shape[0]"),
-        ({"shape": "111"}, ".shape"),
         ({"dtype": "float32"}, ".dtype"),
-        ({"dtype": "int64"}, ".dtype"),
-        ({"dtype": []}, ".dtype"),
         ({"start": -1}, ".start"),
-        ({"start": "0"}, ".start"),
         ({"start": True}, ".start"),
         ({"start": 1 << 40}, ".start"),
     ],
@@ -118,26 +112,14 @@ def test_a_reference_says_where_it_begins() -> None:
     assert ".id" in refused(**{REPLAY: {"id": 5, "start": 0}})
 
 
-@pytest.mark.parametrize(
-    "value", [[1, 2], [[1]], [[1, 2, 3]], [[1, "2"]], [[1, True]], [[1.0, 2]], [[1, None]]]
-)
-def test_experts_are_pairs_of_integers(value: Any) -> None:
-    refused(**{ACTIVATE: value})
-    refused(**{DEACTIVATE: value})
-
-
-@pytest.mark.parametrize("value", [[[1, 2]], [[1, 2, "3"]], [[1, 2, True]], [[1, 2, None]], [[]]])
-def test_biases_are_triples(value: Any) -> None:
-    refused(**{BIAS: value})
-
-
 def test_an_error_says_the_form() -> None:
     pairs = "(the form is [[decoder layer, expert], …])"
-    for value in ([1, 3], [[1]], [[1, 2, 3]], {"1": [3]}):
+    for value in ([1, 3], [[1]], [[1, 2, 3]], [[1, "2"]], [[1, True]], [[1.0, 2]], {"1": [3]}):
         assert refused(**{DEACTIVATE: value}).endswith(pairs)
         assert refused(**{ACTIVATE: value}).endswith(pairs)
     triples = "(the form is [[decoder layer, expert, value], …], or an array of float32 [layers, experts])"
-    for biases in (5, [[1, 3]], {"data": "AA", "shape": [1, 2, 3], "dtype": "float32"}):
+    array = {"data": "AA", "shape": [1, 2, 3], "dtype": "float32"}
+    for biases in (5, [[1, 3]], [[1, 2, "3"]], [[1, 2, True]], array):
         assert refused(**{BIAS: biases}).endswith(triples)
     rows = "(the form is [rows, layers, experts per token])"
     assert refused(**{REPLAY: {**ARRAY, "shape": [1, 2]}}).endswith(rows)

@@ -15,7 +15,7 @@ from routed_experts.protocol.batch import join_turns, shared_prefix
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from tests.protocol.answers import RoutedPrompt, answer, rows_of
 
-SETTINGS = settings(max_examples=200, deadline=None, database=None, derandomize=True)
+SETTINGS = settings(max_examples=80, deadline=None, database=None, derandomize=True)
 PICTURE, EMBEDDINGS, TEXT = 15, 0, range(1, 7)
 Part = int | tuple[str, int, int]
 """A token of text; or the name of a medium, the id of its placeholders, and how many it has."""

@@ -161,7 +161,7 @@ def padded_batch(trainer: Trainer, batch: Batch) -> WholeBatch:
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(trainers())
 def test_what_the_ranks_have_is_what_came_in(case: tuple[Trainer, Batch]) -> None:
     """Each row at its token and layer, padding and unknown rows as -1, and nothing else."""
