@@ -286,7 +286,7 @@ def test_a_default_start_behind_a_prompt(tiny_model: Path) -> None:
 ENDPOINTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "a"}),
     (CHAT, MESSAGES),
-    (GENERATE, {"token_ids": [1], "sampling_params": {}}),
+    (GENERATE, {"token_ids": [1], "sampling_params": {"max_tokens": 2}}),
     ("/invocations", {"prompt": "a"}),
     ("/invocations", MESSAGES),
 ]

@@ -99,6 +99,7 @@ def test_the_page_says_which_fields_need_others() -> None:
     assert said == {need.problem for need in NEEDS}
 
 
+@pytest.mark.release
 def test_our_routes_are_in_the_file_and_nothing_else(
     spec: dict[str, Any], served: dict[str, Any]
 ) -> None:
@@ -132,6 +133,7 @@ def described_routes() -> set[tuple[str, str]]:
     return {(route.path, method.lower()) for route in routes for method in route.methods}
 
 
+@pytest.mark.release
 def test_schemas_of_the_file_have_the_fields_of_those_that_are_served(
     spec: dict[str, Any], served: dict[str, Any]
 ) -> None:

@@ -266,6 +266,7 @@ LOGGED = "VLLM_DEBUG_LOG_API_SERVER_RESPONSE"
 OF_OPERATORS = ("Passes", "holds_back", LOGGED)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", OF_OPERATORS)
 def test_references_behind_the_middleware_of_operators(
     tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch
