@@ -235,7 +235,7 @@ def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
     default = '{"return_routed_experts": true, "routed_experts_layers": "all"}'
     flags = ("--routed-experts-max-response-bytes", "150000", "--routed-experts-default", default)
     body: dict[str, Any] = {"prompt": prompt_of(100, 1), "max_tokens": 1}
-    with serving(tiny_model, *flags) as server:
+    with serving(tiny_model, *flags, "--max-model-len", "300") as server:
         for stream in (False, True):
             refused(server, COMPLETIONS, "return_routed_experts", **body, **ASKS, stream=stream)
         assert server.complete(**body, **ASKS, routed_experts_layers="moe")["prompt_routed_experts"]
