@@ -75,7 +75,7 @@ def generate(server: Server, prompt: list[int], start: int = 0, **body: Any) -> 
     )
 
 
-@pytest.mark.parametrize("start", [0, 17])
+@pytest.mark.parametrize("start", [0, 17, 30])
 @pytest.mark.parametrize("plugins", ["extended", "plain"])
 def test_vllms_own_endpoint(request: pytest.FixtureRequest, plugins: str, start: int) -> None:
     """The answer in vLLM's own form, which its own way of asking gets, whole and streamed."""
