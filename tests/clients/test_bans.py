@@ -140,11 +140,6 @@ def test_what_the_notebook_says_of_the_tiny_model(study: dict[str, Any]) -> None
         assert (study[table].corrected > 0.05).all()
 
 
-def test_usual_rows_change_nothing(ran: Ran) -> None:
-    printed = "".join(text for outputs in ran[1] for text in texts_of(outputs))
-    assert "log-probabilities change by at most 0.0e+00." in printed
-
-
 def test_changes_without_an_effect_seldom_have_a_corrected_p(study: dict[str, Any]) -> None:
     """Of 100 studies of 15 tests of independent changes around 0; p is uniform."""
     random = np.random.default_rng(0)
@@ -164,11 +159,6 @@ def test_an_effect_on_every_prompt_is_found(study: dict[str, Any]) -> None:
     table = study["table_of"]([{"test": test} for test in range(15)], changes)
     assert (table.corrected <= 0.05).tolist() == [test == 4 for test in range(15)]
     assert table.low[4] < table.effect[4] < table.high[4] < 0
-
-
-def test_the_figure_is_svg_with_text(study: dict[str, Any]) -> None:
-    svg = (study["FIGURES"] / "bans.svg").read_text(encoding="utf-8")
-    assert ">decoder layer</text>" in svg
 
 
 def test_own_texts(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pyarrow.parquet as pq
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
 from routed_experts.protocol.batch import verify
 from routed_experts.protocol.collect import Routing, collect_async
-from routed_experts.server.cli.main import main
 from tests import programs
 from tests.e2e.harness import Oracle, Server
 
@@ -52,18 +50,6 @@ def test_the_openai_clients_asynchronous_stream(server: Server, oracle: Oracle) 
         verify(routing, num_experts=16)
         assert routing.end == len(tokens) - 1
         assert oracle.wrong(routing.rows, tokens[:-1]) == []
-
-
-def test_the_same_export_twice(server: Server, tmp_path: Path) -> None:
-    """The same rows of the same tokens."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Which experts?\nAnd why?\n")
-    tables = []
-    for name in ("one.parquet", "other.parquet"):
-        command = ["export", "--url", server.url, "--prompts", str(prompts), "--max-tokens", "12"]
-        assert main([*command, "-o", str(tmp_path / name)]) == 0
-        tables.append(pq.read_table(tmp_path / name).drop_columns("id"))
-    assert tables[0].equals(tables[1])
 
 
 def run_example(name: str, *args: str) -> str:

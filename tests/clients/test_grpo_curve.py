@@ -51,6 +51,7 @@ def test_noise_in_routers_is_all_that_differs_and_replay_takes_all_of_it_back(
 
 
 @pytest.mark.e2e
+@pytest.mark.release
 def test_a_line_for_each_step_and_a_table_of_whole_runs(tmp_path: Path) -> None:
     file = tmp_path / "curves.jsonl"
     sizes = ("--steps", "2", "--seeds", "1", "--noise", "0.3", "--warm-up-loss", "9")

@@ -3,7 +3,6 @@
 The oracle is what each layer's experts were called with.
 """
 
-import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -14,15 +13,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from routed_experts.replay import ReplayError, replayed
+from tests.clients.conftest import QWEN3, Load
 from tests.clients.experts import ExpertsThatRan, OtherCheckpoint, seeing_experts
 from tests.clients.test_replay import (
     BATCH,
     CHECKPOINTING,
-    QWEN3,
     TOKENS,
     check_same,
     given_rows,
-    load,  # noqa: F401 (a fixture)
 )
 from tests.e2e.harness import prompt_of
 
@@ -69,11 +67,9 @@ def check_ran(ran: ExpertsThatRan, given: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("where", ["in the last block", "after the blocks"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_backward_pass_of_several_blocks(
-    kind: str,
-    where: str,
-    load: Callable[..., Any],  # noqa: F811
-) -> None:
+def test_backward_passes_of_several_blocks(kind: str, where: str, load: Load) -> None:
+    """In the last block: one of each forward pass, the first one's last. After the blocks: one of
+    all."""
     model = load()
     given = [given_rows(QWEN3, seed) for seed in range(3)]
     for seed, rows in enumerate(given):
@@ -88,7 +84,8 @@ def test_one_backward_pass_of_several_blocks(
             with replayed(model, rows) as replay:
                 losses.append(loss_of(batch(seed)))
                 if where == "in the last block" and seed == 2:
-                    sum(losses).backward()
+                    for index in (1, 2, 0):
+                        losses[index].backward()
         if where == "after the blocks":
             sum(losses).backward()
     assert replay.asked == [1] * 3
@@ -96,29 +93,8 @@ def test_one_backward_pass_of_several_blocks(
     check_same((losses[0].detach(), gradients(model)), (losses[0].detach(), expected))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_backward_passes_in_another_order(
-    kind: str,
-    load: Callable[..., Any],  # noqa: F811
-) -> None:
-    """The first block's last, in the block of a third."""
-    model = load()
-    loss_of = checkpointed(model, kind)
-    given = [given_rows(QWEN3, seed) for seed in range(3)]
-    with seeing_experts(model) as ran:
-        losses = []
-        for seed, rows in enumerate(given[:2]):
-            with replayed(model, rows):
-                losses.append(loss_of(batch(seed)))
-        with replayed(model, given[2]):
-            losses.append(loss_of(batch(2)))
-            for index in (1, 2, 0):
-                losses[index].backward()
-    check_ran(ran, given)
-
-
 def test_a_backward_pass_that_is_repeated_after_the_block(
-    load: Callable[..., Any],  # noqa: F811
+    load: Load,
 ) -> None:
     model, rows = load(), given_rows(QWEN3)
     loss_of = checkpointed(model, "not reentrant")
@@ -132,7 +108,7 @@ def test_a_backward_pass_that_is_repeated_after_the_block(
 
 
 def test_the_live_router_is_back_after_a_recomputed_pass(
-    load: Callable[..., Any],  # noqa: F811
+    load: Load,
 ) -> None:
     model = load()
     loss_of = checkpointed(model, "reentrant")
@@ -149,8 +125,7 @@ def test_the_live_router_is_back_after_a_recomputed_pass(
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_rows_go_with_what_keeps_the_forward_pass(
-    use_reentrant: bool,
-    load: Callable[..., Any],  # noqa: F811
+    use_reentrant: bool, load: Load, collected: Callable[[], None]
 ) -> None:
     model = load()
     loss_of = checkpointed(model, "reentrant" if use_reentrant else "not reentrant")
@@ -158,15 +133,15 @@ def test_rows_go_with_what_keeps_the_forward_pass(
         loss = loss_of(batch(0))
     layer = weakref.ref(replay._layers[0])
     del replay
-    gc.collect()
+    collected()
     assert layer() is not None
     loss.backward()
     del loss
-    gc.collect()
+    collected()
     assert layer() is None
 
 
-def test_other_checkpointing(load: Callable[..., Any]) -> None:  # noqa: F811
+def test_other_checkpointing(load: Load) -> None:
     """It names no block: its backward pass has to be in its own."""
     model = load()
     loss_of = checkpointed(model, "reentrant")

@@ -3,15 +3,13 @@
 `examples/replay.py` is run on a server.
 """
 
-import gc
 import re
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,27 +17,22 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload, dispatch_model
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM
 
 from routed_experts.protocol.collect import Routing
 from routed_experts.replay import ReplayError, replayed
 from routed_experts.replay.formulas import Formula
 from tests import programs
+from tests.clients.conftest import FAMILIES, QWEN3, Load
 from tests.clients.test_collect import ROOT, run_example
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import Server, prompt_of
-from tests.e2e.shapes import SHAPES, SIXTEEN_BIT, HookOracle, Shape, make_model
+from tests.e2e.shapes import HookOracle, Shape
 from tests.protocol.answers import rows_of
 
 BATCH, TOKENS = 2, 12
-FAMILIES = {shape.model_type: shape for shape in (*SHAPES, *SIXTEEN_BIT)}
-QWEN3 = replace(SHAPES[-1], options={**SHAPES[-1].options, "num_experts_per_tok": 3})
-FAMILIES["qwen3_moe"] = QWEN3
-V2 = FAMILIES["deepseek_v2"]
-FAMILIES["deepseek_v2"] = replace(V2, options={**V2.options, "routed_scaling_factor": 2.5})
 FORMS = ("qwen3_moe", "llama4_text", "gemma4_text", "deepseek_v3")
 """One family of each form of routers: ids and weights, dense weights, weights times a scale of each
 expert, a block's method. `test_families.py` has all families."""
@@ -85,24 +78,6 @@ class ByHand(TorchFunctionMode):
         return result
 
 
-@cache
-def folder_of(model_type: str, folder: Path) -> Path:
-    make_model(FAMILIES[model_type], folder / model_type)
-    return folder / model_type
-
-
-@pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    folder = tmp_path_factory.mktemp("families")
-
-    def loaded(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> Any:
-        return AutoModelForCausalLM.from_pretrained(
-            folder_of(model_type, folder), dtype=dtype
-        ).eval()
-
-    return loaded
-
-
 def batch(length: int = TOKENS) -> torch.Tensor:
     return torch.tensor([prompt_of(length, seed) for seed in range(BATCH)])
 
@@ -115,10 +90,6 @@ def given_rows(shape: Shape, seed: int = 4) -> torch.Tensor:
     rows = torch.from_numpy(rows).unflatten(0, (BATCH, TOKENS))
     rows[0, 2] = rows[1, -3:] = -1
     return rows
-
-
-def own_top_k(model: Any) -> int:
-    return next(module.top_k for module in model.modules() if hasattr(module, "top_k"))
 
 
 def step(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -144,31 +115,7 @@ def check_same(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("model_type", FORMS)
-def test_each_form(model_type: str, load: Callable[..., Any]) -> None:
-    """Its experts get the rows, and its gradients are those of routers whose top k is replaced."""
-    shape, model = FAMILIES[model_type], load(model_type)
-    rows, tokens = given_rows(shape), batch()
-    with ByHand(rows, shape.num_experts) as by_hand:
-        expected = step(model, tokens)
-    assert by_hand.layer == len(shape.layer_ids)
-    seen = HookOracle(model, shape)._seen
-    with replayed(model, rows, layer_ids=shape.layer_ids) as replay:
-        actual = step(model, tokens)
-    used = torch.stack([ids.reshape(BATCH, TOKENS, shape.top_k) for ids in seen], dim=2)
-    is_known = (rows >= 0).all(dim=-1)
-    assert torch.equal(used[is_known].sort().values, rows[is_known].sort().values)
-    assert replay.replayed == is_known.sum()
-    assert (used >= 0).all()
-    check_same(actual, expected)
-    routers = [name for name in actual[1] if re.search(ROUTER, name)]
-    assert len(routers) == len(shape.layer_ids)
-    assert all(actual[1][name].abs().max() > 0 for name in routers)
-
-
-@pytest.mark.parametrize("model_type", FORMS)
-def test_log_probabilities_are_closer_to_those_of_the_rows(
-    model_type: str, load: Callable[..., Any]
-) -> None:
+def test_log_probabilities_are_closer_to_those_of_the_rows(model_type: str, load: Load) -> None:
     """Of a model whose routers are a little off, as those of another precision or of a step before
     are. With the weights too, nothing is left of that. Scores are narrow here, so that the last of
     the K experts counts as well.
@@ -211,7 +158,7 @@ def log_probabilities(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_weights_take_the_place_of_the_routers_own_but_not_of_their_gradients(
-    load: Callable[..., Any],
+    load: Load,
 ) -> None:
     model, rows = load(), given_rows(QWEN3)
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
@@ -236,7 +183,7 @@ def test_weights_take_the_place_of_the_routers_own_but_not_of_their_gradients(
     )
 
 
-def test_after_the_block_the_model_is_as_before(load: Callable[..., Any]) -> None:
+def test_after_the_block_the_model_is_as_before(load: Load) -> None:
     """Also after an error within, and where its own experts were replayed, in rows with zeros for
     dense layers too."""
     shape, model = FAMILIES["deepseek_v3"], load("deepseek_v3")
@@ -255,20 +202,14 @@ def test_after_the_block_the_model_is_as_before(load: Callable[..., Any]) -> Non
     check_same(step(model, tokens), live)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "kind"),
-    [
-        *((model_type, "selective") for model_type in FORMS),
-        *(("qwen3_moe", kind) for kind in [*CHECKPOINTING][:2]),
-    ],
-)
-def test_gradient_checkpointing(model_type: str, kind: str, load: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("model_type", FORMS)
+def test_selective_checkpointing(model_type: str, load: Load) -> None:
     """Recomputed layers replay again, and do not count again."""
     shape, model = FAMILIES[model_type], load(model_type).train()
     rows, tokens = given_rows(shape), batch()
     with replayed(model, rows, layer_ids=shape.layer_ids):
         expected = step(model, tokens)
-    model.gradient_checkpointing_enable(CHECKPOINTING[kind])
+    model.gradient_checkpointing_enable(CHECKPOINTING["selective"])
     model.enable_input_require_grads()
     with replayed(model, rows, layer_ids=shape.layer_ids) as replay:
         check_same(step(model, tokens), expected)
@@ -277,7 +218,7 @@ def test_gradient_checkpointing(model_type: str, kind: str, load: Callable[..., 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_unknown_rows_are_not_chosen_anew_when_they_are_recomputed(
-    use_reentrant: bool, load: Callable[..., Any]
+    use_reentrant: bool, load: Load
 ) -> None:
     """With noise, the router would choose others then, and the backward pass would be of other
     experts."""
@@ -316,14 +257,10 @@ def plain_load_balancing(
 
 
 @pytest.mark.parametrize("kind", ["none", "not reentrant", "selective"])
-@pytest.mark.parametrize("has_padding", [False, True])
-def test_auxiliary_loss_of_replayed_experts(
-    kind: str, has_padding: bool, load: Callable[..., Any]
-) -> None:
-    """Of the rows, and of the router's own choice where a row is not known."""
+def test_auxiliary_loss_of_replayed_experts(kind: str, load: Load) -> None:
+    """Of the rows, and of the router's own choice where a row is not known, without padding."""
     model, rows, mask = load().train(), given_rows(QWEN3), torch.ones(BATCH, TOKENS)
-    if has_padding:
-        mask[1, -4:] = 0
+    mask[1, -4:] = 0
     inputs: dict[str, Any] = {"input_ids": batch(), "attention_mask": mask, "use_cache": False}
     inputs["output_router_logits"] = True
     with replayed(model, rows):
@@ -352,7 +289,7 @@ def own_choice(logits: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(ids, dim=1).unflatten(0, (BATCH, TOKENS))
 
 
-def test_auxiliary_loss_of_a_reference_within_the_block(load: Callable[..., Any]) -> None:
+def test_auxiliary_loss_of_a_reference_within_the_block(load: Load) -> None:
     """It is that of its own choice: it is not replayed."""
     model, reference, rows = load(), load(), given_rows(QWEN3)
     with torch.no_grad():
@@ -372,7 +309,7 @@ def test_auxiliary_loss_of_a_reference_within_the_block(load: Callable[..., Any]
 
 
 def test_auxiliary_losses_that_cannot_be_replayed(
-    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, rows = load(), given_rows(QWEN3)
     with (
@@ -393,7 +330,7 @@ def test_auxiliary_losses_that_cannot_be_replayed(
 
 
 @pytest.mark.release
-def test_a_compiled_model(load: Callable[..., Any]) -> None:
+def test_a_compiled_model(load: Load) -> None:
     """Compiled once for replay and once without, in one graph each; with other rows each time."""
     model, tokens = load(), batch()
     live = step(model, tokens)
@@ -426,7 +363,7 @@ def step_of(compiled: Any, tokens: torch.Tensor) -> Any:
 
 
 @pytest.mark.release
-def test_the_auxiliary_loss_of_a_compiled_model(load: Callable[..., Any]) -> None:
+def test_the_auxiliary_loss_of_a_compiled_model(load: Load) -> None:
     """With other rows in each block, as when it is not compiled."""
     model = load()
     compiled: Any = torch.compile(model, backend="eager")
@@ -450,21 +387,20 @@ def test_the_auxiliary_loss_of_a_compiled_model(load: Callable[..., Any]) -> Non
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_compiled_layers_that_are_recomputed(use_reentrant: bool, load: Callable[..., Any]) -> None:
+def test_a_compiled_layer_that_is_recomputed(use_reentrant: bool, load: Load) -> None:
     """What is compiled does not know of the backward pass that it is a part of."""
     model, rows, tokens = load().train(), given_rows(QWEN3), batch()
     with replayed(model, rows):
         expected = step(model, tokens)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
+    model.model.layers[1].compile(backend="eager")
     with replayed(model, rows) as replay:
         check_same(step(model, tokens), expected)
     assert replay.asked == [1] * 3
 
 
-def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
+def test_what_cannot_be_replayed(load: Load) -> None:
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     many, twice = rows.clone(), rows.clone()
     many[1, 2, 0, 0] = QWEN3.num_experts
@@ -485,13 +421,10 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
         ),
         (rows.float(), {}, "rows must be integers"),
         (rows[:1], {}, r"rows \[T, K\] of \[12, 3\], but the router has \[24, 3\]"),
-        (rows[..., :2], {}, r"of \[24, 2\]"),
         (many, {}, "expert 8 in the rows of a model with 8"),
         (twice, {}, r"the row \[4, 2, 4\] of token 5 has an expert twice"),
         (rows.clamp(min=0), {}, r"the row \[0, 0, 0\] of token 2 has an expert twice"),
-        (rows, {"weights": torch.ones(5)}, "weights of shape"),
         (rows, {"weights": torch.ones(TOKENS, BATCH, 3, 3)}, "weights of shape"),
-        (rows[..., :2], {"weights": torch.ones(BATCH, TOKENS, 2, 3)}, "weights of shape"),
     ):
         with pytest.raises(ReplayError, match=message), replayed(model, wrong_rows, **options):
             model(input_ids=tokens, use_cache=False)
@@ -522,18 +455,13 @@ def of_objects(rows: torch.Tensor) -> np.ndarray:
     [
         (lambda rows: rows.transpose(0, 1), "rows of .12, 2. tokens for inputs of .2, 12."),
         (lambda rows: [*rows], "a list is not one array of numbers"),
-        (lambda rows: [*rows.numpy()], "a list is not one array of numbers"),
         (of_objects, "a ndarray is not one array of numbers"),
         (lambda rows: torch.nested.nested_tensor([*rows]), "nested and sparse"),
-        (
-            lambda rows: torch.nested.nested_tensor([rows[0], rows[1, :5]], layout=torch.jagged),
-            "nested and sparse",
-        ),
         (lambda rows: rows.to_sparse(), "nested and sparse"),
     ],
 )
 def test_rows_with_an_order_of_their_own(
-    other: Callable[[torch.Tensor], Any], message: str, load: Callable[..., Any]
+    other: Callable[[torch.Tensor], Any], message: str, load: Load
 ) -> None:
     """Programs that align or pack rows are named. The model is as before."""
     model, rows, tokens = load(), given_rows(QWEN3), batch()
@@ -545,9 +473,7 @@ def test_rows_with_an_order_of_their_own(
         model(input_ids=tokens, use_cache=False)
 
 
-def test_a_model_is_not_copied_while_it_is_replayed(
-    load: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_model_is_not_copied_while_it_is_replayed(load: Load, tmp_path: Path) -> None:
     """The copy would replay for ever."""
     model, rows = load(), given_rows(QWEN3)
     for copy in (deepcopy, lambda model: torch.save(model, tmp_path / "model")):
@@ -557,7 +483,7 @@ def test_a_model_is_not_copied_while_it_is_replayed(
     deepcopy(model)
 
 
-def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:
+def test_a_block_is_for_one_forward_pass(load: Load) -> None:
     """The rows of a microbatch do not go to the next one of the same shape, nor those of a prompt
     to later tokens."""
     model, rows, tokens = load(), given_rows(QWEN3), batch()
@@ -576,7 +502,7 @@ def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:
         model.generate(tokens[:1, 5:6], max_new_tokens=3, min_new_tokens=3)
 
 
-def test_two_models_in_one_module(load: Callable[..., Any]) -> None:
+def test_two_models_in_one_module(load: Load) -> None:
     """Rows are for one of them."""
     both, rows, tokens = (
         torch.nn.ModuleDict({"policy": load(), "reference": load()}),
@@ -598,16 +524,11 @@ def test_two_models_in_one_module(load: Callable[..., Any]) -> None:
             both_in_a_block(second)
 
 
-def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
-    """On several devices, they are in place of the methods of modules. What is offloaded has no
-    data until it runs."""
+def test_hooks_of_accelerate(load: Load) -> None:
+    """On several devices, they are in place of the methods of modules."""
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     with replayed(model, rows):
         expected = step(model, tokens)
-    embedding = model.model.embed_tokens
-    loaded, embedding.weight = embedding.weight, torch.nn.Parameter(embedding.weight.to("meta"))
-    loaded.grad = None
-    embedding.register_forward_pre_hook(lambda module, args: setattr(module, "weight", loaded))
     router = model.model.layers[1].mlp.gate
     forward = router.forward
     router.forward = hook = Mock(side_effect=lambda *args, **kwargs: forward(*args, **kwargs))
@@ -637,15 +558,13 @@ def all_weights(model: Any, folder: Path) -> None:
     ("model_type", "offload"),
     [
         *((model_type, last_layer_on_disk) for model_type in FORMS),
-        *((model_type, all_weights) for model_type in FORMS if model_type != "llama4_text"),
-        ("gemma4_text", disk_offload),
+        ("gemma4_text", all_weights),
     ],
 )
 def test_weights_that_are_offloaded(
-    model_type: str, offload: Callable[[Any, Path], Any], load: Callable[..., Any], tmp_path: Path
+    model_type: str, offload: Callable[[Any, Path], Any], load: Load, tmp_path: Path
 ) -> None:
-    """They are there within a module's own forward pass, and at no other time. Without all of its
-    weights, Llama 4 does not run at all."""
+    """They are there within a module's own forward pass, and at no other time."""
     shape, model = FAMILIES[model_type], load(model_type)
     rows, tokens = given_rows(shape), batch()
     with torch.no_grad(), replayed(model, rows, layer_ids=shape.layer_ids):
@@ -673,7 +592,7 @@ def set_logits(model: Any, logits: torch.Tensor, top_k: int | None = None) -> li
     return gates
 
 
-def test_scores_that_are_almost_nothing(load: Callable[..., Any]) -> None:
+def test_scores_that_are_almost_nothing(load: Load) -> None:
     """LFM2 adds 1e-6 to the sum of the sigmoids."""
     model, shape = load("lfm2_moe"), FAMILIES["lfm2_moe"]
     rows, logits = given_rows(shape), -14 - torch.arange(shape.num_experts) / 8
@@ -696,7 +615,7 @@ def test_scores_that_are_almost_nothing(load: Callable[..., Any]) -> None:
     ("logit", "weight"), [(-40.0, 1.0), (-200.0, 0.0)], ids=["1e-18", "0 in float32"]
 )
 def test_one_expert_that_the_router_would_never_choose(
-    logit: float, weight: float, load: Callable[..., Any]
+    logit: float, weight: float, load: Load
 ) -> None:
     """Its weight is its score, divided by the sum of the chosen scores: by itself."""
     model = load("qwen3_moe")
@@ -717,7 +636,7 @@ def test_one_expert_that_the_router_would_never_choose(
 
 
 @pytest.mark.parametrize("score", ["softmax", "sqrtsoftplus"])
-@pytest.mark.parametrize("logit", [-85.0, -95.0, -103.0, -200.0])
+@pytest.mark.parametrize("logit", [-95.0, -200.0])
 def test_gradients_of_scores_of_almost_nothing(score: str, logit: float) -> None:
     """Divided by a sum of 1e-40, one would be infinite."""
     formula = Formula(score, 0.0, 1.0, in_logits_dtype=False)
@@ -746,7 +665,7 @@ class Adapted(torch.nn.Module):
 
 
 @pytest.mark.parametrize("is_disabled", [False, True])
-def test_routers_beside_a_copy(is_disabled: bool, load: Callable[..., Any]) -> None:
+def test_routers_beside_a_copy(is_disabled: bool, load: Load) -> None:
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     with replayed(model, rows):
         expected, _ = step(model, tokens)
@@ -759,7 +678,7 @@ def test_routers_beside_a_copy(is_disabled: bool, load: Callable[..., Any]) -> N
     assert replay.replayed == (rows >= 0).all(dim=-1).sum()
 
 
-def test_expert_parallelism_that_makes_ids_local(load: Callable[..., Any]) -> None:
+def test_expert_parallelism_that_makes_ids_local(load: Load) -> None:
     """Those of rows are all ranks'. What other parallelism puts in place of a router's method is no
     hindrance."""
     parallel: Any = pytest.importorskip("transformers.distributed.tensor_parallel")
@@ -777,7 +696,7 @@ def test_expert_parallelism_that_makes_ids_local(load: Callable[..., Any]) -> No
 
 
 def test_a_version_that_returns_probabilities_for_logits(
-    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As transformers 5.2 has it. Their softmax would be wrong."""
     model, rows, tokens = load(), given_rows(QWEN3), batch()
@@ -832,7 +751,6 @@ class ConfiguredRouter(torch.nn.Module):
     ("score", "dtype", "spread", "is_refused"),
     [
         ("sigmoid", torch.float32, 0.0, True),
-        ("sigmoid", torch.bfloat16, 0.0, True),
         ("sigmoid", torch.bfloat16, 1e-4, True),
         ("sigmoid", torch.float32, 1e-2, False),
         ("softmax", torch.float32, 1e-2, False),
@@ -870,14 +788,12 @@ def looks_at_values(run: Callable[[], Any]) -> int:
     return sum(event.name() in waiting for event in events)
 
 
-@pytest.mark.parametrize("kind", ["none", "not reentrant"])
-def test_known_formulas_are_taken_without_waiting(kind: str, load: Callable[..., Any]) -> None:
+def test_known_formulas_are_taken_without_waiting(load: Load) -> None:
     """In the first block, each router's is looked for. Gradients are the same."""
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     weights = torch.rand(rows.shape)
-    if kind != "none":
-        model.train().gradient_checkpointing_enable(CHECKPOINTING[kind])
-        model.enable_input_require_grads()
+    model.train().gradient_checkpointing_enable(CHECKPOINTING["not reentrant"])
+    model.enable_input_require_grads()
     without_replay = looks_at_values(lambda: step(model, tokens))
     with replayed(model, rows, weights):
         expected = step(model, tokens)
@@ -960,12 +876,11 @@ class SoftmaxRouter(torch.nn.Module):
 IN_ANOTHER_WAY = r"\['0'\] computed weights in another way than in"
 
 
-@pytest.mark.parametrize("rows_type", [torch.int16, torch.int64])
-def test_ids_keep_the_routers_type(rows_type: torch.dtype) -> None:
+def test_ids_keep_the_routers_type() -> None:
     """Compiled code reads them as that type, whatever they are."""
     router = SoftmaxRouter()
     router.config["ids"] = torch.int32
-    rows = router.rows().to(rows_type)
+    rows = router.rows()
     rows[3] = -1
     with replayed(torch.nn.ModuleList([router]), rows[:, None]):
         _, _, ids = router(router.hidden)
@@ -1068,13 +983,13 @@ def test_a_block_that_an_exception_leaves() -> None:
         left.check()
 
 
-def test_what_was_replayed_does_not_keep_the_model() -> None:
+def test_what_was_replayed_does_not_keep_the_model(collected: Callable[[], None]) -> None:
     router = SoftmaxRouter()
     with replayed(torch.nn.ModuleList([router]), router.rows()[:, None]) as replay:
         router(router.hidden)
     alive = weakref.ref(router)
     del router
-    gc.collect()
+    collected()
     assert alive() is None
     assert replay.replayed == 64
 
@@ -1094,7 +1009,7 @@ def test_a_block_that_is_entered_in_inference_mode() -> None:
     assert torch.allclose(gradient, router.weight.grad, atol=1e-5)
 
 
-def test_the_page(load: Callable[..., Any], documented: list[str]) -> None:
+def test_the_page(load: Load, documented: list[str]) -> None:
     rows = given_rows(QWEN3).numpy().astype(np.int16)
     routings = [Routing(rows[0, :-1]), Routing(rows[1, :-1])]
     loss_of = Mock(side_effect=lambda model: model(input_ids=batch(), use_cache=False).logits.sum())

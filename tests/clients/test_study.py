@@ -101,8 +101,11 @@ def p_of(value: float, shuffled: Iterable[float]) -> float:
 
 
 def test_the_difference_of_loads(study: dict[str, Any], sets: list[list[set[int]]]) -> None:
+    """With its p, which is also corrected for the number of differences."""
     prompts = prompts_by_domain(study, sets)
     differences = study["difference"](study["is_first"])
+    statistics = np.abs(differences / study["spread"])
+    largest = [np.abs(shuffle / study["spread"]).max() for shuffle in study["differences"]]
     for layer, expert in product(range(L), range(E)):
         code = mean_load(prompts["code"], layer, expert)
         prose = mean_load(prompts["prose"], layer, expert)
@@ -110,6 +113,8 @@ def test_the_difference_of_loads(study: dict[str, Any], sets: list[list[set[int]
         shuffled = np.abs(study["differences"][:, layer, expert])
         p = p_of(abs(code - prose), shuffled)
         assert study["p"][layer, expert] == pytest.approx(p, abs=1e-3)
+        corrected = p_of(statistics[layer, expert], largest)
+        assert study["corrected"][layer, expert] == pytest.approx(corrected)
 
 
 def test_the_distance_of_layers(study: dict[str, Any]) -> None:
@@ -126,14 +131,6 @@ def test_the_distance_of_layers(study: dict[str, Any]) -> None:
         assert line["p"] == pytest.approx(p_of(statistics[layer], shuffled[:, layer]))
         largest = shuffled.max(axis=1)
         assert line["corrected"] == pytest.approx(p_of(statistics[layer], largest))
-
-
-def test_differences_are_corrected_for_their_number(study: dict[str, Any]) -> None:
-    largest = [np.abs(shuffle / study["spread"]).max() for shuffle in study["differences"]]
-    statistics = np.abs(study["difference"](study["is_first"]) / study["spread"])
-    for layer, expert in product(range(L), range(E)):
-        corrected = p_of(statistics[layer, expert], largest)
-        assert study["corrected"][layer, expert] == pytest.approx(corrected)
 
 
 def test_effects_are_differences_in_units_of_the_spread_between_prompts(
@@ -302,17 +299,6 @@ def test_shuffled_labels_have_uniform_p_values(study: dict[str, Any]) -> None:
     assert (corrected >= p).all()
 
 
-def test_a_planted_difference_is_found(study: dict[str, Any]) -> None:
-    """Every token of code chooses expert 3 of the third layer, and none of prose."""
-    chosen = study["chosen"].copy()
-    chosen[:, 2, 3] = study["tokens"].domain == "code"
-    names = {**study, "chosen": chosen}
-    list(outputs_of([cell_with("def difference")], names))
-    assert names["difference"](names["is_first"])[2, 3] == pytest.approx(1)
-    assert names["corrected"][2, 3] == pytest.approx(1 / 2001)
-    assert names["per_layer"].corrected.iloc[2] < 0.05
-
-
 def test_the_limit_of_lifts(study: dict[str, Any]) -> None:
     """Five in a hundred shuffles exceed it; a shuffle keeps the tokens of each prompt, and its
     first token."""
@@ -404,19 +390,15 @@ def expected_pairs(study: dict[str, Any], layer: int) -> dict[frozenset[int], fl
     return dict(zip(pairs, alone[layer], strict=True))
 
 
-@pytest.mark.parametrize("layer", range(L))
-def test_lifts_of_pairs(study: dict[str, Any], sets: list[list[set[int]]], layer: int) -> None:
-    expected = expected_pairs(study, layer)
-    lines = study["pairs"][study["pairs"].layer == layer + 1]
-    assert len(lines) == sum(value >= 20 for value in expected.values()) > 20
-    for line in lines.to_dict("records"):
-        pair = frozenset((line["expert"], line["with"]))
-        assert line["both"] == sum(pair <= token[layer] for token in sets)
-        assert line["lift"] == pytest.approx(line["both"] / expected[pair])
-
-
-def test_pairs_repeat_as_correlations(study: dict[str, Any]) -> None:
-    assert (np.abs(study["repeats"]) <= 1).all()
+def test_lifts_of_pairs(study: dict[str, Any], sets: list[list[set[int]]]) -> None:
+    for layer in range(L):
+        expected = expected_pairs(study, layer)
+        lines = study["pairs"][study["pairs"].layer == layer + 1]
+        assert len(lines) == sum(value >= 20 for value in expected.values()) > 20
+        for line in lines.to_dict("records"):
+            pair = frozenset((line["expert"], line["with"]))
+            assert line["both"] == sum(pair <= token[layer] for token in sets)
+            assert line["lift"] == pytest.approx(line["both"] / expected[pair])
 
 
 def test_pairs_of_experts_chosen_alone_do_not_repeat(study: dict[str, Any]) -> None:
@@ -472,21 +454,6 @@ def test_what_loads_alone_would_make_last(
     loads = [np.mean([expert in token[2] for token in sets]) for expert in range(E)]
     assert study["expected"][2] == pytest.approx(sum(load * load for load in loads) / K)
     assert study["largest"][2] == pytest.approx(sum(sorted(loads)[-K:]) / K)
-
-
-def test_choices_that_do_not_last(study: dict[str, Any]) -> None:
-    """Of five long prompts that use few experts, and many short ones: the next token shares what
-    any token does."""
-    rng, sizes = np.random.default_rng(0), [200] * 5 + [10] * 200
-    prompt = np.repeat(np.arange(len(sizes)), sizes)
-    chosen = np.zeros((len(prompt), L, E), bool)
-    for token, size in enumerate(np.repeat(sizes, sizes)):
-        for layer in range(L):
-            chosen[token, layer, rng.permutation(6 if size == 200 else E)[:K]] = True
-    load = np.stack([chosen[prompt == number].mean(axis=0) for number in range(len(sizes))])
-    names = {**study, "chosen": chosen, "prompt": prompt, "load": load}
-    list(outputs_of([cell_with("again = ")], names))
-    assert np.allclose(names["again"].loc[1], names["same_prompt"], atol=0.02)
 
 
 def test_the_documented_row(

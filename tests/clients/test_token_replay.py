@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM
 
 from routed_experts.protocol.routing import Routing
 from routed_experts.replay import ReplayError, TokenReplay, replayed
+from tests.clients.conftest import QWEN3, Load
 from tests.clients.experts import ExpertsThatRan, OtherCheckpoint, seeing_experts
-from tests.clients.test_replay import CHECKPOINTING, QWEN3, load, plain_load_balancing  # noqa: F401
+from tests.clients.test_replay import CHECKPOINTING, plain_load_balancing
 from tests.e2e.harness import free_port
 from tests.protocol.answers import rows_of
 
 PROMPT, PAD = 3, 0
 LENGTHS = (9, 6, 12, 7)
 L, K = len(QWEN3.layer_ids), QWEN3.top_k
-Load = Callable[..., Any]
 Place = tuple[int, int, int, int]
 """Of a sequence in a batch: its line, its first column, its number, and how many of its tokens."""
 
@@ -62,7 +62,7 @@ def padded(routings: Sequence[Routing], side: str = "right") -> tuple[dict[str, 
     places = []
     for line, routing in enumerate(routings):
         sequence = torch.tensor(tokens_of(routing))
-        first = {"right": 0, "left": width - len(sequence), "both": 1}[side]
+        first = 0 if side == "right" else width - len(sequence)
         tokens[line, first : first + len(sequence)] = sequence
         mask[line, first : first + len(sequence)] = 1
         places.append((line, first, line, len(sequence)))
@@ -109,9 +109,9 @@ def check_replayed(model: Any, inputs: dict[str, Any], routings: Any, places: An
     )
 
 
-@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("has_positions", [False, True])
-def test_padded_sequences(side: str, has_positions: bool, load: Load) -> None:  # noqa: F811
+def test_padded_sequences(side: str, has_positions: bool, load: Load) -> None:
     routings = rollouts()
     inputs, places = padded(routings, side)
     if has_positions:
@@ -121,7 +121,7 @@ def test_padded_sequences(side: str, has_positions: bool, load: Load) -> None:  
 
 
 @pytest.mark.parametrize("by", ["position_ids", "position_ids and mask", "cu_seq_lens_q", "mask"])
-def test_packed_sequences(by: str, load: Load) -> None:  # noqa: F811
+def test_packed_sequences(by: str, load: Load) -> None:
     routings = rollouts()
     tokens, positions, places = packed(routings)
     inputs = {"input_ids": tokens}
@@ -137,37 +137,22 @@ def test_packed_sequences(by: str, load: Load) -> None:  # noqa: F811
     check_replayed(load(), inputs, routings, places)
 
 
-def test_chunks_of_a_shuffled_batch(load: Load) -> None:  # noqa: F811
-    model, routings = load(), rollouts()
-    order = [2, 0, 3, 1]
-    with seeing_experts(model) as ran, TokenReplay(model) as replay:
-        replay.put(routings)
-        batches = [padded([routings[index] for index in order[at : at + 2]]) for at in (0, 2)]
-        for inputs, _ in batches:
-            run(model, inputs)
-    for at, (inputs, places), ids in zip((0, 2), batches, ran.forward_passes(), strict=True):
-        in_batch = [routings[index] for index in order[at : at + 2]]
-        check_pass(ids, inputs["input_ids"].shape, in_batch, places)
-
-
-@pytest.mark.parametrize("length", [PROMPT, PROMPT + 2])
-def test_the_beginning_of_a_sequence(length: int, load: Load) -> None:  # noqa: F811
-    """Trainers truncate sequences, and mask what was not finished. Of several, the newest is
-    taken."""
-    routings = rollouts()
+def test_the_beginning_of_a_sequence(load: Load) -> None:
+    """Trainers truncate sequences, and mask what was not finished."""
+    routings, length = rollouts(), PROMPT + 2
     inputs, _ = padded(routings[-1:])
     inputs["attention_mask"][:, length:] = 0
     check_replayed(load(), inputs, routings, [(0, 0, len(routings) - 1, length)])
 
 
-def test_equal_sequences_have_the_newest_rows(load: Load) -> None:  # noqa: F811
+def test_equal_sequences_have_the_newest_rows(load: Load) -> None:
     first, second = rollouts()[0], rollouts(seed=1)[0]
     newer = Routing(second.rows, prompt_token_ids=first.prompt_token_ids, token_ids=first.token_ids)
     inputs, places = padded([newer, newer])
     check_replayed(load(), inputs, [first, newer], [(line, at, 1, n) for line, at, _, n in places])
 
 
-def test_of_several_the_newest_has_the_rows(load: Load) -> None:  # noqa: F811
+def test_of_several_the_newest_has_the_rows(load: Load) -> None:
     """Also where an older one was used last, or has these tokens alone. One whose rows begin later
     has less of them."""
     model = load()
@@ -188,7 +173,7 @@ def test_of_several_the_newest_has_the_rows(load: Load) -> None:  # noqa: F811
     check_pass(ran.forward_passes()[1], (1, PROMPT), [newer], [(0, 0, 0, PROMPT)])
 
 
-def test_unknown_rows_and_prompts_without_rows(load: Load) -> None:  # noqa: F811
+def test_unknown_rows_and_prompts_without_rows(load: Load) -> None:
     routing = rollouts()[0]
     rows = routing.rows.copy()
     rows[4] = -1
@@ -204,7 +189,7 @@ def test_unknown_rows_and_prompts_without_rows(load: Load) -> None:  # noqa: F81
     assert replay.replayed == L * len(known)
 
 
-def test_weights(load: Load) -> None:  # noqa: F811
+def test_weights(load: Load) -> None:
     """Times what vLLM multiplies a layer's output by."""
     model, routings = load(), rollouts()
     inputs, places = padded(routings)
@@ -253,7 +238,7 @@ def check_steps(
 
 
 @pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
-def test_checkpointing(kind: str, load: Load) -> None:  # noqa: F811
+def test_checkpointing(kind: str, load: Load) -> None:
     model = load().train()
     if kind != "none":
         model.gradient_checkpointing_enable(CHECKPOINTING[kind])
@@ -262,7 +247,7 @@ def test_checkpointing(kind: str, load: Load) -> None:  # noqa: F811
         check_steps(model, replay, ran, recomputed=kind != "none")
 
 
-def test_a_live_pass_is_recomputed(load: Load) -> None:  # noqa: F811
+def test_a_live_pass_is_recomputed(load: Load) -> None:
     model = load().train()
     model.gradient_checkpointing_enable(CHECKPOINTING["not reentrant"])
     with seeing_experts(model) as ran, TokenReplay(model, missing="live"):
@@ -273,7 +258,7 @@ def test_a_live_pass_is_recomputed(load: Load) -> None:  # noqa: F811
 @pytest.mark.release
 @pytest.mark.parametrize("how", ["wrapped", "in place", "layers"])
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_a_compiled_model(how: str, is_recomputed: bool, load: Load) -> None:  # noqa: F811
+def test_a_compiled_model(how: str, is_recomputed: bool, load: Load) -> None:
     model = load().train()
     if is_recomputed:
         model.gradient_checkpointing_enable(CHECKPOINTING["not reentrant"])
@@ -290,7 +275,7 @@ def test_a_compiled_model(how: str, is_recomputed: bool, load: Load) -> None:  #
         check_steps(called, replay, ran, recomputed=is_recomputed)
 
 
-def test_a_model_without_its_head(load: Load) -> None:  # noqa: F811
+def test_a_model_without_its_head(load: Load) -> None:
     """Trainers that compute log-probabilities by themselves call it."""
     model, routings = load(), rollouts()
     inputs, places = padded(routings)
@@ -300,7 +285,7 @@ def test_a_model_without_its_head(load: Load) -> None:  # noqa: F811
     check_pass(ran.forward_passes()[0], inputs["input_ids"].shape, routings, places)
 
 
-def test_a_reference_and_its_policy(load: Load) -> None:  # noqa: F811
+def test_a_reference_and_its_policy(load: Load) -> None:
     policy, reference, routings = load(), load(), rollouts()
     inputs, places = padded(routings)
     with (
@@ -315,7 +300,7 @@ def test_a_reference_and_its_policy(load: Load) -> None:  # noqa: F811
         check_pass(ran.forward_passes()[0], inputs["input_ids"].shape, routings, places)
 
 
-def test_the_auxiliary_loss(load: Load) -> None:  # noqa: F811
+def test_the_auxiliary_loss(load: Load) -> None:
     """Only where a pass computes it."""
     model, routings = load(), rollouts(lengths=(9, 9))
     tokens = torch.tensor([tokens_of(routing) for routing in routings])
@@ -434,7 +419,7 @@ def nothing(model: Any, replay: TokenReplay) -> None:
         (nothing, "no forward pass of the models was seen"),
     ],
 )
-def test_what_is_refused(do: Callable[..., None], message: str, load: Load) -> None:  # noqa: F811
+def test_what_is_refused(do: Callable[..., None], message: str, load: Load) -> None:
     """And the model is as before."""
     model = load()
     inputs, _ = padded(rollouts())
@@ -450,19 +435,13 @@ def test_what_is_refused(do: Callable[..., None], message: str, load: Load) -> N
     assert torch.equal(run(model, inputs).logits, live)
 
 
-def test_a_model_without_routers() -> None:
-    """Fused blocks and kernels have none that can be asked."""
-    with pytest.raises(ReplayError, match="Linear has no routers"):
-        TokenReplay(torch.nn.Linear(2, 2))
-
-
-def test_a_part_of_a_model(load: Load) -> None:  # noqa: F811
+def test_a_part_of_a_model(load: Load) -> None:
     """A layer alone gets no tokens."""
     with pytest.raises(ReplayError, match="DecoderLayer takes no input_ids"):
         TokenReplay(load().model.layers[0])
 
 
-def test_after_an_exception_the_next_pass_is_replayed(load: Load) -> None:  # noqa: F811
+def test_after_an_exception_the_next_pass_is_replayed(load: Load) -> None:
     model, routings = load(), rollouts()
     inputs, places = padded(routings)
     with TokenReplay(model) as replay:
@@ -479,7 +458,7 @@ def test_after_an_exception_the_next_pass_is_replayed(load: Load) -> None:  # no
     assert replay.passes == 1
 
 
-def test_sequences_without_rows_may_be_live(load: Load) -> None:  # noqa: F811
+def test_sequences_without_rows_may_be_live(load: Load) -> None:
     model, routings = load(), rollouts()
     inputs, places = padded(routings)
     live = run(model, inputs).logits
@@ -493,7 +472,7 @@ def test_sequences_without_rows_may_be_live(load: Load) -> None:  # noqa: F811
     check_pass(ran.forward_passes()[0], inputs["input_ids"].shape, routings, places[:2])
 
 
-def test_what_was_used_goes_first(load: Load) -> None:  # noqa: F811
+def test_what_was_used_goes_first(load: Load) -> None:
     model = load()
     first, second, third = (rollouts(seed, [9, 9]) for seed in range(3))
     size = sum(routing.rows.nbytes + 4 * len(tokens_of(routing)) for routing in first)
@@ -559,6 +538,6 @@ def in_each_process(rank: int, folder: str, port: int) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.release
-def test_two_processes(load: Load, tmp_path: Any) -> None:  # noqa: F811
+def test_two_processes(load: Load, tmp_path: Any) -> None:
     load().save_pretrained(tmp_path)
     torch.multiprocessing.spawn(in_each_process, (str(tmp_path), free_port()), nprocs=2)

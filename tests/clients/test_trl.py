@@ -6,7 +6,7 @@
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +30,9 @@ from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 from routed_experts.protocol.collect import collect  # noqa: E402
 from routed_experts.protocol.routing import Routing  # noqa: E402
 from routed_experts.replay import TokenReplay  # noqa: E402
+from tests.clients.conftest import Load  # noqa: E402
 from tests.clients.experts import seeing_experts  # noqa: E402
-from tests.clients.test_replay import CHECKPOINTING, load, plain_load_balancing  # noqa: E402, F401
+from tests.clients.test_replay import CHECKPOINTING, plain_load_balancing  # noqa: E402
 from tests.clients.test_token_replay import (  # noqa: E402
     check_pass,
     check_steps,
@@ -41,8 +42,6 @@ from tests.clients.test_token_replay import (  # noqa: E402
 )
 from tests.contract.served import serving_weights  # noqa: E402
 from tests.e2e.harness import ROOT, Server  # noqa: E402
-
-Load = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +223,7 @@ def test_the_server_mode_of_the_page(
     assert 0 < differences("".join(capfd.readouterr()))[0] < 0.1
 
 
-def test_the_auxiliary_loss_of_trls_head(load: Load) -> None:  # noqa: F811
+def test_the_auxiliary_loss_of_trls_head(load: Load) -> None:
     """TRL computes it by a function of another module than the model's."""
     model, routings = load(), rollouts(lengths=(9, 9))
     add_fused_lm_head(model)
@@ -243,7 +242,7 @@ def test_the_auxiliary_loss_of_trls_head(load: Load) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["none", "reentrant", "not reentrant"])
-def test_an_adapter(kind: str, load: Load) -> None:  # noqa: F811
+def test_an_adapter(kind: str, load: Load) -> None:
     """Its router is trained, too. Without the adapter, the model is its own reference."""
     config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
     model = get_peft_model(load().train(), config)
@@ -294,7 +293,7 @@ def openrlhf_actor(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_the_actor_of_openrlhf(is_packed: bool, openrlhf_actor: Any, load: Load) -> None:  # noqa: F811
+def test_the_actor_of_openrlhf(is_packed: bool, openrlhf_actor: Any, load: Load) -> None:
     """Unmodified. Live, it takes other experts."""
     model, routings = load().train(), rollouts()
     actor = openrlhf_actor(model)
