@@ -128,6 +128,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kimi_linear": {**_MLA, "q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "muse_spark": {"moe_hidden_size": 16},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 4, "chunk_size": 8},
     "nllb_moe": {
         "d_model": 32,
         "encoder_layers": 2,
