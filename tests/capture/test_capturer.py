@@ -89,9 +89,6 @@ def test_the_shape_of_the_whole_model() -> None:
         RowShape.of_stages([RowShape((1,), 16, 4), RowShape((2,), 16, 2)])
     with pytest.raises(ValueError, match="no MoE layer"):
         RowShape.of_stages([RowShape((), 0, 0)])
-
-
-def test_stages_that_share_a_decoder_layer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"share a decoder layer, but these are \[1, 2, 2, 3\]"):
         RowShape.of_stages([RowShape((1, 2), 16, K), RowShape((2, 3), 16, K)])
 

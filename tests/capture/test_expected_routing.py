@@ -38,14 +38,8 @@ def keeps(bias: np.ndarray, ids: np.ndarray) -> bool:
     return True
 
 
-def test_a_choice_that_a_bias_allows_is_followed() -> None:
-    bias = some_bias()
-    expected = ExpectedRouting(RoutingInput(bias=bias))
-    assert expected.is_followed(7, chosen(50, bias))
-
-
-def test_a_choice_that_a_bias_does_not_allow_is_not_followed() -> None:
-    """Each token alone, and then all of them but one as they must be."""
+def test_a_choice_is_followed_if_a_bias_allows_that_of_each_token() -> None:
+    """Each token alone, then all as they must be, and then all but one."""
     bias = some_bias()
     expected = ExpectedRouting(RoutingInput(bias=bias))
     natural = chosen(200, np.zeros((L, E)))
@@ -53,6 +47,7 @@ def test_a_choice_that_a_bias_does_not_allow_is_not_followed() -> None:
     assert 0 < sum(right) < len(right)
     assert right == [expected.is_followed(3, ids[None]) for ids in natural]
     rows = chosen(50, bias)
+    assert expected.is_followed(0, rows)
     rows[49] = natural[right.index(False)]
     assert not expected.is_followed(0, rows)
 

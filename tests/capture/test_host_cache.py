@@ -139,7 +139,7 @@ OPERATIONS = st.sampled_from(
 PIECE_BYTES = st.sampled_from([L * K * 2, 5 * L * K * 2, None])
 
 
-@settings(max_examples=250, deadline=None, database=None, derandomize=True)
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)
 @given(st.data())
 def test_the_cache_is_a_dictionary_of_slots(data: st.DataObject) -> None:
     """Slots and blocks outside the KV cache, such as vLLM's padding, are never written and have no

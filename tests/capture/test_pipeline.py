@@ -61,13 +61,6 @@ def test_steps_in_flight_keep_their_own_rows(cache: DeviceCache, in_flight: int)
             assert step.offsets.tolist() == offsets.tolist()
 
 
-def test_layers_that_wrote_nothing_are_unknown(cache: DeviceCache) -> None:
-    cache.ids[0][:] = 5
-    step = Pipeline(cache, 1).submit(slots_of(0), offsets_of(2))()
-    assert (step.rows[:, 0] == 5).all()
-    assert (step.rows[:, 1:] == -1).all()
-
-
 def test_a_step_larger_than_the_cache(cache: DeviceCache) -> None:
     with pytest.raises(ValueError, match="a step of 9 tokens does not fit the device cache of 8"):
         Pipeline(cache, 1).submit(torch.zeros(MAX_TOKENS + 1, dtype=torch.int64), offsets_of(4, 5))

@@ -86,16 +86,6 @@ def test_two_requests_of_one_id_are_an_error() -> None:
         requests.move(request("same"), Phase.PREFILL)
 
 
-def test_an_id_may_come_again_after_its_request_has_ended() -> None:
-    requests = RequestIndexes()
-    first, second = request("same"), request("same")
-    requests.move(first, Phase.PREFILL)
-    requests.end(first)
-    requests.forget_ended()
-    requests.move(second, Phase.PREFILL)
-    assert (first.phase, requests.running) == (Phase.GONE, {"same": second})
-
-
 def test_a_request_ends_once() -> None:
     requests, state = RequestIndexes(), request("ends")
     requests.move(state, Phase.PREFILL)

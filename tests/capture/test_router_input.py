@@ -79,11 +79,10 @@ def chosen(case: Case, scores: np.ndarray, never: np.ndarray, always: np.ndarray
     return order[: family.top_k]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sized", FAMILIES, ids=[sized.name for sized in FAMILIES])
-def test_tokens_that_are_told_nothing_stay_bit_for_bit(sized: Sized, dtype: torch.dtype) -> None:
+def test_tokens_that_are_told_nothing_stay_bit_for_bit(sized: Sized) -> None:
     """Also rows that are the router's own choice, and layers of a bias that are all zeros."""
-    case = case_of(sized, dtype, CPU)
+    case = case_of(sized, torch.bfloat16, CPU)
     assert 0 < case.is_told.sum() < len(case.is_told)
     result = rewritten(case.tables, LAYER, case.family, case.routing, case.logits)
     untold = ~case.is_told
@@ -91,13 +90,13 @@ def test_tokens_that_are_told_nothing_stay_bit_for_bit(sized: Sized, dtype: torc
     assert torch.equal(result.weights[untold], case.routing.weights[untold])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("sized", FAMILIES, ids=[sized.name for sized in FAMILIES])
-def test_bans_and_activations_hold_where_logits_are_no_numbers(sized: Sized, value: float) -> None:
+def test_bans_and_activations_hold_where_logits_are_no_numbers(sized: Sized) -> None:
     """As in a model that overflows: else such a request would end the engine, which checks them."""
     case = case_of(sized, torch.float32, CPU)
-    case.logits[::2] = value
-    case.logits[1::2, ::3] = value
+    for first, value in enumerate([np.nan, np.inf, -np.inf]):
+        case.logits[first::6] = value
+        case.logits[first + 3 :: 6, ::3] = value
     result = rewritten(case.tables, LAYER, case.family, case.routing, case.logits)
     table_rows = case.tables.index.long()
     for token in range(len(case.logits)):
@@ -263,11 +262,10 @@ class Steps:
 
 
 @pytest.mark.parametrize("layers", [slice(0, 3), slice(1, 3)], ids=["all", "a stage"])
-@pytest.mark.parametrize("seed", range(5))
-def test_tables_hold_what_the_requests_of_each_step_say(seed: int, layers: slice) -> None:
+def test_tables_hold_what_the_requests_of_each_step_say(layers: slice) -> None:
     """With more requests than a step has, prefix hits, preemption, and some that end."""
-    steps = Steps(seed, layers)
-    for _ in range(150):
+    steps = Steps(0, layers)
+    for _ in range(200):
         steps.run()
 
 

@@ -2,6 +2,7 @@
 engine process."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -49,6 +50,7 @@ from routed_experts.capture.worker.moe_layers import (
 from routed_experts.capture.worker.refusals import REFUSED_ROUTERS
 from routed_experts.capture.worker.weights import check_weights, check_weights_are_kept
 from routed_experts.server.http.seams import _first_or_none
+from tests.contract.engine import no_collections
 from tests.contract.served import worker_in_this_process
 
 with_routers = pytest.mark.skipif(
@@ -108,18 +110,24 @@ class Engine:
 _ids = count()
 
 
-with_weights = pytest.mark.parametrize("engine", [True], ids=["weights"], indirect=True)
-
-
-@pytest.fixture(scope="module", params=[False], ids=["ids"])
-def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with worker_in_this_process({}):
-        running = Engine(tiny_model, additional_config={WEIGHTS_KEY: request.param})
+@contextmanager
+def stepped(model: Path, **options: Any) -> Iterator[Engine]:
+    with worker_in_this_process({}), no_collections():
+        running = Engine(model, **options)
         try:
             yield running
         finally:
             running.core.shutdown()
             cleanup_dist_env_and_memory()
+
+
+with_weights = pytest.mark.parametrize("engine", [True], ids=["weights"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[False], ids=["ids"])
+def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with stepped(tiny_model, additional_config={WEIGHTS_KEY: request.param}) as running:
+        yield running
 
 
 def capturer_of(shape: RowShape, max_tokens: int = 8) -> Capturer:
@@ -155,13 +163,17 @@ def test_a_layer_writes_what_its_gate_chooses(
             assert (np.delete(engine.ids.numpy(), row, axis=0) == -1).all()
 
 
+def test_no_router_is_replaced_without_need(engine: Engine) -> None:
+    """But where weights or routing as an input are asked for."""
+    assert len(engine.runners) == 5
+    assert not [one for one in engine.runners if "_compute_routing" in vars(one.router)]
+
+
 @with_routers
-@pytest.mark.parametrize("layer", [0, 2, 4])
-def test_steps_that_a_layer_skips(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int
-) -> None:
+def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a kernel for small batches that routes by itself: its rows are unknown, and not those
     of another step."""
+    layer = 2
     router = engine.runners[layer].router
     capture = router.capture_fn
     monkeypatch.setattr(router, "capture_fn", lambda ids: capture(ids) if len(ids) > 3 else None)

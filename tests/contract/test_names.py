@@ -21,7 +21,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.envs import disable_envs_cache
 from vllm.exceptions import VLLMValidationError
 
-from routed_experts.protocol.models import PREFIXES
+from routed_experts.protocol.models import INPUT_FIELDS, PREFIXES
 from routed_experts.server.cli import serve
 from routed_experts.server.http.routes.unsupported_routes import refuse_on_other_routes
 from routed_experts.server.http.vllm_http import (
@@ -116,7 +116,10 @@ def test_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server) -> Non
         for model, (path, body) in zip(MODELS, ENDPOINTS, strict=True):
             some = sorted(names - model.model_fields.keys() - {"extra_body"})
             assert len(some) > 20
-            request = {"model": "tiny", **body, **({} if path == GENERATE else {"max_tokens": 2})}
+            short: dict[str, Any] = {"max_tokens": 2}
+            if path == GENERATE:
+                short = {"sampling_params": short}
+            request = {"model": "tiny", **body, **short}
             more = {name: {"temperature": 0} for name in some}
             expected = said(vllm.post(path, json=request))
             assert expected[0] == 200
@@ -147,6 +150,13 @@ def test_fields_of_ours_in_the_wrong_place(api: Server) -> None:
         ]
         for other in [*others, {"extra_body": "x"}] if path != GENERATE else ():
             assert post(api, path, **body, max_tokens=2, **other).status_code == 200
+
+
+def test_routing_as_an_input_needs_its_flag(api: Server) -> None:
+    assert api.info()["input"] is False
+    for (path, body), name in itertools.product(ENDPOINTS, INPUT_FIELDS):
+        message = refused(api, path, name, **body, **{name: []})
+        assert "start it with --enable-routed-experts-input" in message
 
 
 OF_CLIENTS = ("extra_args", "vllm_xargs", "sampling_params.extra_args")
@@ -243,7 +253,7 @@ def test_no_route_takes_our_fields_in_silence(api: Server) -> None:
 def test_what_vllm_itself_renders(api: Server, stock: Server) -> None:
     """vLLM's own field of a name of ours: rendering a prompt puts it into the request that our
     endpoint takes."""
-    start = {"routed_experts_prompt_start": 1}
+    start = {"routed_experts_prompt_start": 1, "max_tokens": 2}
     for path, (_, body) in zip(
         (f"{COMPLETIONS}/render", f"{CHAT}/render"), ENDPOINTS, strict=False
     ):

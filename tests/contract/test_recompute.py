@@ -145,7 +145,7 @@ def preempt(client: Client, request_id: str) -> None:
 def generating(num_tokens: int, **options: Any) -> Client:
     """A request that has as many tokens, its prompt of 50 among them."""
     client = counting(chunk=16, **options)
-    client.add("r", tokens(50), max_tokens=40)
+    client.add("r", tokens(50), max_tokens=24)
     while len(client.received["r"].sequence) < num_tokens:
         client.step()
     return client

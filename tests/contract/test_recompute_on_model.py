@@ -11,7 +11,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
@@ -23,8 +22,7 @@ from routed_experts.capture.wire.rows import INPUT_KEY, RECOMPUTE_KEY
 from routed_experts.capture.wire.step_tag import tag_of
 from routed_experts.capture.wire.transport import detach
 from routed_experts.protocol.routing_input import routing_args
-from tests.contract.served import worker_in_this_process
-from tests.contract.test_moe_layers import Engine
+from tests.contract.test_moe_layers import Engine, stepped
 from tests.contract.test_router_input import rows_for
 from tests.e2e.harness import prompt_of
 
@@ -41,18 +39,13 @@ L, E = 5, 16  # of the tiny model
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
     """Whose KV cache has room for two requests of four."""
-    with worker_in_this_process({}):
-        running = Engine(
-            tiny_model,
-            additional_config={INPUT_KEY: True, RECOMPUTE_KEY: True},
-            block_size=64,
-            num_gpu_blocks_override=10,
-        )
-        try:
-            yield running
-        finally:
-            running.core.shutdown()
-            cleanup_dist_env_and_memory()
+    with stepped(
+        tiny_model,
+        additional_config={INPUT_KEY: True, RECOMPUTE_KEY: True},
+        block_size=64,
+        num_gpu_blocks_override=10,
+    ) as running:
+        yield running
 
 
 class Run(NamedTuple):

@@ -5,7 +5,7 @@ import gc
 import pickle
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.exceptions import VLLMValidationError
 from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
@@ -26,6 +25,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from routed_experts.capture.engine.versions import UnsupportedConfig
@@ -47,9 +47,9 @@ from routed_experts.protocol.routing_input import (
 )
 from routed_experts.server.inprocess.input_check import InputCheck
 from routed_experts.server.settings import Settings
+from tests.contract.engine import engine as arithmetic_engine
 from tests.contract.engine import sent
-from tests.contract.served import worker_in_this_process
-from tests.contract.test_moe_layers import Engine
+from tests.contract.test_moe_layers import Engine, stepped
 from tests.e2e.harness import prompt_of
 
 pytestmark = [
@@ -65,25 +65,17 @@ def rows_for(num_tokens: int, seed: int = 0) -> np.ndarray:
     return order[:, :, :K].astype(np.int16)
 
 
-@pytest.fixture(scope="module", params=[True], ids=["on"])
-def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with worker_in_this_process({}):
-        running = Engine(tiny_model, additional_config={INPUT_KEY: request.param})
-        try:
-            yield running
-        finally:
-            running.core.shutdown()
-            cleanup_dist_env_and_memory()
-
-
-without_flag = pytest.mark.parametrize("engine", [False], ids=["off"], indirect=True)
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    with stepped(tiny_model, additional_config={INPUT_KEY: True}) as running:
+        yield running
 
 
 class Client:
     """Adds requests to an engine, and knows what came of them."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.core = engine.core
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
         self.reasons: dict[str, FinishReason] = {}
         self.num_tokens: dict[str, int] = {}
 
@@ -115,13 +107,6 @@ class Client:
             assert name in self.reasons
 
 
-def as_in_messages(args: Mapping[str, Any]) -> dict[str, Any]:
-    """As a message brings it to an engine's process."""
-    received: EngineCoreRequest = sent(request_of("a", 4, args))
-    assert received.sampling_params is not None
-    return received.sampling_params.extra_args or {}
-
-
 def request_of(name: str, length: int, args: Mapping[str, Any] | None = None) -> EngineCoreRequest:
     sampling = SamplingParams(
         max_tokens=5, temperature=0, ignore_eos=True, extra_args=dict(args) if args else None
@@ -150,15 +135,13 @@ SAID: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-def test_what_an_api_process_sends_is_what_the_engine_has(
-    engine: Engine, said: dict[str, Any]
-) -> None:
-    args = routing_args(**said)
-    client = Client(engine)
-    received = client.send("told", 150, args)
-    assert EncodedInput.of(received.sampling_params) == args[INPUT_ARG]
-    assert len(repr(received.sampling_params.extra_args)) < 100
+def test_what_an_api_process_sends_is_what_the_engine_has(engine: Engine) -> None:
+    client = Client(engine.core)
+    for name, said in SAID.items():
+        args = routing_args(**said)
+        received = client.send(name, 150, args)
+        assert EncodedInput.of(received.sampling_params) == args[INPUT_ARG], name
+        assert len(repr(received.sampling_params.extra_args)) < 100
     client.send("natural", 90)
     client.finish()
     assert set(client.reasons.values()) == {FinishReason.LENGTH}
@@ -174,25 +157,6 @@ def test_a_worker_of_another_process_gets_the_arrays_as_they_are() -> None:
     assert len(pickled) < 1000
     assert [memoryview(array).nbytes for array in arrays] == [rows_for(150).nbytes]
     assert pickle.loads(pickled, buffers=arrays) == args[INPUT_ARG]
-
-
-@pytest.mark.parametrize("place", [0, 2, -1, True, "1", None, [1]])
-def test_a_frame_that_is_not_there_ends_its_request_only(engine: Engine, place: object) -> None:
-    """As if vLLM wrote its messages in another way."""
-    header = routing_args(rows=rows_for(40))[INPUT_ARG].header
-    client = Client(engine)
-    client.send("broken", 40, {INPUT_ARG: {"header": header, "arrays": ["|u1", [1], place]}})
-    client.send("natural", 40)
-    client.finish()
-    assert client.reasons == {"broken": FinishReason.ERROR, "natural": FinishReason.LENGTH}
-
-
-def test_what_a_client_writes_like_it_says_nothing(engine: Engine) -> None:
-    """JSON has no bytes."""
-    client = Client(engine)
-    client.send("natural", 40, {INPUT_ARG: {"header": "text", "arrays": ["|u1", [1], 1]}})
-    client.finish()
-    assert client.reasons == {"natural": FinishReason.LENGTH}
 
 
 def test_the_prompt_of_a_request_is_hashed_once(
@@ -222,7 +186,7 @@ def test_given_rows_and_biases_are_followed_in_chunks_beside_others(engine: Engi
     """The scheduler compares each step's rows with what was given, or the step fails."""
     bias = np.zeros((L, E), np.float32)
     bias[:, 3] = -np.inf
-    client = Client(engine)
+    client = Client(engine.core)
     client.add("forced", 150, routing_args(rows=rows_for(150)))
     client.add("natural", 90)
     client.add("partly", 100, routing_args(rows=rows_for(30), start=60))
@@ -253,15 +217,8 @@ def test_rows_at_another_position_are_an_error(
     check_that_a_step_fails(engine, r"requests that got other experts: \['a'\]")
 
 
-BANNED_AND_ACTIVATED = {
-    "banned": {"bias": np.where(np.arange(E) < 8, -np.inf, np.zeros((L, E)))},
-    "activated": {"bias": np.where(np.arange(E) == 5, np.inf, np.zeros((L, E)))},
-}
-
-
-@pytest.mark.parametrize("said", BANNED_AND_ACTIVATED.values(), ids=BANNED_AND_ACTIVATED)
 def test_a_router_that_chooses_against_a_bias_is_an_error(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any]
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if its tokens had the bias of another request: as many are steered as should be."""
     biases_of_batch = RunningInputs.biases_of_batch
@@ -271,14 +228,15 @@ def test_a_router_that_chooses_against_a_bias_is_an_error(
         return {index: (name, np.ones((L, E))) for index, (name, _) in biases.items()}
 
     monkeypatch.setattr(RunningInputs, "biases_of_batch", of_another)
-    check_that_a_step_fails(engine, r"requests that got other experts: \['a'\]", said)
+    banned = {"bias": np.where(np.arange(E) < 8, -np.inf, np.zeros((L, E)))}
+    check_that_a_step_fails(engine, r"requests that got other experts: \['a'\]", banned)
 
 
 def test_a_request_that_is_steered_and_said_nothing_is_an_error(engine: Engine) -> None:
     """In a step of which no request has an input. As if the worker took one for another's."""
     router_input = engine.worker._router_input
     router_input._inputs._inputs["natural"] = RoutingInput(bias=np.ones((L, E), np.float32))
-    client = Client(engine)
+    client = Client(engine.core)
     client.add("natural", 40)
     try:
         with pytest.raises(RuntimeError, match="biases of 0 requests, actually of 0 and 1"):
@@ -293,7 +251,7 @@ def test_a_request_that_is_steered_and_said_nothing_is_an_error(engine: Engine) 
 def check_that_a_step_fails(
     engine: Engine, words: str, said: Mapping[str, Any] | None = None
 ) -> None:
-    client = Client(engine)
+    client = Client(engine.core)
     client.add("a", 40, routing_args(**(said or {"rows": rows_for(30), "start": 4})))
     try:
         with pytest.raises(RuntimeError, match=words):
@@ -303,48 +261,45 @@ def check_that_a_step_fails(
         client.core.scheduler.aux_output_connector._steps.clear()
 
 
-@without_flag
-def test_an_engine_without_the_flag_ends_such_a_request_with_an_error(engine: Engine) -> None:
-    client = Client(engine)
+HEADER = routing_args(rows=rows_for(40))[INPUT_ARG].header
+UNFIT: dict[str, dict[str, Any]] = {
+    "other layers": routing_args(rows=np.zeros((10, L + 1, 1), np.int16)),
+    "an expert that the model has not": routing_args(rows=rows_for(10) + E),
+    "rows behind the prompt": routing_args(rows=rows_for(41)),
+    "no expert left": routing_args(bias=np.full((L, E), -np.inf)),
+    "bytes that are no input": {INPUT_ARG: {"header": b"what"}},
+    # As if vLLM wrote its messages in another way.
+    **{
+        f"its arrays in frame {place}": {
+            INPUT_ARG: {"header": HEADER, "arrays": ["|u1", [1], place]}
+        }
+        for place in (0, 2, -1, True, "1", None, [1])
+    },
+}
+
+
+def test_an_input_that_nobody_checked_ends_its_request_only(engine: Engine) -> None:
+    client = Client(engine.core)
+    client.send("natural", 90)
+    for name, args in UNFIT.items():
+        client.send(name, 40, args)
+    client.send("forced", 50, routing_args(rows=rows_for(50)))
+    client.finish()
+    assert client.reasons == {
+        "natural": FinishReason.LENGTH,
+        **dict.fromkeys(UNFIT, FinishReason.ERROR),
+        "forced": FinishReason.LENGTH,
+    }
+    assert {client.num_tokens[name] for name in UNFIT} == {0}
+
+
+def test_an_engine_without_the_flag_ends_such_a_request_with_an_error() -> None:
+    client = Client(arithmetic_engine(is_async=False))
     client.add("forced", 40, routing_args(rows=rows_for(40)))
     client.add("natural", 40)
     client.finish()
     assert client.reasons == {"forced": FinishReason.ERROR, "natural": FinishReason.LENGTH}
     assert client.num_tokens["forced"] == 0
-    for runner in engine.runners:
-        assert "_compute_routing" not in vars(runner.router)
-
-
-UNFIT: dict[str, dict[str, Any]] = {
-    "other layers": {"rows": np.zeros((10, L + 1, 1), np.int16)},
-    "an expert that the model has not": {"rows": rows_for(10) + E},
-    "rows behind the prompt": {"rows": rows_for(41)},
-    "no expert left": {"bias": np.full((L, E), -np.inf)},
-}
-
-
-@pytest.mark.parametrize("said", UNFIT.values(), ids=UNFIT)
-def test_an_input_that_nobody_checked_ends_its_request_only(
-    engine: Engine, said: dict[str, Any]
-) -> None:
-    client = Client(engine)
-    client.add("natural", 90)
-    client.add("unfit", 40, routing_args(**said))
-    client.add("forced", 50, routing_args(rows=rows_for(50)))
-    client.finish()
-    assert client.reasons == {
-        "natural": FinishReason.LENGTH,
-        "unfit": FinishReason.ERROR,
-        "forced": FinishReason.LENGTH,
-    }
-
-
-def test_bytes_that_are_no_input_end_their_request_only(engine: Engine) -> None:
-    client = Client(engine)
-    client.add("broken", 40, {INPUT_ARG: {"header": b"what"}})
-    client.add("natural", 40)
-    client.finish()
-    assert client.reasons == {"broken": FinishReason.ERROR, "natural": FinishReason.LENGTH}
 
 
 def salted(engine: Engine, args: Mapping[str, Any] | None, own_salt: str | None) -> Any:
@@ -359,19 +314,11 @@ def salted(engine: Engine, args: Mapping[str, Any] | None, own_salt: str | None)
     return request
 
 
-def test_a_prompt_is_hashed_with_its_input(engine: Engine) -> None:
-    """So that the prefix cache never takes one for the other."""
-    one = salted(engine, routing_args(rows=rows_for(8)), "the client's")
-    other = salted(engine, routing_args(rows=rows_for(8, seed=1)), "the client's")
-    assert one.block_hashes != other.block_hashes
-    for request in (one, other):
-        assert len(request.block_hashes) == 1
-        assert request.block_hashes[0].startswith("the client's/")
-
-
 def test_no_salt_of_a_program_is_that_of_an_input(engine: Engine) -> None:
-    """Whatever a program takes as a salt: here, what the engine makes of others."""
+    """Nor that of another input. Whatever a program takes as a salt: here, what the engine makes of
+    others."""
     args = routing_args(rows=rows_for(8))
+    other_args = routing_args(rows=rows_for(8, seed=1))
     names: set[str | None] = {None, "the client's"}
     own_salts = list(names)
     for _ in range(3):
@@ -380,14 +327,13 @@ def test_no_salt_of_a_program_is_that_of_an_input(engine: Engine) -> None:
         ]
         own_salts = [request.cache_salt for request in made]
         names.update(own_salts)
-    cases = [(extra_args, salt) for salt in names for extra_args in (args, None)]
+    cases = [(extra_args, salt) for salt in names for extra_args in (args, other_args, None)]
     hashes = [salted(engine, extra_args, salt).block_hashes[0] for extra_args, salt in cases]
     assert len(set(hashes)) == len(cases)
 
 
-@pytest.mark.parametrize("brought", [dict, as_in_messages], ids=["in a program", "by messages"])
 def test_the_dump_of_a_dying_engine_does_not_print_an_input(
-    engine: Engine, brought: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a step fails, vLLM prints what was scheduled, with sampling parameters."""
     executor = engine.core.model_executor
@@ -400,15 +346,16 @@ def test_the_dump_of_a_dying_engine_does_not_print_an_input(
 
     monkeypatch.setattr(executor, "execute_model", dumping)
     rows = rows_for(150)
-    client = Client(engine)
-    client.add("forced", 150, brought(routing_args(rows=rows)))
+    client = Client(engine.core)
+    client.add("of a program", 150, routing_args(rows=rows))
+    client.send("by a message", 150, routing_args(rows=rows))
     client.finish()
-    assert re.search(r"<routing input of \d+ bytes>", dumps[0])
+    assert len(re.findall(r"<routing input of \d+ bytes>", "".join(dumps))) == 2
     assert all(repr(rows.tobytes())[2:40] not in dumped for dumped in dumps)
 
 
 def test_nothing_is_left_of_requests_that_ended(engine: Engine) -> None:
-    client = Client(engine)
+    client = Client(engine.core)
     client.add("forced", 40, routing_args(rows=rows_for(40)))
     client.add("steered", 40, routing_args(bias=np.ones((L, E))))
     client.finish()

@@ -94,26 +94,19 @@ STARTS = {
     "short sequences": ("--max-model-len", "8"),
     "small answers": ("--routed-experts-max-response-bytes", "100", "--no-enable-prefix-caching"),
     "defaults, with a path of the API": (*DEFAULT, json.dumps(DEFAULTS), "--root-path", "/v1"),
-    "sampling": (
-        "--generation-config",
-        "vllm",
-        "--override-generation-config",
-        json.dumps(SAMPLING),
-    ),
     "tokens only": ("--tokens-only",),
     "no tokenizer": ("--skip-tokenizer-init", "--enable-scale-out"),
-    "one at a time": (
+    "one at a time, with drafts": (
         "--max-num-seqs",
         "1",
         "--enable-scale-out",
         *DEFAULT,
         '{"routed_experts_histogram": true}',
-    ),
-    "drafts": (
         "--speculative-config",
         json.dumps({"method": "ngram", "num_speculative_tokens": 3}),
     ),
-    "all that is said": (
+    "all that is said, and sampling": (
+        *("--generation-config", "vllm", "--override-generation-config", json.dumps(SAMPLING)),
         *(
             "--reasoning-parser",
             "qwen3",
