@@ -60,7 +60,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
 @given(events=st.lists(EVENTS, max_size=20), hit=st.permutations(range(BLOCKS)))
 def test_blocks_lack_rows_where_the_host_cache_does(events: list, hit: list[int]) -> None:
     caches = Caches()
@@ -76,3 +76,10 @@ def test_blocks_lack_rows_where_the_host_cache_does(events: list, hit: list[int]
     assert not lacking & set(hit[:usable])
     assert usable == len(hit) or hit[usable] in lacking
     assert bool(caches.blocks) == bool(lacking)
+
+
+def test_a_block_that_is_loaded_again_with_its_rows_lacks_none() -> None:
+    blocks = BlocksWithoutRows()
+    blocks.mark([1], without_rows=[1])
+    blocks.mark([1], without_rows=[])
+    assert blocks.cut([1]) == 1
