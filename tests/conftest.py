@@ -5,7 +5,9 @@ Nothing here imports vLLM or torch before a fixture needs it: tests of modules t
 start in a second.
 """
 
+import gc
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -88,6 +90,32 @@ def _hide_attributes_that_llvmlite_makes_up() -> None:
 
 
 _hide_attributes_that_llvmlite_makes_up()
+
+
+MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n(    .*\n)+\]|.*)", re.MULTILINE)
+LEFT_OUT = re.compile(r"not \(([\w ]+)\)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Imports no file of which `-m "not (…)"` takes no test: in `make test-fast`, a third of them."""
+    left_out = LEFT_OUT.search(config.option.markexpr)
+    if not left_out or not collection_path.match("test_*.py"):
+        return None
+    marks = MARKS_OF_FILE.search(collection_path.read_text(encoding="utf-8"))
+    names = re.findall(r"mark\.(\w+)", marks[0]) if marks else []
+    return not set(names).isdisjoint(left_out[1].split(" or ")) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Any:
+    """What modules make as they are imported lives to the end: no collection of garbage looks at
+    it, here or in the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

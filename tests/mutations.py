@@ -121,7 +121,8 @@ def run_tests(tests: Sequence[str], result: Path) -> int:
     )
     code = int(
         pytest.main(
-            [*quiet, "-m", "not (slow or e2e or gpu or release)", *tests], plugins=[failures]
+            [*quiet, "-m", "not (e2e or gpu or release or slow or long)", *tests],
+            plugins=[failures],
         )
     )
     result.write_text(json.dumps(failures.failed))

@@ -1,15 +1,6 @@
-"""What engines in this process leave behind, put back as it was."""
-
-import gc
+"""What tests of engines in this process share."""
 
 import pytest
-
-
-@pytest.fixture(autouse=True, scope="session")
-def modules_are_no_garbage() -> None:
-    """What was imported by now: a collection that looks through all of it takes longer than most
-    tests."""
-    gc.freeze()
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
