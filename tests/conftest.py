@@ -29,9 +29,14 @@ if TYPE_CHECKING:
 # has one for all else: forward passes take ten times as long.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 
+for folder in ("capture", "clients", "contract", "e2e", "protocol", "server"):
+    # Asserts of what its tests share say what they compared, too.
+    pytest.register_assert_rewrite(f"tests.{folder}")
+
 VLLM_PORT = 8000
 LONG_LIMIT_S = 2 * 3600
 SHOWN_CHARS = 2000
+SHOWN_LINE = 300
 PAGE = "tests/page/"
 FIRST = [PAGE]
 FIRST += [
@@ -131,11 +136,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
+FAILED_AT: dict[tuple[str, int], str] = {}
+"""By line, the first test that failed there."""
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Any:
-    """The end of what a test printed and logged: servers in its process may fill many screens."""
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """A screen of text for each line that fails: the end of what a test printed and logged, as
+    servers in its process may fill many; and one line for another test that fails there."""
     report = yield
-    report.sections = [(name, text[-SHOWN_CHARS:]) for name, text in report.sections]
+    report.sections = [
+        (name, "\n".join(line[:SHOWN_LINE] for line in text[-SHOWN_CHARS:].splitlines()))
+        for name, text in report.sections
+    ]
+    if report.failed and call.excinfo is not None:
+        line = call.excinfo.traceback[-1]
+        first = FAILED_AT.setdefault((str(line.path), line.lineno), item.nodeid)
+        if first != item.nodeid:
+            said = str(call.excinfo.value)[:SHOWN_LINE]
+            report.longrepr = f"{call.excinfo.typename} where {first} failed: {said}"
+            report.sections = []
     return report
 
 

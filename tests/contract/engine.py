@@ -81,6 +81,7 @@ from routed_experts.capture.wire.rows import (
 from routed_experts.capture.wire.stats import EngineStats
 from routed_experts.capture.wire.transport import StepRows, attach
 from routed_experts.capture.wire.vllm_rows import BARE_ROWS_KEY, sends_bare_rows
+from tests.rows import check_rows
 
 L, K = 8, 64  # a row of 1 KiB, so that a few dozen are what the engine calls large
 PART_BYTES = 64 << 10  # a prompt of 65 tokens comes in parts
@@ -165,6 +166,7 @@ class Received:
         return self.sequence[self.prompt_len :]
 
     def take(self, output: EngineCoreOutput) -> None:
+        __tracebackhide__ = True
         assert self.finish is None, "an output after the last one"
         is_first = not self.tokens
         self.sequence += output.new_token_ids
@@ -186,6 +188,7 @@ class Received:
         )
 
     def take_rows(self, first: int, rows: Rows) -> None:
+        __tracebackhide__ = True
         assert first == self.prompt_len + self.num_rows
         self.num_rows += len(rows)
         self.num_arrays += 1
@@ -194,6 +197,7 @@ class Received:
     def check_prompt(self, prompts: dict[str, Rows]) -> None:
         """That its rows are right each time they came, and whole at least once: another engine may
         be sending them."""
+        __tracebackhide__ = True
         assert prompts, "tokens before the rows of their prompt"
         assert self.start is not None
         for rows in prompts.values():
@@ -202,7 +206,8 @@ class Received:
 
     def check(self, rows: Rows, first: int, end: int) -> None:
         """That `rows` are those of positions `first` to `end`."""
-        assert np.array_equal(rows, self.sequence.rows(first, end))
+        __tracebackhide__ = True
+        check_rows(rows, self.sequence.rows(first, end), first)
 
 
 def _done(result: Any, non_block: bool) -> Any:
@@ -404,6 +409,7 @@ class Core(EngineCoreProc):
 
     def take(self, request: EngineCoreRequest) -> None:
         """Adds a request that has been through `sent`."""
+        __tracebackhide__ = True
         self.add_request(*self.preprocess_add_request(request))
 
     def turn(self) -> None:
@@ -625,6 +631,7 @@ class Client:
     ) -> Received:
         """Adds a request and steps until nothing is left to do; gives what came for it, or for its
         first choice."""
+        __tracebackhide__ = True
         first, *_ = self.add(name, prompt, start, **options)
         self.run()
         return self.received[first]
@@ -650,6 +657,7 @@ class Client:
     def step(self, *others: "Client") -> None:
         """One turn of each engine's loop, and its messages, through vLLM's own encoding, to this
         and other clients."""
+        __tracebackhide__ = True
         for index, core in enumerate(self.engines):
             core.turn()
             for to, message in core.messages():
@@ -657,11 +665,13 @@ class Client:
                 client.receive(message, index)
 
     def steps(self, count: int) -> None:
+        __tracebackhide__ = True
         for _ in range(count):
             self.step()
 
     def run(self, *others: "Client", steps: int = 2_000) -> None:
         """Steps until nothing is left to do, for this and other clients of the same engines."""
+        __tracebackhide__ = True
         while any(core.is_busy() for core in self.engines):
             assert steps > 0, "the engine does not come to an end"
             steps -= 1
@@ -705,6 +715,7 @@ class Client:
 
     def receive(self, message: EngineCoreOutputs, engine_index: int = 0) -> None:
         """Takes a message of one of the engines."""
+        __tracebackhide__ = True
         unpacker = self._unpackers[engine_index]
         notes = Notes.decode(unpacker.open(message.outputs, message=message.timestamp))
         if notes.stats is not None:

@@ -17,6 +17,7 @@ from tests.contract.engine import (
     Sequence,
     Tokens,
 )
+from tests.rows import check_rows
 
 NUM_TOLD_APART = 200
 """So many passes are."""
@@ -32,8 +33,9 @@ class ReceivedOfPasses(Received):
     other one is that of the KV that the next token was."""
 
     def check(self, rows: Rows, first: int, end: int) -> None:
+        __tracebackhide__ = True
         passes = passes_of(self.executor, self.request_id, end)[first:]
-        assert np.array_equal(rows, of_pass(self.sequence.rows(first, end), passes))
+        check_rows(rows, of_pass(self.sequence.rows(first, end), passes), first)
 
 
 class PassesExecutor(ArithmeticExecutor):

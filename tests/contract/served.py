@@ -47,6 +47,7 @@ from tests.contract import engine as around
 from tests.contract.engine import BLOCK, NUM_BLOCKS, NUM_EXPERTS, Core, K, L, Rows, Tokens
 from tests.e2e.harness import Answer, Server, free_port
 from tests.e2e.harness import serving as serving_processes
+from tests.rows import check_rows
 
 try:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -80,8 +81,8 @@ def check(answer: Answer, tokens: int | None = None) -> None:
     """Every row of an answer, which must be of `tokens` tokens, is the one that its tokens have."""
     sequence = [*answer.prompt, *answer.tokens]
     assert tokens in (None, len(answer.tokens))
-    assert np.array_equal(answer.prompt_rows, rows_of(answer.prompt, answer.start))
-    assert np.array_equal(answer.rows, rows_of(sequence[:-1], len(answer.prompt)))
+    check_rows(answer.prompt_rows, rows_of(answer.prompt, answer.start), answer.start)
+    check_rows(answer.rows, rows_of(sequence[:-1], len(answer.prompt)), len(answer.prompt))
 
 
 class ServedExecutor(around.ArithmeticExecutor):
