@@ -73,7 +73,9 @@ def test_a_value_that_two_formats_match_is_refused(monkeypatch: pytest.MonkeyPat
 
 @SETTINGS
 @given(arrays(), st.sampled_from(FORMATS), st.sampled_from(DTYPES), st.integers(0, 1 << 40))
-def test_round_trip(rows: np.ndarray, fmt: Format, dtype: str, start: int) -> None:
+def test_every_form_is_little_endian_and_comes_back(
+    rows: np.ndarray, fmt: Format, dtype: str, start: int
+) -> None:
     missing = sum(bool((row == -1).any()) for row in rows)
     assert codec.count_missing(rows) == missing
     if dtype == "uint8" and (missing or rows.max(initial=0) > 255):
