@@ -153,7 +153,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         line = call.excinfo.traceback[-1]
         first = FAILED_AT.setdefault((str(line.path), line.lineno), item.nodeid)
         if first != item.nodeid:
-            said = str(call.excinfo.value)[:SHOWN_LINE]
+            said = str(call.excinfo.value).partition("\n")[0][:SHOWN_LINE]
             report.longrepr = f"{call.excinfo.typename} where {first} failed: {said}"
             report.sections = []
     return report

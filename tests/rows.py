@@ -17,5 +17,9 @@ def check_rows(found: Any, expected: Any, first: int = 0) -> None:
         raise AssertionError(
             f"{is_wrong.any(axis=1).sum()} of {len(found)} rows are wrong, in "
             f"{is_wrong.any(axis=0).sum()} of {found.shape[1]} layers. Position {first + row}, "
-            f"layer {layer}: {found[row, layer]} in place of {expected[row, layer]}"
+            f"layer {layer}: {_few(found[row, layer])} in place of {_few(expected[row, layer])}"
         )
+
+
+def _few(experts: Any) -> str:
+    return f"{experts[:8].tolist()}" + " …" * (len(experts) > 8)
