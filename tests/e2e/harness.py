@@ -60,6 +60,9 @@ FULL_PRECISION = {"TRITON_F32_DEFAULT": "ieee"}
 # Chunks and blocks much smaller than the defaults, so that short prompts cross both.
 SERVER_FLAGS = (*SMALL_KV, "--block-size", "32", "--max-num-batched-tokens", "64")
 SERVER_FLAGS += ("--max-num-seqs", "16", "--max-model-len", "512")
+# KV for few requests at once, and the routers' weights.
+FEW_BLOCKS = (*SERVER_FLAGS, *ONE_PROCESS, "--num-gpu-blocks-override", "28")
+FEW_BLOCKS += ("--enable-prompt-tokens-details", "--enable-return-routed-expert-weights")
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "kv_cache_memory_bytes": 8 << 20,
@@ -285,16 +288,8 @@ def serving(
 def serving_what_provokes_most(model: Path, log: Path) -> Iterator[Server]:
     """A server with asynchronous scheduling, KV blocks for few requests at once, and the routers'
     weights."""
-    flags = (
-        *SERVER_FLAGS,
-        *ONE_PROCESS,
-        *("--num-gpu-blocks-override", "28"),
-        "--async-scheduling",
-        "--enable-prompt-tokens-details",
-        "--enable-auto-tool-choice",
-        *("--tool-call-parser", "hermes"),
-        "--enable-return-routed-expert-weights",
-    )
+    flags = (*FEW_BLOCKS, "--async-scheduling", "--enable-auto-tool-choice")
+    flags += ("--tool-call-parser", "hermes")
     flags += ("--enable-scale-out",) if HAS_SCALE_OUT_FLAG else ()
     env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache and /abort_requests
     with serving(model, log, *flags, module=ASYNC, env=env) as running:

@@ -407,9 +407,6 @@ OWN_FORMULA = {"llama4_text", "gemma4_text"}
 SLIDING_ONLY = Shape(
     "sliding window only", "mixtral", {**_MIXTRAL, "sliding_window": 40}, (0, 1, 2, 3)
 )
-DENSE = Shape(
-    "dense", "qwen3", {**_ATTENTION, "intermediate_size": 128, "num_hidden_layers": 3}, ()
-)
 
 
 def make_model(shape: Shape, directory: Path) -> None:

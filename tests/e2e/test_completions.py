@@ -6,23 +6,15 @@ A test of another situation on it is a call of `one` and of `check`. What needs 
 """
 
 import json
-import time
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 import orjson
 import pytest
 import vllm
-from hypothesis import HealthCheck, Phase, given, settings
 
-from routed_experts.protocol.codec import decode
-from routed_experts.protocol.collect import collect
-from routed_experts.protocol.fetch import fetch
 from routed_experts.protocol.models import RoutedExpertsInfo
-from tests.contract.hostile import Hostile, check_response
 from tests.e2e.harness import (
-    ASK,
     CHAT,
     COMPLETIONS,
     ON_GPU,
@@ -30,9 +22,7 @@ from tests.e2e.harness import (
     Server,
     answers_of,
     answers_of_stream,
-    check,
     check_held_back,
-    one,
     prompt_of,
     same,
     vllm_fails,
@@ -44,7 +34,6 @@ pytestmark = pytest.mark.e2e
 USER: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me something about experts."}]
 }
-FULL: dict[str, Any] = {**ASK, "ignore_eos": True}
 
 
 def test_a_mix_of_everything(server: Server, oracle: Oracle) -> None:
@@ -64,36 +53,10 @@ def test_same_answer_with_and_without_routing(server: Server) -> None:
         assert b"routed_experts" not in orjson.dumps([plain, server.stream(path, **body)])
         streamed = answers_of_stream(server.stream(path, **body, return_routed_experts=True))
         same(*answers_of(routed), *streamed)
-        referred = ask(**body, return_routed_experts=True, routed_experts_delivery="reference")
-        for answer in (plain, routed, referred):
+        for answer in (plain, routed):
             del answer["id"], answer["created"]
-        for inline, reference in zip(arrays_of(routed), arrays_of(referred), strict=True):
-            assert np.array_equal(
-                fetch(reference, base_url=f"{server.url}/v1"), decode(inline).swapaxes(0, 1)
-            )
-        assert plain == routed == referred
-
-
-def test_steps_of_a_prompt_in_chunks_and_of_a_prefix_hit(server: Server) -> None:
-    """Requests that run alone: a step has 64 tokens of a prompt or one that is generated, and
-    blocks have 32 tokens."""
-    body = {**FULL, "prompt": prompt_of(100, seed=77), "max_tokens": 12}
-    (first,) = collect(server.complete(**body, routed_experts_steps=True))
-    (again,) = collect(iter(server.stream(**body, routed_experts_steps=True)))
-    assert first.steps is not None
-    assert again.steps is not None
-    since = first.steps.astype(int) - int(first.steps[0])
-    assert since.tolist() == [0] * 64 + [1] * 36 + [*range(2, 13)]
-    assert np.array_equal(again.steps[:96], first.steps[:96])
-    since = again.steps[96:].astype(int) - int(again.steps[96])
-    assert since.tolist() == [0] * 4 + [*range(1, 12)]
-    assert again.steps[96] > first.steps[-1]
-    assert np.array_equal(again.rows, first.rows)
-
-
-def arrays_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Takes the arrays, or the references to them, off an answer."""
-    return [answer.pop("prompt_routed_experts"), answer["choices"][0].pop("routed_experts")]
+        del routed["prompt_routed_experts"], routed["choices"][0]["routed_experts"]
+        assert plain == routed
 
 
 # ---- text that is held back ----
@@ -147,34 +110,3 @@ def test_what_the_rows_mean(server: Server) -> None:
     assert info.capture.kv_slots > 0
     assert info.capture.host_cache_bytes == info.capture.kv_slots * 5 * 4 * (2 + 4)  # with weights
     assert f"] routed-experts-server {ours}, vLLM {vllm.__version__}\n" in server.log.read_text()
-
-
-@settings(
-    max_examples=40,
-    deadline=None,
-    database=None,
-    derandomize=True,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-@given(Hostile((5, 4)).requests())
-def test_any_values_in_any_fields(
-    server: Server, path_and_body: tuple[str, dict[str, Any]]
-) -> None:
-    """A few: `tests/contract/test_bad_input.py` has many, without a model."""
-    path, body = path_and_body
-    content = json.dumps(body)  # with NaN, integers of any size and lone surrogates
-    with server.client() as client:
-        response = client.post(path, content=content, headers={"Content-Type": "application/json"})
-    try:
-        check_response(response)
-    except (AssertionError, KeyError, ValueError) as error:
-        if not vllm_fails(server, path, body):
-            raise AssertionError(f"after {path} {content}") from error
-
-
-def test_rows_are_exact_after_such_requests(server: Server, oracle: Oracle) -> None:
-    check(
-        one(server, prompt=prompt_of(40, time.monotonic_ns()), max_tokens=5, ignore_eos=True),
-        oracle,
-    )

@@ -17,7 +17,7 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import ban
-from routed_experts.protocol.codec import decode, encode
+from routed_experts.protocol.codec import decode
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.expert_load import count_experts
 from routed_experts.protocol.score import score
@@ -111,16 +111,6 @@ def test_other_rows_are_what_a_difference_is_made_of(
     assert np.array_equal(split.routing, split.whole)
 
 
-def test_rows_that_are_said_are_returned(server: Server, client: OpenAI) -> None:
-    rows = random_rows(server, 40)
-    rows[3, 1] = -1
-    answer = ask(client, routed_experts_replay=encode(rows, 0))
-    captured = decode(answer["prompt_routed_experts"])
-    is_said = (rows >= 0).all(axis=2)
-    assert np.array_equal(captured[is_said], rows[is_said])
-    assert (captured[3, 1] >= 0).all()
-
-
 def test_stored_rows(client: OpenAI, routing: Routing) -> None:
     """A reference is sent back as it came."""
     prompt = [*(routing.prompt_token_ids or ())]
@@ -131,41 +121,6 @@ def test_stored_rows(client: OpenAI, routing: Routing) -> None:
     by_id = ask(client, whole, prompt_logprobs=0, routed_experts_replay=arrays)
     assert by_id["choices"][0]["prompt_logprobs"] == own["choices"][0]["prompt_logprobs"]
     assert np.array_equal(decode(by_id["prompt_routed_experts"])[: len(routing.rows)], routing.rows)
-
-
-def test_banned_and_activated_experts(server: Server, client: OpenAI, routing: Routing) -> None:
-    """In the prompt, and in all that is generated; in that layer only."""
-    info = server.info()
-    counts = count_experts(routing.rows, info["num_experts"])[0]
-    busiest, idlest = int(counts.argmax()), int(counts.argmin())
-    layer = info["layer_ids"][0]
-    answer = ask(
-        client,
-        max_tokens=12,
-        routed_experts_deactivate=[[layer, busiest]],
-        routed_experts_activate=[[layer, idlest]],
-    )
-    (steered,) = collect(answer)
-    after = count_experts(steered.rows, info["num_experts"])[0]
-    assert counts[busiest] > 0
-    assert after[busiest] == 0
-    assert after[idlest] == len(steered.rows)
-
-
-def test_several_choices(server: Server, client: OpenAI) -> None:
-    layer = server.info()["layer_ids"][1]
-    answer = client.completions.create(
-        model="tiny-moe",
-        prompt=prompt_of(40, 1),
-        n=3,
-        max_tokens=6,
-        temperature=1.0,
-        extra_body={**ASK, "routed_experts_deactivate": [[layer, 0], [layer, 1]]},
-    ).model_dump()
-    routings = collect(answer, n=3)
-    assert len(routings) == 3
-    for routing in routings:
-        assert not np.isin(routing.rows[:, 1], [0, 1]).any()
 
 
 def test_the_page_splits_a_difference(

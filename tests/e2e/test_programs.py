@@ -4,7 +4,6 @@ that are started."""
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -20,18 +19,6 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(not programs.forks(), reason="here, all are started as users do"),
 ]
-
-SLEEPS = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
-
-
-def running(code: str) -> programs.Forked:
-    """A program that has printed its process id."""
-    with tempfile.TemporaryFile() as out:
-        process = programs.start(["-c", code], out.fileno())
-        assert isinstance(process, programs.Forked)
-        wait_until(lambda: os.fstat(out.fileno()).st_size > 0, "nothing was printed")
-        assert os.pread(out.fileno(), 100, 0) == b"%d\n" % process.pid
-    return process
 
 
 @pytest.mark.parametrize(
@@ -53,19 +40,6 @@ def test_a_fork_says_and_ends_with_what_a_program_does(code: str, status: int) -
     assert forked.stderr.splitlines()[-1:] == started.stderr.splitlines()[-1:]
 
 
-def test_each_kind_of_program_has_its_arguments_and_path(tmp_path: Path) -> None:
-    code = "import sys; print(__name__, sys.argv, sys.path[0], sys.stdin.read())"
-    for name in ("module.py", "a file"):
-        (tmp_path / name).write_text(code)
-    for arguments in (["-c", code, "a", "b"], [str(tmp_path / "a file"), "a"], ["-m", "module"]):
-        both = [
-            programs.run(arguments, cwd=tmp_path, as_users_do=as_users_do, check=True).stdout
-            for as_users_do in (False, True)
-        ]
-        assert both[0] == both[1]
-        assert both[0].startswith("__main__ ")
-
-
 def test_a_fork_has_vllm_and_no_other_variables_than_it_is_given() -> None:
     code = "import json, os, sys; print(json.dumps([{**os.environ}, 'vllm' in sys.modules]))"
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
@@ -78,31 +52,14 @@ def test_a_fork_has_vllm_and_no_other_variables_than_it_is_given() -> None:
     assert not has_vllm
 
 
-def test_processes_of_a_fork_are_forks() -> None:
-    code = (
-        "import multiprocessing, os, sys\n"
-        "def work():\n"
-        "    print('vllm' in sys.modules, os.getppid() == parent)\n"
-        "parent = os.getpid()\n"
-        "process = multiprocessing.get_context('spawn').Process(target=work)\n"
-        "process.start(); process.join(); sys.exit(process.exitcode)\n"
-    )
-    assert programs.run(["-c", code], check=True).stdout == "True True\n"
-
-
-def test_a_fork_is_waited_for_and_stopped() -> None:
-    process = running(SLEEPS)
-    assert process.poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.01)  # clock: it runs until it is stopped
-    os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait() == process.poll() == -signal.SIGTERM
-    process.kill()  # which is none of its business any more
-
-
 def test_a_fork_is_killed_when_its_client_is_gone() -> None:
     """As when the process that tests is killed."""
-    process = running(SLEEPS)
+    with tempfile.TemporaryFile() as out:
+        sleeps = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+        process = programs.start(["-c", sleeps], out.fileno())
+        assert isinstance(process, programs.Forked)
+        wait_until(lambda: os.fstat(out.fileno()).st_size > 0, "nothing was printed")
+        assert os.pread(out.fileno(), 100, 0) == b"%d\n" % process.pid
     pid = process.pid
     process.connection.close()
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the program is left")

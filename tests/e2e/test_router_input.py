@@ -10,7 +10,6 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from routed_experts.capture.engine.versions import UnsupportedConfig
-from routed_experts.capture.scheduler.router_inputs import RouterInputs
 from routed_experts.protocol.routing_input import RoutingInput
 from tests.e2e.harness import ON_GPU, prompt_of
 from tests.e2e.shapes import OWN_FORMULA, SHAPES, SIXTEEN_BIT, Shape, make_model
@@ -90,9 +89,9 @@ def off(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one - other).max())
 
 
-def test_own_rows_change_nothing_bit_for_bit(pair: Pair) -> None:
-    said = RoutingInput(rows=pair.natural_rows)
-    assert pair.program.one(PROMPT, said).is_same(pair.natural)
+def test_own_rows_and_a_bias_of_zeros_change_nothing_bit_for_bit(pair: Pair) -> None:
+    for said in (RoutingInput(rows=pair.natural_rows), RoutingInput(bias=pair.program.zero_bias())):
+        assert pair.program.one(PROMPT, said).is_same(pair.natural)
 
 
 def test_given_rows_are_the_experts_of_their_tokens(pair: Pair) -> None:
@@ -133,11 +132,6 @@ def test_a_finite_bias_is_one_of_the_gates(pair: Pair) -> None:
     assert off(biased.prompt_logprobs, pair.natural.prompt_logprobs) > NOISE
     expected = pair.reference.logprobs_with_bias(PROMPT, bias.astype(np.float32))
     assert off(biased.prompt_logprobs, expected) < NOISE
-
-
-def test_a_bias_of_zeros_changes_nothing_bit_for_bit(pair: Pair) -> None:
-    said = RoutingInput(bias=pair.program.zero_bias())
-    assert pair.program.one(PROMPT, said).is_same(pair.natural)
 
 
 def test_experts_are_never_and_always_chosen_of_prompt_and_answer(pair: Pair) -> None:
@@ -190,19 +184,6 @@ def test_the_prefix_cache_is_shared_by_equal_inputs_only(pair: Pair) -> None:
     assert natural_again.tokens == natural.tokens
     assert forced_again.tokens == forced.tokens
     assert np.array_equal(forced_again.rows[:256], rows)
-
-
-def test_without_the_salt_the_prefix_cache_mixes(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the test above would fail."""
-    if not pair.shape.prefix_cache or not pair.program.has_prefix_cache:
-        pytest.skip("vLLM has no prefix cache for this model")
-    monkeypatch.setattr(RouterInputs, "salt", lambda self, request: None)
-    rows = pair.program.random_rows(256)
-    _, natural = hits(pair.program, [RoutingInput(rows=rows), None], seed=22)
-    assert natural.num_cached > 0
-    assert np.array_equal(natural.rows[:128], rows[:128])
 
 
 @pytest.mark.long

@@ -43,7 +43,6 @@ pytestmark = pytest.mark.e2e
 
 LIMIT_S = 240
 MAX_TOKENS = 500  # seconds for 6 requests at once, and not LIMIT_S on a busy machine
-SEVERAL = ("--api-server-count", "2")
 FLAGS = (*SMALL_KV, "--max-model-len", "8192", "--kv-cache-memory-bytes", str(64 << 20))
 
 
@@ -136,27 +135,21 @@ def check_end(server: Server, status: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "as_users_do"),
-    [
-        ((), False),
-        pytest.param((), True, marks=pytest.mark.release),
-        pytest.param(SEVERAL, True, marks=pytest.mark.slow),
-    ],
+    "as_users_do",
+    [False, pytest.param(True, marks=pytest.mark.release)],
+    ids=["fork", "as users do"],
 )
 def test_responses_under_way_are_finished(
-    tiny_model: Path, tmp_path: Path, flags: tuple[str, ...], as_users_do: bool
+    tiny_model: Path, tmp_path: Path, as_users_do: bool
 ) -> None:
     """On SIGTERM to the first process, as container engines send it; after a disk that was full for
     a while.
 
     New clients get 503 until nothing is under way; the store's folder goes.
     """
-    every = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
-    with serving(tiny_model, tmp_path / "log", *every, as_users_do=as_users_do) as server:
-        # several processes keep vLLM's metrics in files, which nobody can read if the disk was full
-        if not flags:
-            check_full_disk(server)
-        wait_for_every_process(server, flags)
+    flags = (*FLAGS, "--shutdown-timeout", str(LIMIT_S))
+    with serving(tiny_model, tmp_path / "log", *flags, as_users_do=as_users_do) as server:
+        check_full_disk(server)
         folder = default_folder(str(urlsplit(server.url).port))
         server.complete(prompt="abc", max_tokens=2, **ASK, routed_experts_delivery="reference")
         assert [*folder.iterdir()]
@@ -219,11 +212,6 @@ def processes_of(server: Server) -> list[psutil.Process]:
     return [leader, *leader.children(recursive=True)]
 
 
-def wait_for_every_process(server: Server, flags: tuple[str, ...]) -> None:
-    count = 2 if SEVERAL[0] in flags else 1
-    wait_until(lambda: server.log.read_text().count("startup complete") == count, "one is missing")
-
-
 @pytest.mark.release
 def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
     flags = (*FLAGS, "--shutdown-timeout", "3")
@@ -251,7 +239,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_p
 @pytest.mark.release
 @pytest.mark.parametrize(
     "how",
-    ["SIGTERM", pytest.param("Ctrl-C", marks=pytest.mark.slow), "Ctrl-C again and again"],
+    ["SIGTERM", "Ctrl-C again and again"],
 )
 def test_stopped_while_it_starts(tiny_model: Path, tmp_path: Path, how: str) -> None:
     log = tmp_path / "log"

@@ -1,5 +1,5 @@
-"""Prompts that are streamed in, to one engine and with data parallelism: as whole ones, or refused,
-and then nothing is left of them in any engine."""
+"""Prompts that are streamed in, with data parallelism: as whole ones, or refused, and then nothing is
+left of them in any engine. `tests/contract/test_streamed_prompts.py` is about one engine."""
 
 import base64
 from collections.abc import Iterator
@@ -22,32 +22,21 @@ from tests.e2e.harness import (
 )
 from tests.e2e.streamed_prompts import PATH, StreamsPrompts
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.release]
 
 DATA_PARALLEL = OURS if ON_GPU else "tests.e2e.data_parallel_on_cpu"
 MIDDLEWARE = f"{StreamsPrompts.__module__}.{StreamsPrompts.__name__}"
 FLAGS = (
     *(*SMALL_KV, *ONE_PROCESS, "--max-model-len", "512", "--api-server-count", "1"),
-    *("--enable-routed-experts-input", "--middleware", MIDDLEWARE),
+    *("--enable-routed-experts-input", "--middleware", MIDDLEWARE, "--data-parallel-size", "2"),
 )
 FIRST, SECOND, THIRD = prompt_of(40, 1), prompt_of(30, 2), prompt_of(50, 3)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(1, id="one engine"),
-        pytest.param(2, id="data parallel", marks=pytest.mark.release),
-    ],
-)
-def server(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("streamed") / "log"
-    ranks = ("--data-parallel-size", str(request.param))
-    if request.param == 1:
-        ranks = ()
-    with serving(tiny_model, log, *FLAGS, *ranks, module=DATA_PARALLEL) as running:
+    with serving(tiny_model, log, *FLAGS, module=DATA_PARALLEL) as running:
         yield running
 
 

@@ -32,10 +32,9 @@ import torch
 from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.e2e.harness import (
     ASYNC,
+    FEW_BLOCKS,
     NGRAM,
-    ONE_PROCESS,
     OURS,
-    SMALL_KV,
     WEIGHTS_OFF,
     Answer,
     Oracle,
@@ -60,25 +59,6 @@ LONGEST_KNOWN = MAX_MODEL_LEN - 200
 """Tokens of an answer that another request may go on from."""
 CONCURRENCY = 24
 END_TOKEN = 258
-FLAGS = (
-    *(
-        *SMALL_KV,
-        "--block-size",
-        str(BLOCK_SIZE),
-        "--num-gpu-blocks-override",
-        "28",
-        "--max-num-batched-tokens",
-        "64",
-    ),
-    *(
-        "--max-num-seqs",
-        "16",
-        "--max-model-len",
-        str(MAX_MODEL_LEN),
-        "--enable-prompt-tokens-details",
-    ),
-    *("--enable-return-routed-expert-weights", *ONE_PROCESS),
-)
 REQUESTS = 100
 """Of a test; the long run has more."""
 ENV = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache and /server_info
@@ -615,7 +595,7 @@ def serving_profile(model: Path, log: Path, profile: str) -> Iterator[Server]:
     module = ASYNC if wanted.is_async else OURS
     # numba's threads, which n-gram drafts start, are many times slower in a fork
     how = {"env": ENV, "module": module, "as_users_do": profile == "ngram"}
-    with serving(model, log, *FLAGS, *wanted.flags, **how) as server:
+    with serving(model, log, *FEW_BLOCKS, *wanted.flags, **how) as server:
         assert server.is_async() is wanted.is_async
         yield server
 

@@ -57,11 +57,7 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a command of Chromium's protocol."""
-        return self.send(method, **params)
-
-    def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a command that the browser knows. What it tells before that is noted."""
+        """The result of a command of Chromium's protocol. What it tells before that is noted."""
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:

@@ -2,7 +2,6 @@
 servers."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,17 +15,15 @@ from routed_experts.server.tools.view import ViewedFile, ViewServer
 from tests.contract.served import serving
 from tests.e2e.harness import Server
 from tests.page.browser import CHROMIUM, Tab, browser
-from tests.page.firefox import FIREFOX, firefox
 
 Viewed = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
 def the_tab() -> Iterator[Tab]:
-    is_firefox = os.environ.get("TEST_BROWSER") == "firefox"
-    if (FIREFOX if is_firefox else CHROMIUM) is None:
-        pytest.skip(f"no {'Firefox' if is_firefox else 'Chromium'} is installed")
-    with firefox() if is_firefox else browser() as tabs:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    with browser() as tabs:
         yield tabs()
 
 

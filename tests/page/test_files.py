@@ -76,10 +76,6 @@ def test_view_serves_it(viewed: Viewed) -> None:
     assert "choices" not in elsewhere.text
 
 
-def test_no_server_reads_files(api: Server) -> None:
-    assert httpx.post(f"{api.url}/v1/routed_experts/saved", json=[["f", "{}"]]).status_code == 404
-
-
 def test_every_file_is_used_and_nothing_is_loaded_from_elsewhere() -> None:
     texts = {name: content.decode() for name, (content, _) in page_files().items()}
     for name, text in texts.items():

@@ -271,9 +271,14 @@ def test_two_prompts_of_a_stream_are_not_mixed(tab: Tab) -> None:
 def test_a_long_line_and_many_tokens(tab: Tab) -> None:
     """Of 40 MB; and what claims a million tokens shows none of them."""
     rows = rows_of(1, layers=48, top_k=8)
-    said = answer(RoutedPrompt(np.repeat(rows, 40_000, 0), [rows]))
+    said = answer(RoutedPrompt(rows, [rows]))
+    said["choices"][0]["prompt_token_ids"] *= 40_000
+    said["prompt_routed_experts"] |= {"shape": [40_000, 48, 8], "data": "HERE"}
+    said["choices"][0]["routed_experts"]["start"] = 40_000
+    before, after = map(json.dumps, json.dumps(said).split("HERE"))
+    data = f"'AQAC'.repeat({40_000 * 48 * 8 * 2 // 3})"
     count = "(r => r.next().then(({ value }) => value.shape[0]))"
-    text = f"new Blob([{json.dumps(json.dumps(said))}]).stream()"
+    text = f"new Blob([{before} + {data} + {after}]).stream()"
     module = "import('/routed_experts/saved.js')"
     assert tab.js(f"{module}.then(m => {count}(new m.Reader().read('f', {text})))") == 40_001
     far = {"data": "", "shape": [0, 3, 4], "dtype": "int16", "start": 1 << 30, "missing": 0}

@@ -46,10 +46,12 @@ def joined(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda body: body, without_texts, joined], ids=["texts", "ids", "neither"]
-)
-@pytest.mark.parametrize(
-    ("info", "reason"), [({}, "length"), ({"routed_experts_info": INFO}, None)]
+    ("change", "info", "reason"),
+    [
+        pytest.param(lambda body: body, {"routed_experts_info": INFO}, "length", id="texts"),
+        pytest.param(without_texts, {}, None, id="ids"),
+        pytest.param(joined, {"routed_experts_info": INFO}, None, id="neither"),
+    ],
 )
 def test_saving_and_opening_change_nothing(
     tab: Tab, viewed: Viewed, tmp_path: Path, change: Any, info: dict[str, Any], reason: str | None

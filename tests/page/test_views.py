@@ -259,9 +259,9 @@ def test_the_map_and_its_keys(tab: Tab, viewed: Viewed) -> None:
     tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
     token, layer = 33, 2
     steps = [
-        ("ArrowRight", 5, 5, 0),
-        ("ArrowDown", 50, 0, 50),
-        ("ArrowUp", 51, 0, -51),
+        ("ArrowRight", 2, 2, 0),
+        ("ArrowDown", 25, 0, 25),
+        ("ArrowUp", 26, 0, -26),
         ("PageDown", 1, 50, 0),
     ]
     inside = "(r, f) => r.top >= f.top && r.bottom <= f.bottom + 1"
@@ -837,7 +837,7 @@ def test_lines_break_where_the_text_does(tab: Tab, viewed: Viewed) -> None:
     rows = rows_of(699, 2, 2, 8)
     texts = ["one "] * 500 + ["two\n"] + ["three "] * 199
     show(tab, viewed(answer(rows, 10, texts)))
-    # Firefox gives no text of what is out of sight.
+    # a browser may give no text of what is out of sight
     shown = "block => { block.style.contentVisibility = 'visible'; return block.innerText; }"
     lines = tab.js(f"$$('#tokens-a .block').map({shown})")
     assert "".join(lines).replace("\n", "") == f"{'one ' * 500}two⏎{'three ' * 199}"
