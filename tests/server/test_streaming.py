@@ -440,6 +440,13 @@ def test_a_prompt_whose_last_row_is_late_comes_before_the_rows_of_its_choice() -
     assert [placed(chunk) for chunk in only] == [([0, 1], None)]
 
 
+def test_a_joined_answer_without_rows_has_an_empty_array() -> None:
+    """The last token has no row, and those of the prompt were not asked for."""
+    rewriter = aligner_of(layout="joined", prompt_start=2)
+    [chunk] = stream(rewriter, [Engine(prompt_len=2, start=2).step(finish="length")])
+    assert placed(chunk) == (None, [])
+
+
 @pytest.mark.parametrize("at_end", [False, True])
 def test_a_prompt_comes_from_a_choice_that_has_it(at_end: bool) -> None:
     """Not from one that is complete without it, as its rows were lost."""
