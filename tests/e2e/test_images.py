@@ -185,7 +185,6 @@ def test_rendered_prompts(server: Server, vision: VisionOracle) -> None:
     assert "content_parts" in said.json()["error"]["message"]
 
 
-@pytest.mark.slow
 def test_every_row_in_16_bits(model: Path) -> None:
     """In process, in chunks that no image fits, without a cache of processed images."""
     limit = {"image": 1, "video": 0}

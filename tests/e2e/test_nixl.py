@@ -314,7 +314,6 @@ def beside_offloading(nixl_first: bool) -> tuple[str, ...]:
     return "--num-gpu-blocks-override", str(BLOCKS), "--kv-transfer-config", json.dumps(config)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -357,7 +356,7 @@ def test_other_instances(
         legs.nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pulls_after_the_lease(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
     """The prefill server waits a few seconds only: other prompts have a prompt's blocks by the time
     of its decode leg; of another, the server is stopped during the pull, and does not see

@@ -29,15 +29,6 @@ FLAGS = (*FLOAT32, "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", 
 FLAGS += ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--enable-prefix-caching")
 
 
-LIKE_OTHERS = {
-    "olmoe",
-    "deepseek-v2, plain attention",
-    "deepseek-v3, plain attention",
-    "qwen3-moe, top 1",
-}
-"""Their routers are those of Mixtral, of the same models with latent attention, and of Llama 4."""
-
-
 IN_EVERY_RUN = {"deepseek-v3, latent attention", "gpt-oss, sliding and full attention"}
 """Beside the tiny model's softmax of all experts: a sigmoid with groups and a correction, and a
 softmax of the chosen ones."""
@@ -46,9 +37,7 @@ softmax of the chosen ones."""
 def as_param(shape: Shape) -> Any:
     reason = shape.needs_cpu if ON_GPU else shape.needs_gpu
     marks = [pytest.mark.skip(reason=reason)] if reason else []
-    if shape.name in LIKE_OTHERS:
-        marks.append(pytest.mark.slow)
-    elif shape.name not in IN_EVERY_RUN:
+    if shape.name not in IN_EVERY_RUN:
         marks.append(pytest.mark.release)
     return pytest.param(shape, id=shape.name, marks=marks)
 
