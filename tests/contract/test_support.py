@@ -30,7 +30,7 @@ TABLE, RUNS = support(), read(FILE)
 SHAPE_NAMES = {shape.name for shape in (*SHAPES, *SIXTEEN_BIT)}
 
 
-def tests_in(*columns: str) -> list[str]:
+def evidence_in(*columns: str) -> list[str]:
     """The tests that these columns name."""
     cells = [feature.get(column) for feature in TABLE["feature"] for column in columns]
     return [test for cell in cells if isinstance(cell, list) for test in cell]
@@ -38,7 +38,7 @@ def tests_in(*columns: str) -> list[str]:
 
 def test_tests_that_are_named_exist() -> None:
     refused = [test for other in TABLE["refused"] for test in other["tests"]]
-    named = tests_in("cpu", "weights") + refused
+    named = evidence_in("cpu", "weights") + refused
     assert [test for test in named if not exists(test)] == []
     assert {test.partition("[")[2].removesuffix("]") for test in named} - {""} <= SHAPE_NAMES
 
@@ -46,7 +46,7 @@ def test_tests_that_are_named_exist() -> None:
 def test_tests_of_gpus_that_are_named_exist() -> None:
     """Others than those in `tests/gpu` have to exist at the commit of their run only: they ran
     once on a GPU, and are run without one now."""
-    named = [test for test in tests_in(*COLUMNS) if test.startswith("tests/gpu/")]
+    named = [test for test in evidence_in(*COLUMNS) if test.startswith("tests/gpu/")]
     assert named
     assert [test for test in named if not exists(test)] == []
 
