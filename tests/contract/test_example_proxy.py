@@ -180,7 +180,10 @@ async def test_what_is_no_completion() -> None:
             "application/msgpack",
             "text/a",
         )
-    async with serving(proxy([free_port(), free_port()])) as front, httpx.AsyncClient() as client:
+    async with (
+        serving(proxy([free_port(), free_port()])) as front,
+        httpx.AsyncClient(timeout=None) as client,
+    ):
         answer = await client.post(f"http://127.0.0.1:{front}{PATH}", json={"prompt": [1]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, 502)
 

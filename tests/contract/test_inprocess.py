@@ -29,6 +29,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from examples import turns
 from routed_experts.capture import SCHEDULER, WORKERS
+from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.scheduler.scheduler import SchedulerCapture
 from routed_experts.capture.seams.arguments import vllm_captures
@@ -499,6 +500,15 @@ def test_paths_can_be_given(tiny_model: Path) -> None:
     ).create_engine_config()
     assert config.additional_config["routed_experts_store"] == str(tiny_model / "store")
     assert config.compute_hash()
+
+
+def test_an_engine_captures_with_a_worker_of_the_programs_own(tiny_model: Path) -> None:
+    """A server asks the same before it answers."""
+    own = "vllm.v1.worker.cpu_worker.CPUWorker"
+    config = EngineArgs(**arguments(tiny_model, worker_cls=own)).create_engine_config()
+    assert config.parallel_config.worker_cls not in (own, *WORKERS.values())
+    assert is_capturing(config.parallel_config.worker_cls)
+    assert not is_capturing(own)
 
 
 def test_arguments_that_were_filled_in_can_be_used_again(tiny_model: Path) -> None:

@@ -266,7 +266,7 @@ def test_what_vllm_itself_renders(api: Server, stock: Server) -> None:
 
 
 def test_what_others_attach(api: Server) -> None:
-    """Other plugins' routes; forms and sockets are left alone."""
+    """Other plugins' routes; forms, texts and sockets are left alone."""
     app = FastAPI()
 
     @app.put("/theirs/{name}")
@@ -292,6 +292,8 @@ def test_what_others_attach(api: Server) -> None:
             client.put("/theirs/one", json=ASKS)
         assert client.put("/theirs/one", json=big).json() == big
         assert client.post("/form", data={"return_routed_experts": "true"}).json() > 0
+        headers = {"Content-Type": "text/plain"}
+        assert client.post("/form", content=json.dumps(ASKS), headers=headers).json() > 0
         with client.websocket_connect("/socket") as opened:
             opened.send_json(ASKS)
             assert opened.receive_json() == ASKS

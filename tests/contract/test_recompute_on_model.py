@@ -152,6 +152,11 @@ def chooses_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(runner.router, "_compute_routing", compute_routing)
 
 
+def turn_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    distributor = engine.core.scheduler.aux_output_connector.distributor
+    monkeypatch.setattr(distributor.recomputed, "is_on", False)
+
+
 @pytest.mark.usefixtures("chooses_again")
 def test_experts_stay_as_they_were_sent_whatever_the_router_chooses_later(engine: Engine) -> None:
     run = Runner(engine).finish()
@@ -169,12 +174,22 @@ def test_experts_stay_as_they_were_sent_whatever_the_router_chooses_later(engine
         assert not (np.array(of_position) == BANNED).any()
 
 
+@pytest.mark.usefixtures("chooses_again")
+def test_without_the_flag_the_router_chooses_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn_off(engine, monkeypatch)
+    run = Runner(engine).finish()
+    assert run.num_preempted > 1
+    assert run.num_changed() > 100
+    assert run.num_told == 0
+
+
 def test_in_float32_nothing_changes_bit_for_bit(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_flag = Runner(engine).finish()
-    distributor = engine.core.scheduler.aux_output_connector.distributor
-    monkeypatch.setattr(distributor.recomputed, "is_on", False)
+    turn_off(engine, monkeypatch)
     without = Runner(engine).finish()
     assert with_flag.num_preempted == without.num_preempted > 1
     assert with_flag.num_told > 200

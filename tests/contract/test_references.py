@@ -468,7 +468,7 @@ def small_store(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, http
 def check_key(server: Server, reference: dict[str, Any]) -> None:
     """It is needed, whether a proxy strips the root path or not."""
     for base in (f"{server.url}/v1", f"{server.url}/llm/v1"):
-        assert httpx.get(f"{base}/{reference['url']}").status_code == 401
+        assert httpx.get(f"{base}/{reference['url']}", timeout=None).status_code == 401
         assert fetch(reference, base_url=base, api_key="k").shape == (L, 3, K)
         with pytest.raises(FetchError, match="401"):
             fetch(reference, base_url=base)

@@ -24,7 +24,9 @@ from routed_experts.capture.scheduler import (
     row_source,
 )
 from routed_experts.capture.scheduler.scheduler import SchedulerHooks
+from routed_experts.capture.scheduler.step import Step
 from routed_experts.capture.wire.envelope import ENVELOPE_ID
+from routed_experts.capture.wire.transport import StepRows
 from tests.contract.engine import (
     PART_BYTES,
     SHARED,
@@ -465,6 +467,21 @@ def test_a_step_without_rows_names_its_requests() -> None:
     scheduled = core.scheduler.schedule()
     with pytest.raises(RuntimeError, match=r"\['asks'\]: expected rows"):
         core.capture.receive(scheduled, ModelRunnerOutput(["asks"], {"asks": 0}, [[1]]))
+
+
+def test_a_request_that_is_not_in_its_step_is_named() -> None:
+    """Another's rows would be wrong ids."""
+    core = engine(is_async=False)
+    core.take(sent(request_of("asks")))
+    step = Step(1, core.scheduler.schedule(), {})
+    rows = StepRows(np.zeros((1, L, K), np.int16), np.zeros(1, np.int64), np.array([0, 1]))
+    step.arrive(rows, {"asks": 0})
+    expected = r"request 'other': expected in the step, which actually has \['asks'\]"
+    for look_up in (step.rows_of, step.starts.__getitem__, lambda name: step.starts_of([name])):
+        with pytest.raises(AssertionError, match=expected):
+            look_up("other")
+    with pytest.raises(AssertionError, match=expected):
+        step.extents_of(["asks", "other"])
 
 
 def request_of(name: str) -> EngineCoreRequest:

@@ -191,7 +191,7 @@ def test_references_into_a_bucket(api: Server) -> None:
     prompt = prompt_of(20, 17)
     answer = api.complete(prompt=prompt, max_tokens=5, **ASK, **REFERENCE)
     of_prompt, own = answer["prompt_routed_experts"], answer["choices"][0]["routed_experts"]
-    headers = httpx.get(own["url"]).headers
+    headers = httpx.get(own["url"], timeout=None).headers
     assert headers["x-amz-meta-request"] in answer["id"]
     assert headers["x-amz-meta-model"] == "tiny"
     expected = expected_of(answer, prompt)
@@ -214,7 +214,10 @@ def test_the_servers_route_leads_to_the_bucket(api: Server) -> None:
         path = f"/v1/routed_experts/rows/{reference['id']}"
         led = client.get(path)
         assert led.status_code == 307
-        assert len(httpx.get(led.headers["location"]).content) == 128 + reference["bytes"]
+        assert (
+            len(httpx.get(led.headers["location"], timeout=None).content)
+            == 128 + reference["bytes"]
+        )
         assert client.get(f"{path}?layers=0:1").json()["error"]["param"] == "layers"
         assert client.delete(path).status_code == 204
         assert [client.request(method, path).status_code for method in ("GET", "DELETE")] == [

@@ -440,6 +440,18 @@ def test_a_prompt_whose_last_row_is_late_comes_before_the_rows_of_its_choice() -
     assert [placed(chunk) for chunk in only] == [([0, 1], None)]
 
 
+@pytest.mark.parametrize("prompt_len", [1, 4085, 8169])
+def test_lines_of_many_rows_are_short_and_the_first_begins_with_the_prompt(prompt_len: int) -> None:
+    """Of 8,170 rows, which fill two lines but for the words around an array."""
+    step = Engine(prompt_len).step(8171 - prompt_len, "length")
+    events = ended(aligner_of(at_end=True), [step])
+    assert len(events) > 3
+    assert max(map(len, events)) <= 64 << 10
+    of_prompt, _ = placed(orjson.loads(events[0].removeprefix("data: ")))
+    assert of_prompt is not None
+    assert of_prompt[0] == 0
+
+
 def test_a_joined_answer_without_rows_has_an_empty_array() -> None:
     """The last token has no row, and those of the prompt were not asked for."""
     rewriter = aligner_of(layout="joined", prompt_start=2)
