@@ -167,9 +167,8 @@ class Pipeline:
         num_layers = rows.shape[1] // 3
         words = rows[:, num_layers:].view(len(rows), num_layers, 2 * self._cache.top_k)
         # a copy, also where that would be contiguous: words may begin within a float
-        weights = words.clone(memory_format=torch.contiguous_format).view(
-            torch.float32
-        )  # [n, L, K]
+        words = words.clone(memory_format=torch.contiguous_format)
+        weights = words.view(torch.float32)  # [n, L, K]
         self._profile.count(rows[:, :num_layers], weights)
 
     def _pack_rows(self, rows: torch.Tensor, upstream: torch.Tensor | None) -> None:

@@ -45,14 +45,13 @@ def put_input(request: EngineCoreRequest, default: EncodedInput | None = None) -
         return
     extra_args = dict(sampling.extra_args or {})
     held = extra_args.get(INPUT_ARG)
+    is_of_program = isinstance(held, EncodedInput)  # which shares the engine with a server
     if isinstance(held, HeldInput):
         said = held.take()
-    elif default is not None and not isinstance(
-        held, EncodedInput
-    ):  # a program may share the engine
-        said = default
-    else:
+    elif default is None or is_of_program:
         return
+    else:
+        said = default
     extra_args.pop(INPUT_ARG, None)
     if said is not None:
         extra_args[INPUT_ARG] = said

@@ -1,7 +1,6 @@
-"""A tiny model of each family that replay is tested with, and the collector of garbage."""
+"""A tiny model of each family that replay is tested with."""
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,11 +35,3 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
         ).eval()
 
     return loaded
-
-
-@pytest.fixture
-def collected() -> Iterator[Callable[[], None]]:
-    """Collects the test's own garbage. All that was there before would take a second."""
-    gc.freeze()
-    yield gc.collect
-    gc.unfreeze()

@@ -3,6 +3,7 @@
 The oracle is what each layer's experts were called with.
 """
 
+import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -124,20 +125,18 @@ def test_the_live_router_is_back_after_a_recomputed_pass(
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_rows_go_with_what_keeps_the_forward_pass(
-    use_reentrant: bool, load: Load, collected: Callable[[], None]
-) -> None:
+def test_rows_go_with_what_keeps_the_forward_pass(use_reentrant: bool, load: Load) -> None:
     model = load()
     loss_of = checkpointed(model, "reentrant" if use_reentrant else "not reentrant")
     with replayed(model, given_rows(QWEN3)) as replay:
         loss = loss_of(batch(0))
     layer = weakref.ref(replay._layers[0])
     del replay
-    collected()
+    gc.collect()
     assert layer() is not None
     loss.backward()
     del loss
-    collected()
+    gc.collect()
     assert layer() is None
 
 

@@ -3,6 +3,7 @@
 `examples/replay.py` is run on a server.
 """
 
+import gc
 import re
 import sys
 import weakref
@@ -983,13 +984,13 @@ def test_a_block_that_an_exception_leaves() -> None:
         left.check()
 
 
-def test_what_was_replayed_does_not_keep_the_model(collected: Callable[[], None]) -> None:
+def test_what_was_replayed_does_not_keep_the_model() -> None:
     router = SoftmaxRouter()
     with replayed(torch.nn.ModuleList([router]), router.rows()[:, None]) as replay:
         router(router.hidden)
     alive = weakref.ref(router)
     del router
-    collected()
+    gc.collect()
     assert alive() is None
     assert replay.replayed == 64
 

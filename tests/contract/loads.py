@@ -426,16 +426,12 @@ class TracingExecutor(around.ArithmeticExecutor):
 @contextmanager
 def store(**options: Any) -> Iterator[Store]:
     """An empty store that behaves like that, until the end; then the one before it is there again."""
-    global STORE
-    before, STORE = STORE, Store(**options)
     pulls = KnownConnector(KVSource.TRANSFER, lease_s=LEASE_S, pull_fields=("remote_request_id",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONNECTORS, TRANSFER, KnownConnector(KVSource.TRANSFER))
         patch.setitem(CONNECTORS, PULL, pulls)
-        try:
-            yield STORE
-        finally:
-            STORE = before
+        patch.setitem(globals(), "STORE", Store(**options))
+        yield STORE
 
 
 def engine_with(

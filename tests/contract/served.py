@@ -44,7 +44,18 @@ from routed_experts.server.cli import serve
 from routed_experts.server.cli.serve import cli_env_setup
 from routed_experts.server.outputs.folders import default_folder
 from tests.contract import engine as around
-from tests.contract.engine import BLOCK, NUM_BLOCKS, NUM_EXPERTS, Core, K, L, Rows, Tokens
+from tests.contract.engine import (
+    BLOCK,
+    DECODER_LAYERS,
+    LAYER_IDS,
+    NUM_BLOCKS,
+    NUM_EXPERTS,
+    Core,
+    K,
+    L,
+    Rows,
+    Tokens,
+)
 from tests.e2e.harness import Answer, Server, free_port
 from tests.e2e.harness import serving as serving_processes
 from tests.rows import check_rows
@@ -54,9 +65,6 @@ try:
     from vllm.entrypoints.launchers.app import build_app
 except ImportError:  # vLLM 0.28: has both here
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
-
-LAYER_IDS = around.LAYER_IDS
-DECODER_LAYERS = around.DECODER_LAYERS
 
 SIZES = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
 """Of the engine; the flags that every server around it needs."""
