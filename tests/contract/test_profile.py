@@ -1,6 +1,5 @@
 """`GET /v1/routed_experts/profile`, around a worker with real routers."""
 
-import base64
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -17,7 +16,6 @@ from tests.e2e.harness import FLOAT32, Server
 pytestmark = pytest.mark.e2e
 
 ADDRESS = "http://localhost:8000"
-PROFILE = "/v1/routed_experts/profile"
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +25,6 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     small = ("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager")
     with serving_quickly(tiny_model, log, *FLOAT32, *flags, *small) as running:
         yield running
-
-
-def profile(server: Server) -> dict[str, Any]:
-    answer = server.client().get(PROFILE).json()
-    for name in ("counts", "weights"):
-        array = answer[name]
-        flat = np.frombuffer(base64.b64decode(array["data"]), array["dtype"])
-        answer[name] = flat.reshape(array["shape"])
-    return answer
 
 
 def counted(rows: np.ndarray, weights: np.ndarray, num_experts: int) -> tuple[Any, Any]:
@@ -49,7 +38,7 @@ def counted(rows: np.ndarray, weights: np.ndarray, num_experts: int) -> tuple[An
 
 
 def test_the_profile_counts_the_rows_that_are_returned(server: Server) -> None:
-    before = profile(server)
+    before = server.profile()
     ids, weights = [], []
     for length in (1, 9, 40):
         body = server.complete(
@@ -65,7 +54,7 @@ def test_the_profile_counts_the_rows_that_are_returned(server: Server) -> None:
             decode_weights(body["prompt_routed_expert_weights"]),
             decode_weights(choice["routed_expert_weights"]),
         ]
-    after = profile(server)
+    after = server.profile()
     rows = np.concatenate(ids)
     counts, sums = counted(rows, np.concatenate(weights), server.info()["num_experts"])
     assert after["tokens"] - before["tokens"] == len(rows) == 50 + 3 * 5
@@ -75,9 +64,9 @@ def test_the_profile_counts_the_rows_that_are_returned(server: Server) -> None:
 
 
 def test_requests_that_ask_for_nothing_count(server: Server) -> None:
-    before = profile(server)
+    before = server.profile()
     server.complete(prompt=[70, 71, 72], max_tokens=4, ignore_eos=True)
-    after = profile(server)
+    after = server.profile()
     assert after["tokens"] - before["tokens"] == 3 + 3
     chosen = (after["counts"] - before["counts"]).sum(axis=1)
     assert (chosen == 6 * server.info()["top_k"]).all()
@@ -89,6 +78,6 @@ def test_the_program_of_the_page(server: Server, documented: list[str]) -> None:
     said = StringIO()
     with redirect_stdout(said):
         exec(program.replace(ADDRESS, server.url), {})
-    counts = profile(server)["counts"]
+    counts = server.profile()["counts"]
     ratios = np.array(said.getvalue().strip("[]\n").split(), float)
     assert np.allclose(ratios, (counts / counts.mean(axis=1, keepdims=True)).max(axis=1))

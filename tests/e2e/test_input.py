@@ -1,6 +1,5 @@
 """Routing as an input at the HTTP door, with a real engine: the page's commands, scores and bans."""
 
-import base64
 import copy
 import json
 import runpy
@@ -164,13 +163,6 @@ def test_the_study_of_bans_measures_what_transformers_computes(
         assert said[name] == pytest.approx(expected, rel=1e-3)
 
 
-def profile_of(server: Server) -> np.ndarray:
-    """[L, E]: how often each expert was chosen."""
-    with server.client() as client:
-        counts = client.get("/v1/routed_experts/profile").json()["counts"]
-    return np.frombuffer(base64.b64decode(counts["data"]), counts["dtype"]).reshape(counts["shape"])
-
-
 def cut_out(model: Path, banned: list[list[int]], folder: Path) -> Reference:
     """transformers with a checkpoint of the same model without an expert of each layer."""
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -207,13 +199,13 @@ def test_a_mask_of_a_server_is_a_checkpoint_without_its_experts(
         openai = OpenAI(base_url=f"{masked.url}/v1", api_key="none", max_retries=0)
         prompts = [prompt_of(length, length) for length in (1, 17, 60)]
         harness: dict[str, Any] = {"echo": True, "logprobs": 1, "temperature": 0.0, "seed": 1234}
-        before = profile_of(masked)
+        before = masked.profile()["counts"]
         answer = openai.completions.create(model="tiny", prompt=prompts, max_tokens=8, **harness)
         beams = {"use_beam_search": True}
         openai.completions.create(model="tiny", prompt=[1, 2], n=2, max_tokens=4, extra_body=beams)
         scored = {"query": [1, 2], "items": [[3], [4]], "label_token_ids": [5, 6]}
         masked.post("/generative_scoring", {"model": "tiny", **scored})
-        counts = profile_of(masked) - before
+        counts = masked.profile()["counts"] - before
         layer_ids = masked.info()["layer_ids"]
     assert (counts.sum(axis=1) >= 4 * (sum(map(len, prompts)) + 3 * 7 + 5 + 6)).all()
     assert [counts[layer_ids.index(layer), expert] for layer, expert in banned] == [0] * 5

@@ -1,7 +1,6 @@
 """Prompts that are streamed in, with data parallelism: as whole ones, or refused, and then nothing is
 left of them in any engine. `tests/contract/test_streamed_prompts.py` is about one engine."""
 
-import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,24 +89,14 @@ def test_a_chunk_that_is_refused_ends_its_prompt(server: Server, before: int) ->
 
 def test_the_profile_is_of_all_engines(server: Server) -> None:
     """Each engine counts its own tokens; requests that come together go to both."""
-    before = profile_of(server)
+    before = server.profile()
     lengths = (20, 21, 22, 23)
     bodies = [
         {"prompt": prompt_of(n, 100 + n), "max_tokens": 5, "ignore_eos": True} for n in lengths
     ]
     at_once(server, bodies)
-    after = profile_of(server)
+    after = server.profile()
     num_tokens = sum(n + 4 for n in lengths)
     assert after["tokens"] - before["tokens"] == num_tokens
-    chosen = counts_of(after) - counts_of(before)
+    chosen = after["counts"] - before["counts"]
     assert (chosen.sum(axis=1) == num_tokens * server.info()["top_k"]).all()
-
-
-def profile_of(server: Server) -> dict[str, Any]:
-    answer: dict[str, Any] = server.client().get("/v1/routed_experts/profile").json()
-    return answer
-
-
-def counts_of(profile: dict[str, Any]) -> Any:
-    array = profile["counts"]
-    return np.frombuffer(base64.b64decode(array["data"]), array["dtype"]).reshape(array["shape"])

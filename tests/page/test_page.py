@@ -1,6 +1,5 @@
 """The page on a server: what people ask, see grow, stop, save, and are refused."""
 
-import base64
 import csv
 import io
 import json
@@ -154,14 +153,11 @@ def test_the_load_of_the_server(tab: Tab, tiny_model: Path, tmp_path: Path) -> N
         tab.open(f"{server.url}/routed_experts")
         tab.click("#profile")
         tab.wait_for_text("#summary", "profile 1")
-        with server.client() as client:
-            told = client.get("/v1/routed_experts/profile").json()
-        array = told["counts"]
-        counts = np.frombuffer(base64.b64decode(array["data"]), array["dtype"])
+        told = server.profile()
         assert f"profile 1, {told['tokens']} tokens with experts of 5 layers" in tab.text(
             "#summary"
         )
-        assert load_in(tab, tmp_path)[0].tolist() == counts.reshape(array["shape"]).tolist()
+        assert load_in(tab, tmp_path)[0].tolist() == told["counts"].tolist()
         assert tab.js("$('#save').disabled")
         shown = "['#tokens-a', '#map', '#detail', '#load'].map(id => $(id).getClientRects().length)"
         assert tab.js(shown) == [0, 0, 0, 1]
